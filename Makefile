@@ -1,0 +1,40 @@
+# Every target sets up what it needs. ARGS reaches the program that a target runs: make test ARGS="-k csrc -x"
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+.PHONY: setup train test lint bench clean
+
+setup: $(INSTALLED)
+
+# The development requirements pin torch; --no-deps keeps the package's own installation from choosing another build.
+$(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc/*)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -r requirements-dev.txt
+	$(BIN)/pip install --no-build-isolation --no-deps -e .
+	touch $@
+
+train: setup
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: setup
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: setup
+ifeq ($(BENCHMARKS),)
+	@echo "no benchmarks yet: there is no script in benchmarks/"
+else
+	set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+endif
+
+# Keeps the virtual environment: remove $(VENV) by hand to start over.
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
