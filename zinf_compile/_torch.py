@@ -1,0 +1,101 @@
+"""The private names of PyTorch that this package can't do without, in one place.
+
+Checked on 2.13.0; each line says why a public name doesn't serve.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
+from torch._functorch import config as functorch_config  # `donated_buffer` has no public switch
+from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+)
+
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+"""Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
+
+
+def raise_through_dynamo(error: Exception) -> Exception:
+    """Return `error` as an instance of its own class that Dynamo raises to the user as it is, not as BackendCompilerFailed."""
+    kind = type(error)
+    through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": _init_through})
+    passed: Exception = through(*error.args)
+    return passed
+
+
+def _init_through(self: Any, *args: object) -> None:
+    Exception.__init__(self, *args)
+    self.first_useful_frame = None
+
+
+def aot_index(node: torch.fx.Node) -> int | None:
+    """Return which input of the captured graph an AOT placeholder is."""
+    description = node.meta.get("desc")
+    return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def gradient_outputs(output: torch.fx.Node) -> dict[int, int]:
+    """Return {position among the outputs: index of the captured graph's input whose gradient it is}."""
+    return {
+        position: description.grad_of.idx
+        for position, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
+    }
+
+
+def mutated_inputs(output: torch.fx.Node) -> dict[int, int]:
+    """Return {position among the outputs: index of the captured graph's input that is overwritten with it}."""
+    return {
+        position: description.mutated_input.idx
+        for position, description in enumerate(output.meta.get("desc") or ())
+        if isinstance(description, InputMutationAOTOutput) and isinstance(description.mutated_input, PlainAOTInput)
+    }
+
+
+def captured_name(placeholder: torch.fx.Node) -> str:
+    """Return the user's name for an input of a Dynamo graph: `h.0.attn.weight`, or an expression such as `L['x']`."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", None)
+    text = name() if callable(name) else name
+    return _prettified(str(text)) if text else str(placeholder.target)
+
+
+def _prettified(name: str) -> str:
+    for kind in ("_modules", "_parameters", "_buffers"):
+        name = name.replace(f".{kind}['", ".").replace(f"{kind}['", "")
+    name = name.replace("']", "")
+    head, _, rest = name.partition(".")
+    return rest if head.startswith(("L['", "G['")) and rest else name
+
+
+def limited_frame() -> str | None:
+    """Return the function on the stack that Dynamo runs eagerly since it reached `recompile_limit`, if there is one."""
+    entries_of = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
+    limit = torch._dynamo.config.recompile_limit
+    frame = sys._getframe(1)
+    while frame is not None:
+        entries: Sequence[Any] = entries_of(frame.f_code) or ()
+        if len(entries) >= limit:
+            code = frame.f_code
+            return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def keep_buffers() -> Any:
+    """Context for compiling: the backward may run twice (`retain_graph=True`), as it may in eager PyTorch."""
+    return functorch_config.patch(donated_buffer=False)
+
+
+def is_buffer(placeholder: torch.fx.Node) -> bool:
+    """Say whether an input of a Dynamo graph is a buffer of a module."""
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return "_buffers['" in str(name() if callable(name) else name)

@@ -1,0 +1,117 @@
+"""The options of `torch.compile(model, backend="zero_infinity", options={...})`, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+
+from .errors import OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+def parse_bytes(value: int | str, *, option: str) -> int:
+    """Turn `"32MiB"` or a number of bytes into bytes; raise `OptionError` naming `option` for anything else."""
+    accepted = f"a positive number of bytes or text such as '32MiB' (units: {', '.join(_UNITS)})"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+        factor = _UNITS.get(match[2]) if match else None
+        if match is None or factor is None:
+            raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
+        value = int(float(match[1]) * factor)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """What the user declares; everything else is decided from the graph."""
+
+    compute: Literal["fx"] = "fx"
+    """How the stretches between transfers run. `"fx"`: operator by operator, with eager PyTorch's own kernels and bits."""
+
+    bucket: int | str = "32MiB"
+    """Transfers that follow each other in use are issued together up to this many bytes of full parameters."""
+
+    process_group: dist.ProcessGroup | None = None
+    """The ranks to partition over; default: all of them."""
+
+    mesh: DeviceMesh | None = None
+    """The same as a one-dimensional device mesh; give this or `process_group`."""
+
+    timeout_s: float = 600.0
+    """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
+        """Validate the mapping given to `torch.compile`; raise `OptionError` for an unknown name or a bad value."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        given = dict(options or {})
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise OptionError(f"unknown option {name!r} for backend 'zero_infinity'; accepted: {', '.join(known)}{hint}")
+        config = cls(**given)
+        config._validate()
+        return config
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket` in bytes."""
+        return parse_bytes(self.bucket, option="bucket")
+
+    def signature(self) -> str:
+        """Return what all ranks must agree on, as text."""
+        return f"compute={self.compute} bucket={self.bucket_bytes} timeout_s={self.timeout_s}"
+
+    def resolve_group(self) -> dist.ProcessGroup | None:
+        """Return the group to partition over; None when torch.distributed is not initialised."""
+        if self.mesh is not None:
+            return self.mesh.get_group()
+        if self.process_group is not None:
+            return self.process_group
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+    def _validate(self) -> None:
+        if self.compute == "inductor":
+            raise OptionError("option compute='inductor' is not in this version; accepted: 'fx'")
+        if self.compute != "fx":
+            raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx'")
+        parse_bytes(self.bucket, option="bucket")
+        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
+            raise OptionError(f"option timeout_s={self.timeout_s!r} is not a positive number of seconds")
+        if self.process_group is not None and self.mesh is not None:
+            raise OptionError("options process_group and mesh exclude each other: give one of them")
+        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroup):
+            raise OptionError(
+                f"option process_group is a {type(self.process_group).__name__}; accepted: what torch.distributed.new_group "
+                "returns on a member of the group"
+            )
+        if self.mesh is not None:
+            from torch.distributed.device_mesh import DeviceMesh  # noqa: PLC0415  (costs an import only when used)
+
+            if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
+                found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
+                raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")

@@ -1,0 +1,31 @@
+"""What users may catch. Each message says what was found, where, what is accepted and what to do next."""
+
+from __future__ import annotations
+
+
+class ZinfError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class OptionError(ZinfError, ValueError):
+    """An option of `torch.compile(..., options=...)` is unknown, has a bad value, or differs between ranks."""
+
+
+class UnsupportedModelError(ZinfError, ValueError):
+    """The model holds or does something that cannot be partitioned; the message names the parameter and the way out."""
+
+
+class PartitionedParameterError(ZinfError, RuntimeError):
+    """Code outside the compiled graphs read or replaced a parameter whose value is spread over the ranks."""
+
+
+class UnsupportedOptimizerError(ZinfError, TypeError):
+    """The optimizer does not update element by element, so it cannot work on shards."""
+
+
+class RankMismatchError(ZinfError, RuntimeError):
+    """The ranks are not doing the same thing: other options, another sequence of collectives, or no answer in time."""
+
+
+class IllegalGraphError(ZinfError, AssertionError):
+    """A pass produced an illegal schedule: a defect of this package, found before anything runs."""

@@ -1,0 +1,118 @@
+"""What the passes hand to the runtime: a scheduled graph as plain values, free of FX.
+
+A program works on numbered registers. Registers 0..n-1 hold the graph's inputs; a register that holds a hollow parameter is
+described by a `Slot`. Steps are performed in order, exactly as written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A graph's parameter placeholder; which parameter fills it is known at each call only."""
+
+    index: int
+    """Position among the inputs of the captured graph."""
+    name: str
+    """The parameter's name where the graph was captured; for messages."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the full parameter."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gather:
+    """Start gathering units, all in one transfer."""
+
+    group: int
+    members: tuple[tuple[int, int], ...]
+    """(register of the hollow parameter, register of the handle)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Make one gathered unit usable."""
+
+    handle: int
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Release:
+    """Drop a full unit."""
+
+    full: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start reduce-scattering gradients, all in one transfer."""
+
+    group: int
+    members: tuple[tuple[int, int, int, bool], ...]
+    """(register of the gradient, register of the hollow parameter, register of the result, whether nothing else can see the
+    gradient's memory, so that it may be kept instead of copied)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of compute: `fn([inputs...]) -> tuple`, which empties the list it is given."""
+
+    fn: Callable[[list[Any]], Sequence[Any]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+Step = Gather | Wait | Release | Reduce | Region
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One scheduled graph, ready to run."""
+
+    name: str
+    """For messages: `forward of graph 0`."""
+    registers: int
+    inputs: int
+    slots: Mapping[int, Slot]
+    """Input register -> slot."""
+    buffers: Mapping[int, str]
+    """Input register -> name of a module's buffer, synchronised with rank 0 at its first call."""
+    constants: Mapping[int, Any]
+    """Registers that hold a fixed value."""
+    steps: tuple[Step, ...]
+    frees: tuple[tuple[int, ...], ...]
+    """Registers whose value is needed no longer after each step."""
+    outputs: tuple[int | None, ...]
+    """Register of each output; None where the graph returns None."""
+    sequence: tuple[str, ...]
+    """The collectives in order, one line each: what all ranks must agree on."""
+
+    def digest(self) -> int:
+        """Hash the collective sequence into 63 bits, the same on every machine."""
+        return digest_of(self.sequence)
+
+
+def digest_of(lines: Sequence[str]) -> int:
+    """Hash lines into 63 bits, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest(), "big") >> 1
