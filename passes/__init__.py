@@ -1,0 +1,68 @@
+"""The pipeline, read top to bottom. Each pass is one function in the file of its name; none knows what runs the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import fx
+
+from .group_units import group_units
+from .insert_gathers import insert_gathers
+from .insert_reduce_scatters import insert_reduce_scatters
+from .insert_releases import insert_releases
+from .prefetch import prefetch
+from .recompute_unit_views import recompute_unit_views
+from .sink_unit_views import sink_unit_views
+from .verify import verify
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule]
+Observer = Callable[[str, fx.GraphModule], None]
+
+LOOK_AHEAD = 1
+"""Groups gathered ahead of the one in use."""
+
+BUCKETS_GATHERED = 3
+"""The gathers of one graph run ahead while no more than this many buckets are gathered."""
+
+
+def joint_passes() -> tuple[Pass, ...]:
+    """Rewrites of the joint graph, before forward and backward are cut apart."""
+    return (
+        recompute_unit_views,
+        insert_reduce_scatters,
+    )
+
+
+def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
+    """The schedule of one graph: forward, backward or inference."""
+    return (
+        sink_unit_views,
+        partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
+        partial(group_units, bucket_bytes=bucket_bytes),
+        insert_releases,
+        partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=BUCKETS_GATHERED * bucket_bytes),
+    )
+
+
+def pass_name(step: Pass) -> str:
+    """Return the name of a pass as the command line knows it."""
+    return (step.func if isinstance(step, partial) else step).__name__
+
+
+def run_passes(
+    gm: fx.GraphModule, passes: Sequence[Pass], *, observe: Observer | None = None, verify_each: bool = False
+) -> fx.GraphModule:
+    """Run the passes in order, with a legality check after the last one (after each, with `verify_each`)."""
+    for step in passes:
+        gm = step(gm)
+        if verify_each:
+            gm.graph.lint()
+            verify(gm, complete=False)
+        if observe is not None:
+            observe(pass_name(step), gm)
+    gm.graph.lint()
+    return gm
+
+
+__all__ = ["Pass", "graph_passes", "joint_passes", "pass_name", "run_passes", "verify"]

@@ -1,0 +1,33 @@
+"""Never hand out memory that belongs to a partitioned parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+
+def clone_aliased_outputs(gm: fx.GraphModule, parameter_inputs: set[fx.Node]) -> fx.GraphModule:
+    """Return a clone where a captured graph would return a parameter or a view of one.
+
+        before:  v = w.detach();                     return (y, v)
+        after:   v = w.detach();  c = clone(v);      return (y, c)
+
+    Runs on the graph as Dynamo captured it, before autograd's part is made: there an output that aliases an input would be
+    rebuilt as a view of that input after the call, of a hollow one. Aliases are read from the traced values' storages.
+    """
+    storages = {_storage(node) for node in parameter_inputs} - {None}
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    for node in output.all_input_nodes:
+        if node not in parameter_inputs and _storage(node) not in storages:
+            continue
+        with gm.graph.inserting_before(output):
+            clone = gm.graph.call_function(torch.clone, (node,))
+        clone.meta.update(node.meta)
+        output.replace_input_with(node, clone)
+    gm.recompile()
+    return gm
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) and value.layout == torch.strided else None

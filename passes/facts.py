@@ -1,0 +1,88 @@
+"""What is known about a node, behind typed accessors: the only place that knows how `node.meta` is spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.program import Slot
+
+_SLOT = "zinf_slot"
+_BUFFER = "zinf_buffer"
+
+
+def mark_slot(node: fx.Node, slot: Slot) -> None:
+    """Say that placeholder `node` is a parameter."""
+    node.meta[_SLOT] = slot
+
+
+def slot_of(node: fx.Node) -> Slot | None:
+    """Return the slot of a parameter's placeholder, None for any other node."""
+    slot = node.meta.get(_SLOT)
+    return slot if isinstance(slot, Slot) and node.op == "placeholder" else None
+
+
+def mark_buffer(node: fx.Node, name: str) -> None:
+    """Say that placeholder `node` is a module's buffer."""
+    node.meta[_BUFFER] = name
+
+
+def buffer_of(node: fx.Node) -> str | None:
+    """Return the name of a buffer's placeholder, None for any other node."""
+    return node.meta.get(_BUFFER) if node.op == "placeholder" else None
+
+
+def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
+    """Yield the graph's parameter placeholders in order."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        slot = slot_of(node)
+        if slot is not None:
+            yield node, slot
+
+
+def unit_of(node: fx.Node) -> Slot:
+    """Return the unit that a schedule operator moves, from any of the four."""
+    source = node
+    while slot_of(source) is None:
+        source = source.args[1 if source.target is ops.reduce_scatter else 0]  # type: ignore[assignment]
+    slot = slot_of(source)
+    assert slot is not None
+    return slot
+
+
+def group_of(node: fx.Node) -> int:
+    """Return the group number of an all_gather or reduce_scatter."""
+    position = 1 if node.target is ops.all_gather else 2
+    number = node.args[position] if len(node.args) > position else ops.LONE_GROUP
+    assert isinstance(number, int)
+    return number
+
+
+def set_group(node: fx.Node, group: int) -> None:
+    """Write the group number of an all_gather or reduce_scatter."""
+    position = 1 if node.target is ops.all_gather else 2
+    node.args = (*node.args[:position], group)
+
+
+def fake_value(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that stands for the node's result."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node.name} is not a tensor"
+    return value
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return each node's place in the order of execution."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def user_line(node: fx.Node) -> str:
+    """Return the user's own source line that made this node, or an empty text when it isn't known."""
+    trace = node.stack_trace or ""
+    frames = [line for line in trace.splitlines() if line.strip()]
+    return "\n".join(frames[-2:])

@@ -1,0 +1,117 @@
+"""Gather each partitioned unit in front of the compute that needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.program import Slot
+
+from .alias import METADATA_OPS, derived_from
+from .facts import parameters, slot_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One operator's need of some units."""
+
+    consumer: fx.Node
+    units: tuple[fx.Node, ...]
+    """Placeholders, in the order of the operator's arguments."""
+
+
+def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
+    """Replace the use of hollow parameters by the use of gathered ones.
+
+        before:  t = t(w);                                          a = addmm(b, x, t)
+        after:   g = all_gather(b);  f = wait(g);  h = all_gather(w);  v = wait(h);  t = t(v);  a = addmm(f, x, t)
+
+    A unit used again is kept in between, unless other units of more than `keep_bytes` are gathered meanwhile: then it is
+    gathered anew, so that a tied embedding doesn't stay through the whole forward. Runs after `sink_unit_views`: each
+    consumer's views stand right in front of it.
+    """
+    graph = gm.graph
+    derived = derived_from(node for node, _ in parameters(graph))
+    uses = find_uses(graph, derived)
+    anew = choose_gathers([tuple(_slot(u) for u in use.units) for use in uses], keep_bytes=keep_bytes)
+    gathered: dict[fx.Node, fx.Node] = {}
+    for use, fresh in zip(uses, anew, strict=True):
+        own = _own_views(use.consumer, derived)
+        first = own[0] if own else use.consumer
+        for unit in use.units:
+            if _slot(unit).index in fresh:
+                gathered[unit] = _gather_before(graph, unit, first)
+            for node in (*own, use.consumer):
+                node.replace_input_with(unit, gathered[unit])
+    return gm
+
+
+def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
+    """Return the operators that read parameters, in order of execution."""
+    uses = []
+    for node in graph.nodes:
+        if node in derived or node.op in ("placeholder", "output") or node.target in METADATA_OPS:
+            continue
+        units: dict[fx.Node, None] = {}
+        for source in _compute_inputs(node):
+            for unit in _units_behind(source, derived):
+                units[unit] = None
+        if units:
+            uses.append(Use(node, tuple(units)))
+    return uses
+
+
+def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set[int]]:
+    """Decide at which use each unit is gathered: for each use, the slot indices gathered in front of it."""
+    fresh: list[set[int]] = []
+    last_seen: dict[int, int] = {}
+    gathered_bytes = 0
+    for units in uses:
+        now: set[int] = set()
+        for slot in units:
+            seen = last_seen.get(slot.index)
+            if seen is None or gathered_bytes - seen > keep_bytes:
+                now.add(slot.index)
+                gathered_bytes += slot.bytes
+            last_seen[slot.index] = gathered_bytes
+        fresh.append(now)
+    return fresh
+
+
+def _compute_inputs(node: fx.Node) -> list[fx.Node]:
+    if node.target is ops.reduce_scatter:
+        return [node.args[0]]  # type: ignore[list-item]  # the unit itself is only named there
+    return node.all_input_nodes
+
+
+def _units_behind(source: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
+    if slot_of(source) is not None:
+        return [source]
+    if source not in derived:
+        return []
+    return [unit for node in source.all_input_nodes for unit in _units_behind(node, derived)]
+
+
+def _own_views(consumer: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
+    own: list[fx.Node] = []
+    node = consumer.prev
+    while node in derived:
+        own.append(node)
+        node = node.prev
+    return own[::-1]
+
+
+def _gather_before(graph: fx.Graph, unit: fx.Node, place: fx.Node) -> fx.Node:
+    with graph.inserting_before(place):
+        handle = graph.call_function(ops.all_gather, (unit, ops.LONE_GROUP))
+        full = graph.call_function(ops.wait, (handle,))
+    handle.meta["val"] = full.meta["val"] = unit.meta["val"]
+    return full
+
+
+def _slot(unit: fx.Node) -> Slot:
+    slot = slot_of(unit)
+    assert slot is not None
+    return slot

@@ -1,0 +1,37 @@
+"""Put a reduce-scatter on every parameter gradient of a joint graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile._torch import gradient_outputs
+
+from .facts import parameters
+
+
+def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
+    """Replace each parameter's gradient by its averaged shard.
+
+        before:  dw = mm(dy, x);                                return (y, dw)
+        after:   dw = mm(dy, x);  s = reduce_scatter(dw, w);    return (y, s)
+
+    On the joint graph, before the cut: the use of `w` makes the partitioner carry the hollow parameter, which costs nothing,
+    into the backward, also where the gradient's formula doesn't need its value (biases, the first layer).
+    """
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    results = list(output.args[0])  # type: ignore[arg-type]
+    placeholders = {slot.index: node for node, slot in parameters(gm.graph)}
+    for position, index in gradient_outputs(output).items():
+        grad, unit = results[position], placeholders.get(index)
+        if unit is None or not isinstance(grad, fx.Node):
+            continue
+        with gm.graph.inserting_after(grad):
+            shard = gm.graph.call_function(ops.reduce_scatter, (grad, unit, ops.LONE_GROUP))
+        shard.meta["val"] = torch.empty_like(grad.meta["val"])
+        shard.meta["partitioner_tag"] = "is_backward"
+        shard.meta["desc"] = grad.meta.get("desc")
+        results[position] = shard
+    output.args = (type(output.args[0])(results),)  # type: ignore[call-arg]
+    return gm

@@ -1,0 +1,38 @@
+"""Release each gathered unit right after its last use."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+
+from .alias import alias_closure
+from .facts import positions
+
+
+def insert_releases(gm: fx.GraphModule) -> fx.GraphModule:
+    """Insert one release per gathered unit, after the last operator that touches its memory.
+
+        before:  v = wait(g);  t = t(v);  a = mm(x, t);                 b = relu(a)
+        after:   v = wait(g);  t = t(v);  a = mm(x, t);  release(v);    b = relu(a)
+
+    Which values share the unit's memory is read from the operators' schemas. A value that would leave the graph while sharing
+    it is returned as a clone.
+    """
+    graph = gm.graph
+    place = positions(graph)
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    for full in [node for node in graph.nodes if node.target is ops.wait]:
+        shared = alias_closure(full)
+        for escaping in [node for node in output.all_input_nodes if node in shared]:
+            with graph.inserting_before(output):
+                clone = graph.call_function(torch.ops.aten.clone.default, (escaping,))
+            clone.meta["val"] = escaping.meta["val"]
+            place[clone] = place[output]
+            output.replace_input_with(escaping, clone)
+        touching = {user for node in shared for user in node.users} | shared
+        last = max(touching, key=place.__getitem__)
+        with graph.inserting_after(last):
+            graph.call_function(ops.release, (full,))
+    return gm

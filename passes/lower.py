@@ -1,0 +1,184 @@
+"""Turn a scheduled graph into a program: transfers as steps, and regions of compute between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Step, Wait
+
+from .alias import alias_closure, aliased_inputs
+from .facts import buffer_of, group_of, positions, slot_of, unit_of
+
+_Stretch = list[fx.Node]
+
+
+def lower(gm: fx.GraphModule, *, name: str) -> Program:
+    """Cut `gm` at its transfers; compute between two of them becomes one callable."""
+    register: dict[fx.Node, int] = {}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        register[node] = len(register)
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    place = positions(gm.graph)
+    steps: list[Step] = []
+    for kind, nodes in _stretches(gm.graph):
+        if kind == "region":
+            inputs, outputs = _boundary(nodes)
+            for node in outputs:
+                register[node] = len(register)
+            fn = _compile_region(gm, nodes, inputs, outputs)
+            steps.append(Region(fn, tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)))
+            continue
+        if kind != "release":
+            for node in nodes:
+                register[node] = len(register)
+        steps.append(_transfer(kind, nodes, register, place))
+    results = output.args[0]
+    assert isinstance(results, (list, tuple)), "a graph returns a tuple of values"
+    constants: dict[int, Any] = {}
+    outputs_: list[int | None] = []
+    for result in results:
+        if isinstance(result, fx.Node):
+            outputs_.append(register[result])
+        elif result is None:
+            outputs_.append(None)
+        else:
+            constants[len(register) + len(constants)] = result
+            outputs_.append(len(register) + len(constants) - 1)
+    return Program(
+        name=name,
+        registers=len(register) + len(constants),
+        inputs=len(placeholders),
+        slots={register[n]: slot for n in placeholders if (slot := slot_of(n)) is not None},
+        buffers={register[n]: buffer for n in placeholders if (buffer := buffer_of(n)) is not None},
+        constants=constants,
+        steps=tuple(steps),
+        frees=_frees(steps, {r for r in outputs_ if r is not None}),
+        outputs=tuple(outputs_),
+        sequence=collective_sequence(gm.graph),
+    )
+
+
+def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the collectives in order, one line each: kind, group, parameter, elements and type."""
+    return tuple(
+        f"{'all_gather' if node.target is ops.all_gather else 'reduce_scatter'} group {group_of(node)}: "
+        f"{unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {str(unit_of(node).dtype).removeprefix('torch.')}"
+        for node in graph.nodes
+        if node.target in (ops.all_gather, ops.reduce_scatter)
+    )
+
+
+def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
+    kinds = {ops.all_gather: "gather", ops.wait: "wait", ops.release: "release", ops.reduce_scatter: "reduce"}
+    current: _Stretch = []
+    current_kind, current_group = "", ops.LONE_GROUP
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        kind = kinds.get(node.target, "region")
+        group = group_of(node) if kind in ("gather", "reduce") else ops.LONE_GROUP
+        extends = kind == current_kind and (kind == "region" or (group != ops.LONE_GROUP and group == current_group))
+        if current and not extends:
+            yield current_kind, current
+            current = []
+        current.append(node)
+        current_kind, current_group = kind, group
+    if current:
+        yield current_kind, current
+
+
+def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], place: dict[fx.Node, int]) -> Step:
+    def at(node: fx.Node, position: int) -> int:
+        argument = node.args[position]
+        assert isinstance(argument, fx.Node)
+        return register[argument]
+
+    if kind == "gather":
+        return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes))
+    if kind == "wait":
+        return Wait(at(nodes[0], 0), register[nodes[0]])
+    if kind == "release":
+        return Release(at(nodes[0], 0))
+    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], _owns_memory(n, place)) for n in nodes))
+
+
+def _owns_memory(reduction: fx.Node, place: dict[fx.Node, int]) -> bool:
+    root = reduction.args[0]
+    assert isinstance(root, fx.Node)
+    while inputs := aliased_inputs(root):
+        if len(inputs) > 1:
+            return False
+        root = inputs[0]
+    touching = {user for node in alias_closure(root) for user in node.users}
+    return root.op == "call_function" and all(place[user] <= place[reduction] for user in touching)
+
+
+def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
+    inside = set(nodes)
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in inside and source.op != "get_attr":
+                inputs[source] = None
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    return list(inputs), outputs
+
+
+def _compile_region(gm: fx.GraphModule, nodes: _Stretch, inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                copies[source] = graph.get_attr(str(source.target))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    return fx.GraphModule(gm, graph).forward
+
+
+def _frees(steps: list[Step], kept: set[int]) -> tuple[tuple[int, ...], ...]:
+    frees: list[tuple[int, ...]] = []
+    seen = set(kept)
+    for step in reversed(steps):
+        last = [r for r in dict.fromkeys(_reads(step)) if r not in seen]
+        unread = [r for r in _writes(step) if r not in seen]
+        seen.update(last)
+        frees.append((*last, *unread))
+    return tuple(reversed(frees))
+
+
+def _reads(step: Step) -> tuple[int, ...]:
+    match step:
+        case Gather(_, members):
+            return tuple(unit for unit, _ in members)
+        case Wait(handle, _):
+            return (handle,)
+        case Release(full):
+            return (full,)
+        case Reduce(_, reductions):
+            return tuple(r for grad, unit, *_ in reductions for r in (grad, unit))
+        case Region(_, inputs, _):
+            return inputs
+
+
+def _writes(step: Step) -> tuple[int, ...]:
+    match step:
+        case Gather(_, members):
+            return tuple(out for _, out in members)
+        case Wait(_, out):
+            return (out,)
+        case Release():
+            return ()
+        case Reduce(_, reductions):
+            return tuple(out for _, _, out, _ in reductions)
+        case Region(_, _, outputs):
+            return outputs

@@ -1,0 +1,83 @@
+"""Start each gather ahead of its use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from zinf_compile import ops
+
+from .facts import group_of, unit_of
+
+
+def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.GraphModule:
+    """Start the gathers of a group while up to `look_ahead` earlier groups are in use.
+
+        before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v);  h = all_gather(w1, 1);  u = wait(h);  b = mm(a, u)
+        after:   g = all_gather(w0, 0);  h = all_gather(w1, 1);  v = wait(g);  a = mm(x, v);  release(v);  u = wait(h);  b = mm(a, u)
+
+    A group starts early only as far as what is gathered and not yet released stays within `limit_bytes`. The order of the
+    gathers never changes.
+    """
+    groups, released = _stages(gm.graph)
+    anchors = [group[-1].next for group in groups]  # where a stage's compute begins
+    sizes = [sum(unit_of(node).bytes for node in group) for group in groups]
+    chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=limit_bytes)
+    for number, stage in enumerate(chosen):
+        if stage < number:
+            for node in groups[number]:
+                anchors[stage].prepend(node)
+    return gm
+
+
+def choose_stages(
+    sizes: Sequence[int], released: Sequence[Sequence[tuple[int, int]]], *, look_ahead: int, limit_bytes: int
+) -> list[int]:
+    """Decide at which stage each group starts; stage k lasts from group k's first use to group k+1's.
+
+    `sizes[k]` are the bytes of group k, `released[k]` its (stage, bytes) releases. The result is never later than k and never
+    earlier than the stage of the group before, and no start makes the live bytes of an earlier stage exceed the limit.
+    """
+    stages = len(sizes)
+    live = [0] * (stages + 1)
+    for number, size in enumerate(sizes):  # everything just in time: from its own stage to its release
+        _add(live, number, size, released[number])
+    chosen: list[int] = []
+    for number, size in enumerate(sizes):
+        earliest = max(number - look_ahead, chosen[-1] if chosen else 0, 0)
+        stage = number
+        while stage > earliest and live[stage - 1] + size <= limit_bytes:
+            stage -= 1
+            live[stage] += size
+        chosen.append(stage)
+    return chosen
+
+
+def _add(live: list[int], start: int, size: int, releases: Sequence[tuple[int, int]]) -> None:
+    held = size
+    ends = sorted(releases)
+    stage = start
+    for end, freed in ends:
+        while stage <= end and stage < len(live):
+            live[stage] += held
+            stage += 1
+        held -= freed
+
+
+def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
+    groups: list[list[fx.Node]] = []
+    released: list[list[tuple[int, int]]] = []
+    owner: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.target is ops.all_gather:
+            joins = groups and group_of(node) != ops.LONE_GROUP and group_of(node) == group_of(groups[-1][0])
+            if not joins:
+                groups.append([])
+                released.append([])
+            groups[-1].append(node)
+            owner[node] = len(groups) - 1
+        elif node.target is ops.release:
+            handle = node.args[0].args[0]  # type: ignore[union-attr]
+            released[owner[handle]].append((len(groups) - 1, unit_of(node).bytes))  # type: ignore[index]
+    return groups, released

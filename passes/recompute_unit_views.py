@@ -1,0 +1,42 @@
+"""Keep every form of a gathered weight out of what the forward saves for the backward."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .alias import aliased_inputs, derived_from
+from .facts import parameters
+
+_AFTER_ALL_CHECKPOINTS = sys.maxsize
+"""Larger than any checkpoint's number: a view shared with a later checkpointed region is then still recomputed."""
+
+
+def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
+    """Mark views and casts of parameters must-recompute, and their consumers must-save, on a joint graph.
+
+        before:  t = t(w);                    a = addmm(b, x, t)
+        after:   t = t(w) [must_recompute];   a = addmm(b, x, t) [must_save]
+
+    A saved view would keep the gathered weight alive until the backward, so the partitioner is made to save the hollow
+    parameter instead and to take the view again. The consumers are the shape-independent line at which recomputation stops:
+    without it the min-cut could decide from activation sizes whether a parameter is gathered again in the backward, and ranks
+    with other batch shapes would gather different units. What `torch.utils.checkpoint` marked stays as it is.
+    """
+    roots = [node for node, _ in parameters(gm.graph)]
+    derived = derived_from(roots)
+    for node in derived:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _AFTER_ALL_CHECKPOINTS
+    for source in (*roots, *derived):
+        for user in source.users:
+            if user.op == "call_function" and user not in derived and "recompute" not in user.meta and _may_be_saved(user):
+                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return gm
+
+
+def _may_be_saved(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) and not aliased_inputs(node)

@@ -1,0 +1,47 @@
+"""Take views and casts of parameters where they are used, not earlier."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from .alias import METADATA_OPS, derived_from
+from .facts import parameters, positions
+
+
+def sink_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
+    """Give every consumer of a parameter its own chain of views and casts, right in front of it.
+
+        before:  t = t(w);  a = relu(x);  b = mm(a, t);  c = mm(b, t)
+        after:   a = relu(x);  t_1 = t(w);  b = mm(a, t_1);  t_2 = t(w);  c = mm(b, t_2)
+
+    The partitioner puts recomputed views at the top of the backward; left there, all weights would be gathered at once. Views
+    are free and casts cheap, so each consumer has its own: no gathered unit must live from one use to the next.
+    """
+    graph = gm.graph
+    derived = derived_from(node for node, _ in parameters(graph))
+    place = positions(graph)
+    for user in list(graph.nodes):
+        if user in derived or user.op == "placeholder" or user.target in METADATA_OPS:
+            continue
+        chain = sorted(_derived_inputs(user, derived), key=place.__getitem__)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in chain:
+            with graph.inserting_before(user):
+                copies[node] = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))
+        for node, copy in copies.items():
+            user.replace_input_with(node, copy)
+    for node in reversed(list(graph.nodes)):
+        if node in derived and not node.users:
+            graph.erase_node(node)
+    return gm
+
+
+def _derived_inputs(user: fx.Node, derived: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [user]
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node in derived and node not in found:
+                found.add(node)
+                stack.append(node)
+    return found

@@ -1,0 +1,56 @@
+"""A graph as text, one operator a line."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+
+from .facts import slot_of, unit_of
+
+
+def graph_text(gm: fx.GraphModule, *, sizes: bool = False) -> str:
+    """Print the graph with short names; with `sizes`, transfers show the parameter's name and its bytes."""
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        line = _line(node)
+        if sizes and node.target in ops.SCHEDULE_OPS:
+            unit = unit_of(node)
+            line = f"{line:<60}  # {unit.name} {unit.bytes:,} B"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {_value(node.args[0])}"
+    arguments = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
+    if node.target in (ops.all_gather, ops.reduce_scatter) and node.args[-1] == ops.LONE_GROUP:
+        arguments.pop()
+    if node.target is operator.getitem:
+        return f"{node.name} = {arguments[0]}[{arguments[1]}]"
+    call = f"{_target(node)}({', '.join(arguments)})"
+    return call if node.target is ops.release else f"{node.name} = {call}"
+
+
+def _target(node: fx.Node) -> str:
+    target: str | Callable[..., object] = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[-1]
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, fx.Node):
+        slot = slot_of(value)
+        return slot.name if slot is not None else value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_value(v) for v in value)
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return str(value)

@@ -1,0 +1,113 @@
+"""Say what a legal schedule is. Imports nothing from the code that makes schedules."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.errors import IllegalGraphError
+
+from .alias import METADATA_OPS, alias_closure
+from .facts import group_of, parameters, positions, slot_of, unit_of
+
+
+def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None = None) -> fx.GraphModule:
+    """Raise `IllegalGraphError` naming every broken rule; return `gm` unchanged otherwise.
+
+    Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
+    release, and it is released once; no value that shares a gathered unit's memory leaves the graph; members of a group stand
+    together; what is gathered and not yet released never exceeds `limit_bytes`. With `complete=False`, for a graph between two
+    passes, units may still be hollow or unreleased.
+    """
+    place = positions(gm.graph)
+    broken: list[str] = []
+    for node in gm.graph.nodes:
+        if node.target is ops.all_gather:
+            _check_gather(node, broken)
+        elif node.target is ops.wait:
+            _check_unit(node, place, broken, complete)
+        elif node.target is ops.release and _target_of(node.args[0]) is not ops.wait:
+            broken.append(f"{node.name} releases {node.args[0]}, which is not the result of a wait")
+        elif node.target is ops.reduce_scatter and slot_of(node.args[1]) is None:
+            broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
+    _check_groups(gm.graph, broken)
+    if complete:
+        _check_hollow(gm.graph, broken)
+    if limit_bytes is not None:
+        peak, where = peak_gathered_bytes(gm.graph)
+        if peak > limit_bytes:
+            broken.append(f"{peak} bytes are gathered at {where}, more than the {limit_bytes} allowed")
+    if broken:
+        raise IllegalGraphError("illegal schedule (a defect of zinf-compile, please report it):\n  " + "\n  ".join(broken))
+    return gm
+
+
+def peak_gathered_bytes(graph: fx.Graph) -> tuple[int, str]:
+    """Return the largest number of bytes gathered (from the start of a gather to its release), and the node reaching it."""
+    live = peak = 0
+    where = ""
+    for node in graph.nodes:
+        if node.target is ops.all_gather:
+            live += unit_of(node).bytes
+            if live > peak:
+                peak, where = live, node.name
+        elif node.target is ops.release:
+            live -= unit_of(node).bytes
+    return peak, where
+
+
+def _target_of(node: object) -> object:
+    return node.target if isinstance(node, fx.Node) else None
+
+
+def _check_gather(node: fx.Node, broken: list[str]) -> None:
+    if slot_of(node.args[0]) is None:  # type: ignore[arg-type]
+        broken.append(f"{node.name} gathers {node.args[0]}, which is not a parameter")
+    waits = [user for user in node.users if user.target is ops.wait]
+    if len(waits) != 1 or len(node.users) != 1:
+        users = ", ".join(user.name for user in node.users) or "nothing"
+        broken.append(f"the handle {node.name} must be used by one wait alone, found: {users}")
+
+
+def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], complete: bool) -> None:
+    if _target_of(full.args[0]) is not ops.all_gather:
+        broken.append(f"{full.name} waits for {full.args[0]}, which no all_gather started")
+        return
+    releases = [user for user in full.users if user.target is ops.release]
+    shared = alias_closure(full)
+    if len(releases) > 1:
+        broken.append(f"{full.name} is released {len(releases)} times")
+    if complete and not releases:
+        broken.append(f"{full.name} is never released")
+    for node in shared:
+        for user in node.users:
+            if user.op == "output" and releases:
+                broken.append(f"{node.name} shares memory with {full.name} and leaves the graph")
+            elif releases and user.target is not ops.release and place[user] > place[releases[0]]:
+                broken.append(f"{user.name} uses {node.name} after {releases[0].name} released its memory")
+
+
+def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
+    for target in (ops.all_gather, ops.reduce_scatter):
+        closed: set[int] = set()
+        previous: fx.Node | None = None
+        for node in graph.nodes:
+            if node.target is not target or group_of(node) == ops.LONE_GROUP:
+                continue
+            group = group_of(node)
+            together = previous is not None and group_of(previous) == group
+            if together and previous is not node.prev:
+                broken.append(f"{node.name} stands apart from its group {group}")
+            if not together and group in closed:
+                broken.append(f"{node.name} belongs to group {group}, which was already issued")
+            closed.add(group)
+            previous = node
+
+
+def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:
+    for unit, slot in parameters(graph):
+        for user in unit.users:
+            named_only = user.target is ops.reduce_scatter and user.args[0] is not unit
+            if user.op == "output" or user.target is ops.all_gather or user.target in METADATA_OPS or named_only:
+                continue
+            broken.append(f"{user.name} reads the hollow parameter {slot.name}")
