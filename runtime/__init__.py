@@ -1,0 +1,1 @@
+"""Memory and movement. Knows programs, units and ranks; knows nothing of FX."""

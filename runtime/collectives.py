@@ -1,0 +1,190 @@
+"""Shards to full units and gradients to shards, for several units at once, straight into the buffers that compute uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .partition import shard_numel, shard_range
+
+
+class Collectives(Protocol):
+    """What a lane performs. Flat tensors; shards are padded, full units are not."""
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an empty flat buffer of `numel` elements that `all_gather` can fill."""
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """Fill each full unit from all ranks' shards."""
+
+    def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """Fill each shard with the mean over the ranks of its part of the full gradients."""
+
+    def scatter(self, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> None:
+        """Fill each rank's shard from rank 0's full unit (`full` is read on rank 0 only)."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill the tensor with rank 0's values."""
+
+
+class PeerToPeer:
+    """Sends and receives between all pairs: on gloo several times faster than its own collectives.
+
+    Sums are taken in rank order on the rank that keeps the result, so they don't depend on how transfers are grouped.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = group.rank()
+        self._size = group.size()
+        self._peers = [(self._rank + step) % self._size for step in range(1, self._size)]
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return exactly the unit's elements: padding never travels."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.all_gather`."""
+        works = []
+        for peer in self._peers:
+            for tag, full in enumerate(fulls):
+                works.append(self._receive(full[slice(*self._range(full, peer))], peer, tag))
+        for tag, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
+            start, end = self._range(full, self._rank)
+            for peer in self._peers:
+                works.append(self._send(shard[: end - start], peer, tag))
+            full[start:end].copy_(shard[: end - start])
+        _finish(works)
+
+    def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.reduce_scatter`."""
+        works = []
+        parts: list[dict[int, torch.Tensor]] = []
+        for tag, grad in enumerate(grads):
+            start, end = self._range(grad, self._rank)
+            received = {peer: grad.new_empty(end - start) for peer in self._peers}
+            works += [self._receive(part, peer, tag) for peer, part in received.items()]
+            parts.append({**received, self._rank: grad[start:end]})
+        for tag, grad in enumerate(grads):
+            works += [self._send(grad[slice(*self._range(grad, peer))], peer, tag) for peer in self._peers]
+        _finish(works)
+        for shard, by_rank in zip(shards, parts, strict=True):
+            valid = shard[: by_rank[0].numel()]
+            valid.copy_(by_rank[0])
+            for rank in range(1, self._size):
+                valid.add_(by_rank[rank])
+            valid.div_(self._size)
+            shard[valid.numel() :].zero_()
+
+    def scatter(self, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> None:
+        """See `Collectives.scatter`."""
+        start, end = shard_range(numel, self._size, self._rank)
+        shard[end - start :].zero_()
+        if self._rank != 0:
+            _finish([self._receive(shard[: end - start], 0, 0)])
+            return
+        assert full is not None
+        works = [self._send(full[slice(*shard_range(numel, self._size, peer))], peer, 0) for peer in self._peers]
+        shard[: end - start].copy_(full[start:end])
+        _finish(works)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        if self._rank == 0:
+            source = tensor.contiguous()
+            _finish([self._send(source.view(-1), peer, 0) for peer in self._peers])
+            return
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        _finish([self._receive(target.view(-1), 0, 0)])
+        tensor.copy_(target)
+
+    def _range(self, full: torch.Tensor, rank: int) -> tuple[int, int]:
+        return shard_range(full.numel(), self._size, rank)
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self._group, group_dst=peer, tag=tag) if tensor.numel() else None
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag) if tensor.numel() else None
+
+
+class DeviceCollectives:
+    """The backend's own collectives, several units in one launch: for NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size = group.size()
+        self._rank = group.rank()
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the first `numel` elements of a buffer that has room for the padding."""
+        return torch.empty(self._size * shard_numel(numel, self._size), dtype=dtype, device=device)[:numel]
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.all_gather`; `fulls` come from `full_buffer`."""
+        padded = [full.as_strided((shard.numel() * self._size,), (1,)) for shard, full in zip(shards, fulls, strict=True)]
+        options = dist.AllgatherOptions()
+        self._group.allgather_into_tensor_coalesced(padded, list(shards), options).wait()
+
+    def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.reduce_scatter`; the order of the sum is NCCL's."""
+        padded = [
+            torch.nn.functional.pad(grad, (0, shard.numel() * self._size - grad.numel()))
+            for grad, shard in zip(grads, shards, strict=True)
+        ]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        self._group.reduce_scatter_tensor_coalesced(list(shards), padded, options).wait()
+        for shard in shards:
+            shard.div_(self._size)
+
+    def scatter(self, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> None:
+        """See `Collectives.scatter`."""
+        parts = None
+        if self._rank == 0:
+            assert full is not None
+            padded = torch.nn.functional.pad(full, (0, shard.numel() * self._size - numel))
+            parts = list(padded.split(shard.numel())) if shard.numel() else [shard] * self._size
+        dist.scatter(shard, parts, group=self._group, group_src=0)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=self._group, group_src=0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+class SingleRank:
+    """World size 1: a shard is the whole, nothing travels."""
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an empty flat buffer."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
+        """Copy."""
+        for shard, full in zip(shards, fulls, strict=True):
+            full.copy_(shard)
+
+    def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """Copy."""
+        for grad, shard in zip(grads, shards, strict=True):
+            shard.copy_(grad)
+
+    def scatter(self, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> None:
+        """Copy."""
+        assert full is not None
+        shard.copy_(full)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+def _finish(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

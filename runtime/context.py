@@ -1,0 +1,150 @@
+"""The ranks that share a model, and what this rank has towards them: groups, lanes, collectives and the ledger."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zinf_compile.errors import OptionError, RankMismatchError
+from zinf_compile.program import digest_of
+
+from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
+from .lanes import InlineLane, Lane, StreamLane, ThreadLane
+from .ledger import Ledger
+
+
+class Context:
+    """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> None:
+        self.group = group
+        self.device = device
+        self.timeout_s = timeout_s
+        self.signature = signature
+        self.rank = group.rank() if group is not None else 0
+        self.size = group.size() if group is not None else 1
+        self.ledger = Ledger()
+        self.gather_lane: Lane = InlineLane()
+        self.reduce_lane: Lane = InlineLane()
+        self.gathers: Collectives = SingleRank()
+        self.reductions: Collectives = SingleRank()
+        self._control: dist.ProcessGroup | None = None
+        if group is not None and self.size > 1 and dist.get_backend(group) != "fake":
+            self._connect(group, device)
+
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+
+        def new_group(backend: str) -> dist.ProcessGroup:
+            made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            return made
+
+        self._control = new_group("gloo")
+        self.agree([f"options {self.signature}"], what="starting", mismatch=OptionError)
+        if device.type == "cpu":
+            self.gathers, self.reductions = PeerToPeer(new_group("gloo")), PeerToPeer(new_group("gloo"))
+            self.gather_lane, self.reduce_lane = ThreadLane("zinf-gather"), ThreadLane("zinf-reduce")
+        else:
+            backend = dist.get_default_backend_for_device(device)
+            self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
+            self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the group is a fake one: plans can be made for it, nothing can be moved."""
+        return self.size > 1 and self._control is None
+
+    def agree(
+        self,
+        lines: Sequence[str],
+        *,
+        what: str,
+        digest: int | None = None,
+        value: float = 0.0,
+        mismatch: type[Exception] = RankMismatchError,
+    ) -> list[float]:
+        """Check that all ranks are about to do the same, and exchange one number on the way.
+
+        16 bytes per rank on the control group: a hash of `lines`, and `value`. On a mismatch all ranks raise, naming the first
+        line that differs. Returns every rank's value.
+        """
+        if self._control is None:
+            return [value]
+        mine = digest_of(lines) if digest is None else digest
+        bits = struct.unpack("<q", struct.pack("<d", value))[0]
+        everyone = torch.empty(2 * self.size, dtype=torch.int64)
+        self._patiently(
+            lambda: dist.all_gather_into_tensor(everyone, torch.tensor([mine, bits]), group=self._control),
+            f"{what} ({lines[0]})" if lines else what,
+        )
+        digests = everyone[0::2].tolist()
+        if any(other != mine for other in digests):
+            described: list[list[str]] = [[] for _ in range(self.size)]
+            self._patiently(
+                lambda: dist.all_gather_object(described, [what, *lines], group=self._control),
+                f"{what} (comparing ranks)",
+            )
+            raise mismatch(_first_difference(described))
+        return [struct.unpack("<d", struct.pack("<q", other))[0] for other in everyone[1::2].tolist()]
+
+    def exchange(self, values: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return every rank's `values` (a vector of doubles), stacked by rank."""
+        if self._control is None:
+            return values.unsqueeze(0)
+        self.agree([f"{what} of {values.numel()} values"], what=what)
+        out = torch.empty(self.size, values.numel(), dtype=torch.float64)
+        mine = values.to("cpu", torch.float64)
+        self._patiently(lambda: dist.all_gather_into_tensor(out.view(-1), mine, group=self._control), what)
+        return out
+
+    def failed(self, what: str, error: BaseException) -> RankMismatchError:
+        """Turn a broken or timed-out transfer into the error a user can act on."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return RankMismatchError(
+            f"rank {self.rank} of {self.size} got no answer from another rank while {what}; time-out {self.timeout_s:g} s "
+            f"(option timeout_s). Usually a rank ended, took another branch of the model or ran out of batches: every rank must "
+            f"run the same graphs in the same order. The transport said: {reason}"
+        )
+
+    def _patiently(self, exchange: Callable[[], object], what: str) -> None:
+        try:
+            exchange()
+        except (RuntimeError, dist.DistError) as error:
+            raise self.failed(what, error) from error
+
+
+_contexts: dict[tuple[object, str, str], Context] = {}
+
+
+def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> Context:
+    """Return the context of these ranks, made at the first call; all ranks must make that call."""
+    world = int(os.environ.get("WORLD_SIZE") or "1")
+    if group is None and world > 1:
+        raise OptionError(
+            f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
+            "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
+        )
+    key = (group, str(device), signature)
+    if key not in _contexts:
+        _contexts[key] = Context(group, device, timeout_s=timeout_s, signature=signature)
+    return _contexts[key]
+
+
+def _first_difference(described: list[list[str]]) -> str:
+    for rank, lines in enumerate(described):
+        for index in range(max(len(lines), len(described[0]))):
+            here = lines[index] if index < len(lines) else "nothing more"
+            there = described[0][index] if index < len(described[0]) else "nothing more"
+            if here != there:
+                return (
+                    f"the ranks are not doing the same thing; first difference: rank 0 has {there!r}, rank {rank} has {here!r}. "
+                    "Every rank must use the same options and run the same graphs in the same order."
+                )
+    return "the ranks are not doing the same thing, though they describe it alike"

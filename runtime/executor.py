@@ -1,0 +1,135 @@
+"""Perform a program's steps, in order, on the units bound to its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Wait
+
+from .context import Context
+from .lanes import Done, Pending
+from .partition import shard_numel
+from .unit import Unit
+
+GradientMaker = Callable[[Unit, torch.Tensor, Pending], torch.Tensor]
+
+
+class _Gathered:
+    """A handle: the full unit, usable once `pending` is over."""
+
+    __slots__ = ("full", "pending", "what")
+
+    def __init__(self, full: torch.Tensor, pending: Pending, what: str) -> None:
+        self.full = full
+        self.pending = pending
+        self.what = what
+
+
+class Reduction:
+    """A gradient's way to its shard; `wait` names graph and unit when it breaks."""
+
+    __slots__ = ("_context", "_pending", "_what")
+
+    def __init__(self, pending: Pending, context: Context, what: str) -> None:
+        self._pending = pending
+        self._context = context
+        self._what = what
+
+    def wait(self) -> None:
+        """Return when the shard may be used."""
+        _wait(self._pending, self._context, self._what)
+
+
+def execute(
+    program: Program, units: Mapping[int, Unit], context: Context, args: list[Any], make_gradient: GradientMaker
+) -> list[Any]:
+    """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
+    registers: list[Any] = [None] * program.registers
+    registers[: len(args)] = args
+    args.clear()
+    for register, value in program.constants.items():
+        registers[register] = value
+    for step, frees in zip(program.steps, program.frees, strict=True):
+        match step:
+            case Region(fn, inputs, outputs):
+                values = [registers[r] for r in inputs]
+                for r in frees:
+                    registers[r] = None
+                results = fn(values)
+                for r, result in zip(outputs, results, strict=True):
+                    registers[r] = result
+                continue
+            case Wait(handle, out):
+                gathered = registers[handle]
+                _wait(gathered.pending, context, gathered.what)
+                registers[out] = gathered.full
+                del gathered
+            case Release(full):
+                if context.size > 1:
+                    context.ledger.add("gathered", -registers[full].numel() * registers[full].element_size())
+            case Gather(group, members):
+                _start_gather(program, group, [(units[unit], out) for unit, out in members], registers, context)
+            case Reduce(group, reductions):
+                _start_reduce(
+                    program, group, [(registers[g], units[u], out, owned) for g, u, out, owned in reductions],
+                    registers, context, make_gradient,
+                )  # fmt: skip
+        for r in frees:
+            registers[r] = None
+    return [None if r is None else registers[r] for r in program.outputs]
+
+
+def _start_gather(
+    program: Program, group: int, members: Sequence[tuple[Unit, int]], registers: list[Any], context: Context
+) -> None:
+    if context.size == 1:
+        for unit, out in members:
+            registers[out] = _Gathered(unit.whole(), Done(), "")
+        return
+    shards = [unit.shard for unit, _ in members]
+    flats = [context.gathers.full_buffer(unit.numel, unit.dtype, unit.device) for unit, _ in members]
+    pending = context.gather_lane.submit(lambda: context.gathers.all_gather(shards, flats))
+    what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
+    for (unit, out), flat in zip(members, flats, strict=True):
+        context.ledger.add("gathered", flat.numel() * flat.element_size())
+        registers[out] = _Gathered(unit.logical(flat), pending, what)
+
+
+def _start_reduce(
+    program: Program,
+    group: int,
+    members: Sequence[tuple[torch.Tensor, Unit, int, bool]],
+    registers: list[Any],
+    context: Context,
+    make_gradient: GradientMaker,
+) -> None:
+    if context.size == 1:
+        for grad, unit, out, owned in members:
+            shard = unit.flat(grad)
+            if not owned and shard.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
+                shard = shard.clone()
+            context.ledger.track("grads", shard)
+            registers[out] = make_gradient(unit, shard, Done())
+        return
+    grads = [unit.flat(grad) for grad, unit, _, _ in members]
+    shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
+    pending = context.reduce_lane.submit(lambda: context.reductions.reduce_scatter(grads, shards))
+    what = f"reducing the gradients of {_names([unit for _, unit, _, _ in members])} (group {group}) in {program.name}"
+    reduction = Reduction(pending, context, what)
+    for (_, unit, out, _), shard in zip(members, shards, strict=True):
+        context.ledger.track("grads", shard)
+        registers[out] = make_gradient(unit, shard, reduction)
+
+
+def _wait(pending: Pending, context: Context, what: str) -> None:
+    try:
+        pending.wait()
+    except RuntimeError as error:
+        raise context.failed(what, error) from error
+
+
+def _names(units: Sequence[Unit]) -> str:
+    return units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"

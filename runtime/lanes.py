@@ -1,0 +1,141 @@
+"""One lane per link: transfers on a lane run one after the other, beside compute and beside the other lanes."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used by what the caller issues next; raise what the transfer raised."""
+
+
+class Lane(Protocol):
+    """Where transfers are performed in order."""
+
+    def submit(self, transfer: Callable[[], None]) -> Pending:
+        """Start `transfer` after everything submitted before it."""
+
+    def close(self) -> None:
+        """Let what was submitted finish, and stop."""
+
+
+class Done:
+    """A transfer that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _Job:
+    def __init__(self, transfer: Callable[[], None]) -> None:
+        self._transfer: Callable[[], None] | None = transfer
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, earlier: BaseException | None) -> BaseException | None:
+        try:
+            if earlier is not None:
+                raise earlier
+            assert self._transfer is not None
+            self._transfer()
+        except BaseException as error:  # handed to whoever waits
+            self._error = error
+        finally:
+            self._transfer = None
+            self._over.set()
+        return self._error
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class ThreadLane:
+    """A worker thread that performs transfers on the CPU. After a failed one, all later ones fail with its error."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, transfer: Callable[[], None]) -> Pending:
+        """Queue `transfer`."""
+        job = _Job(transfer)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """Let the queue run empty and end the thread."""
+        self._jobs.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _work(self) -> None:
+        failure: BaseException | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            while (job := self._jobs.get()) is not None:
+                failure = job.run(failure)
+
+
+class InlineLane:
+    """Performs each transfer at once; for a single rank, where nothing travels."""
+
+    def submit(self, transfer: Callable[[], None]) -> Pending:
+        """Perform `transfer` now."""
+        transfer()
+        return Done()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+_KEPT = 3
+"""Transfers on a stream whose buffers are held before compute is made to wait for the oldest."""
+
+
+class StreamLane:
+    """A CUDA stream. Ordered after the compute issued before `submit`, which makes buffers from its allocator safe to fill.
+
+    Buffers are allocated and freed on the compute stream, the lane's stream waits for it before it writes, and compute waits
+    for the lane's event before it reads. A transfer's closure holds the buffers it works on until compute has waited for it: so
+    no memory is handed out anew under a transfer, without `record_stream`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._under_way: collections.deque[tuple[torch.cuda.Event, Callable[[], None]]] = collections.deque()
+
+    def submit(self, transfer: Callable[[], None]) -> Pending:
+        """Issue `transfer` on the lane's stream."""
+        compute = torch.cuda.current_stream(self._device)
+        while self._under_way and (len(self._under_way) >= _KEPT or self._under_way[0][0].query()):
+            compute.wait_event(self._under_way.popleft()[0])
+        self._stream.wait_stream(compute)
+        with torch.cuda.stream(self._stream):
+            transfer()
+            event = self._stream.record_event()
+        self._under_way.append((event, transfer))
+        return _Event(event, self._device)
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self._stream.synchronize()
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -1,0 +1,92 @@
+"""A partitioned parameter, as the runtime knows it: this rank's shard and how to make it whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .partition import shard_numel, shard_range
+
+if TYPE_CHECKING:
+    from .context import Context
+
+_serials = itertools.count()
+
+
+class Unit:
+    """One partitioned parameter on this rank. Its flat order is that of the parameter's memory."""
+
+    def __init__(self, parameter: torch.Tensor, shard: torch.Tensor, *, name: str, context: Context) -> None:
+        self.name = name
+        self.context = context
+        self.serial = next(_serials)
+        """Counts partitioned parameters of this process; equal on all ranks, since all partition in the same order."""
+        self.shape = tuple(parameter.shape)
+        self.stride = tuple(parameter.stride())
+        self.dtype = parameter.dtype
+        self.device = parameter.device
+        self.numel = math.prod(self.shape)
+        self.shard = shard
+        """This rank's elements, flat, then zeros up to `shard_numel`."""
+        self._whole: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the full parameter."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def valid(self) -> int:
+        """Elements of the shard that are not padding."""
+        start, end = shard_range(self.numel, self.context.size, self.context.rank)
+        return end - start
+
+    def logical(self, flat: torch.Tensor) -> torch.Tensor:
+        """View a flat full tensor in the parameter's shape and strides."""
+        return flat.as_strided(self.shape, self.stride)
+
+    def flat(self, value: torch.Tensor) -> torch.Tensor:
+        """Lay a full tensor of the parameter's shape out flat in the parameter's order; copies only when it must."""
+        if value.stride() != self.stride:
+            value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value.as_strided((self.numel,), (1,))
+
+    def whole(self) -> torch.Tensor:
+        """On a single rank: the parameter's value, sharing memory with the shard but with a storage of its own.
+
+        Its own storage, because who saves or compares tensors by storage must not see the whole arena.
+        """
+        assert self.context.size == 1, "only a single rank has the whole parameter at hand"
+        if self._whole is None:
+            own = torch.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
+            self._whole = self.logical(own)
+        return self._whole
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Cut this rank's shard, padded with zeros, out of a full tensor of the parameter's shape (any data type)."""
+        start, end = shard_range(self.numel, self.context.size, self.context.rank)
+        part = self.flat(full.detach())[start:end]
+        size = shard_numel(self.numel, self.context.size)
+        if part.numel() == size:
+            return part.clone()
+        padded = part.new_zeros(size)
+        padded[: part.numel()].copy_(part)
+        return padded
+
+
+def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.Tensor]:
+    """Allocate the shards of new units, one allocation per data type and device, each shard 64-byte aligned."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        count = shard_numel(parameter.numel(), context.size)
+        offset = sizes.get(key, 0)
+        places.append((key, offset, count))
+        aligned = 64 // math.gcd(64, parameter.element_size())
+        sizes[key] = offset + -(-count // aligned) * aligned
+    arenas = {key: torch.zeros(total, dtype=key[0], device=key[1]) for key, total in sizes.items()}
+    return [arenas[key][offset : offset + count] for key, offset, count in places]
