@@ -1,0 +1,136 @@
+"""The torch.compile backend: capture, passes, program, and the callable that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.parallel import DistributedDataParallel
+
+from ._torch import keep_buffers, raise_through_dynamo
+from .binding import Binder
+from .capture import Captured, mark_inputs, read_inputs, reject_mutations
+from .config import Config
+from .errors import OptionError, UnsupportedModelError, ZinfError
+from .gradient import ShardedGradient
+from .optimizer import install
+from .passes import graph_passes, joint_passes, run_passes, verify
+from .passes.clone_aliased_outputs import clone_aliased_outputs
+from .passes.lower import lower
+from .program import Program
+from .runtime.context import Context, context_for
+from .runtime.executor import execute
+
+Compiled = Callable[..., Any]
+_numbers = itertools.count()
+
+
+def zero_infinity(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile one captured graph so that its parameters, their gradients and optimizer states are partitioned over the ranks.
+
+    Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow at the first call, after compilation;
+    an error before that leaves the model as it was.
+    """
+    try:
+        if mode not in (None, "default"):
+            raise OptionError(f"mode={mode!r} is not supported by backend 'zero_infinity'; leave it away")
+        return GraphCompiler(Config.from_options(options)).compile(gm, example_inputs)
+    except ZinfError as error:
+        raise raise_through_dynamo(error) from error.__cause__
+
+
+class GraphCompiler:
+    """Takes one captured graph through the passes. Subclassed where the result is looked at rather than run."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.number = next(_numbers)
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Return the callable that Dynamo runs in place of the captured graph."""
+        _reject_wrappers()
+        captured = read_inputs(gm, example_inputs)
+        context = context_for(
+            self.config.resolve_group(),
+            captured.device,
+            timeout_s=self.config.timeout_s,
+            signature=self.config.signature(),
+        )
+        install()
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            mark_inputs(joint, captured)
+            reject_mutations(joint, captured)
+            run_passes(joint, self.joint_passes())
+            joint.recompile()
+            return self.cut(joint, joint_inputs, **kwargs)
+
+        def stage(kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+            def compile_stage(graph: fx.GraphModule, fakes: Sequence[Any]) -> Compiled:
+                if kind == "inference":
+                    mark_inputs(graph, captured)
+                    reject_mutations(graph, captured)
+                return self.finish(self.schedule(graph, kind), context)
+
+            return compile_stage
+
+        compiler = aot_autograd(
+            fw_compiler=stage("forward"),
+            bw_compiler=stage("backward"),
+            inference_compiler=stage("inference"),
+            partition_fn=partition,
+        )
+        with keep_buffers():
+            compiled: Compiled = compiler(gm, example_inputs)
+        return compiled
+
+    def joint_passes(self) -> Sequence[Callable[[fx.GraphModule], fx.GraphModule]]:
+        """Return the passes of the joint graph."""
+        return joint_passes()
+
+    def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cut the joint graph into forward and backward."""
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        return forward, backward
+
+    def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+        """Insert the schedule into a graph and lower it."""
+        run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes))
+        verify(graph)
+        program = lower(graph, name=f"{kind} of graph {self.number}")
+        return dataclasses.replace(program, buffers={}) if kind == "backward" else program
+
+    def finish(self, program: Program, context: Context) -> Compiled:
+        """Return the callable that AOTAutograd runs."""
+        binder = Binder(program, context)
+
+        def run(args: list[Any]) -> list[Any]:
+            units = binder.bind(args)
+            return execute(program, units, context, args, ShardedGradient)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
+        return run
+
+
+def _reject_wrappers() -> None:
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        raise UnsupportedModelError(
+            "the model is wrapped in DistributedDataParallel; this backend partitions the model and averages its gradients by "
+            "itself: compile the bare model (ddp.module) and leave DDP away"
+        )
+
+
+__all__ = ["Captured", "GraphCompiler", "zero_infinity"]

@@ -1,0 +1,134 @@
+"""From the arguments of one call to the units that fill the graph's slots; parameters seen for the first time are partitioned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function
+from .errors import PartitionedParameterError, UnsupportedModelError
+from .parameter import ShardedParameter, hollow_out
+from .program import Program, Slot, digest_of
+from .runtime.context import Context
+from .runtime.partition import is_dense
+from .runtime.unit import Unit, make_shards
+
+_synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+class Binder:
+    """Binds the parameters of each call of one program."""
+
+    def __init__(self, program: Program, context: Context) -> None:
+        self._program = program
+        self._context = context
+        self._digests: dict[tuple[int, ...], int] = {}
+
+    def bind(self, args: Sequence[Any]) -> Mapping[int, Unit]:
+        """Return the unit behind each slot, after all ranks have agreed on what they are about to run."""
+        program, context = self._program, self._context
+        if not program.slots and not (program.buffers and context.size > 1):
+            return {}
+        with no_torch_function():
+            fresh = [r for r, slot in program.slots.items() if _check(args[r], slot)]
+        buffers = [r for r in program.buffers if context.size > 1 and not _is_synchronised(args[r])]
+        if context.size > 1:
+            self._agree(args, fresh, buffers)
+        if fresh:
+            partition({r: (args[r], program.slots[r].name) for r in fresh}, context)
+        for r in buffers:
+            _synchronise(args[r], context)
+        return {r: args[r]._zinf_unit for r in program.slots}
+
+    def _agree(self, args: Sequence[Any], fresh: Sequence[int], buffers: Sequence[int]) -> None:
+        program = self._program
+        serials = tuple(args[r]._zinf_unit.serial for r in program.slots if r not in fresh)
+        key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
+        lines = None
+        if key not in self._digests:
+            lines = self._describe(fresh, buffers, serials)
+            self._digests[key] = digest_of(lines)
+        self._context.agree(
+            lines or self._describe(fresh, buffers, serials),
+            what=f"starting the {program.name}",
+            digest=self._digests[key],
+        )
+
+    def _describe(self, fresh: Sequence[int], buffers: Sequence[int], serials: Sequence[int]) -> list[str]:
+        program = self._program
+        return [
+            *(program.sequence or (f"the {program.name}, which moves nothing",)),
+            *(f"partition {program.slots[r].name}" for r in fresh),
+            *(f"synchronise buffer {program.buffers[r]}" for r in buffers),
+            f"partitioned parameters number {', '.join(map(str, serials))}",
+        ]
+
+
+def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context) -> None:
+    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit."""
+    distinct = {id(parameter): (parameter, name) for parameter, name in parameters.values()}
+    with torch.inference_mode(False), torch.no_grad(), no_torch_function():
+        shards = make_shards([parameter for parameter, _ in distinct.values()], context)
+        for (parameter, name), shard in zip(distinct.values(), shards, strict=True):
+            unit = Unit(parameter, shard, name=name, context=context)
+            full = unit.flat(parameter.detach()) if context.rank == 0 else None
+            context.gather_lane.submit(_scatter(context, full, unit)).wait()
+            context.ledger.track("params", unit.shard)
+            del full
+            hollow_out(parameter, unit)
+
+
+def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
+    """Raise `UnsupportedModelError` for a parameter that can't be partitioned."""
+    problem = ""
+    if parameter.layout != torch.strided:
+        problem = f"has layout {parameter.layout}; accepted: dense (torch.strided) parameters"
+    elif parameter.is_complex():
+        problem = f"is complex ({parameter.dtype}); accepted: real parameters (torch.view_as_real keeps the numbers)"
+    elif type(parameter) not in (nn.Parameter, ShardedParameter):
+        kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+        problem = (
+            f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
+            "backend partitions by itself, leave the wrapper away"
+        )
+    elif not is_dense(slot.shape, slot.stride):
+        problem = f"has gaps or overlaps in memory (shape {slot.shape}, strides {slot.stride}); call .contiguous() on it first"
+    if problem:
+        raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
+
+
+def _scatter(context: Context, full: torch.Tensor | None, unit: Unit) -> Any:
+    return lambda: context.gathers.scatter(full, unit.shard, unit.numel)
+
+
+def _check(parameter: Any, slot: Slot) -> bool:
+    """Check that the parameter is what the graph was compiled for; return whether it is still whole."""
+    found = f"shape {list(parameter.shape)}, {parameter.dtype}, requires_grad={parameter.requires_grad}"
+    if parameter.requires_grad != slot.requires_grad or parameter.dtype != slot.dtype or tuple(parameter.shape) != slot.shape:
+        raise PartitionedParameterError(
+            f"parameter {slot.name} changed after it was compiled: the graph has shape {list(slot.shape)}, {slot.dtype}, "
+            f"requires_grad={slot.requires_grad}, found {found}. Call torch.compiler.reset() after such a change"
+        )
+    if type(parameter) is ShardedParameter:
+        return False
+    if getattr(parameter, "_zinf_unit", None) is not None:
+        raise PartitionedParameterError(
+            f"the compiled model was called while {slot.name} is gathered: leave `with zinf_compile.gathered(...)` first"
+        )
+    return True
+
+
+def _is_synchronised(buffer: torch.Tensor) -> bool:
+    known = _synchronised.get(id(buffer))
+    return known is not None and known() is buffer
+
+
+def _synchronise(buffer: torch.Tensor, context: Context) -> None:
+    key = id(buffer)
+    _synchronised[key] = weakref.ref(buffer, lambda _: _synchronised.pop(key, None))
+    with torch.inference_mode(False), torch.no_grad():
+        context.gather_lane.submit(lambda: context.gathers.broadcast(buffer)).wait()

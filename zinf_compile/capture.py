@@ -1,0 +1,103 @@
+"""What Dynamo captured, read into slots: which inputs are parameters, which are buffers, and whether they can be partitioned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from ._torch import aot_index, captured_name, is_buffer, mutated_inputs
+from .binding import reject_unsupported
+from .errors import UnsupportedModelError
+from .passes.facts import mark_buffer, mark_slot, user_line
+from .program import Slot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Captured:
+    """The inputs of one captured graph that belong to modules, by position."""
+
+    slots: Mapping[int, Slot]
+    buffers: Mapping[int, str]
+    device: torch.device
+
+
+def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
+    """Describe the graph's inputs; raise `UnsupportedModelError` where a parameter can't be partitioned."""
+    attached = [name for name, _ in gm.named_parameters()]
+    if attached:
+        raise UnsupportedModelError(
+            f"Dynamo attached parameter {attached[0]} to the graph instead of passing it as an input; set "
+            "torch._dynamo.config.inline_inbuilt_nn_modules = True (its default)"
+        )
+    slots: dict[int, Slot] = {}
+    buffers: dict[int, str] = {}
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if isinstance(value, nn.Parameter):
+            slots[index] = _slot(index, captured_name(node), value)
+            reject_unsupported(value, slots[index])
+        elif isinstance(value, torch.Tensor) and is_buffer(node):
+            buffers[index] = captured_name(node)
+    devices = {slot.device: slot for slot in slots.values()}
+    if len(devices) > 1:
+        first, second = list(devices.values())[:2]
+        raise UnsupportedModelError(
+            f"parameters {first.name} and {second.name} are on different devices, {first.device} and {second.device}; a rank "
+            "partitions the parameters of one device: move the model with model.to(device) before its first compiled call"
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    foreign = [
+        (name, value.device)
+        for name, value in ((captured_name(n), v) for n, v in zip(placeholders, inputs, strict=True))
+        if slots and isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != device
+    ]
+    if foreign:
+        raise UnsupportedModelError(
+            f"input {foreign[0][0]} is on {foreign[0][1]}, the parameters are on {device}; move both to one device"
+        )
+    return Captured(slots, buffers, device)
+
+
+def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
+    """Write slots and buffers onto the placeholders of a graph that AOTAutograd made."""
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            break
+        index = aot_index(node)
+        if index in captured.slots:
+            mark_slot(node, captured.slots[index])
+        elif index in captured.buffers:
+            mark_buffer(node, captured.buffers[index])
+
+
+def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
+    """Raise `UnsupportedModelError`, with the user's line, where the graph writes to a parameter."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    results = output.args[0]
+    for position, index in mutated_inputs(output).items():
+        slot = captured.slots.get(index)
+        if slot is None:
+            continue
+        culprit = results[position]  # type: ignore[index]
+        line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
+        raise UnsupportedModelError(
+            f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "
+            "clipping, a moving average of weights). Change parameters between steps, inside "
+            f"`with zinf_compile.gathered(model, write=True):`{chr(10) + line if line else ''}"
+        )
+
+
+def _slot(index: int, name: str, parameter: nn.Parameter) -> Slot:
+    strided = parameter.layout == torch.strided
+    return Slot(
+        index=index,
+        name=name,
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()) if strided else (),
+        dtype=parameter.dtype,
+        device=parameter.device,
+        requires_grad=parameter.requires_grad,
+    )

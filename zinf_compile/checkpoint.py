@@ -1,0 +1,181 @@
+"""Whole values of partitioned models: read or change them in place, save them, load them, one parameter at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function
+from .errors import UnsupportedModelError
+from .parameter import ShardedParameter, fill, hollow_out
+from .runtime.context import Context
+from .runtime.unit import Unit
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+    """Make every partitioned parameter of `model` whole on every rank inside the `with` block.
+
+    A collective operation: all ranks enter and leave. With `write=True`, changes made inside are kept: rank 0's values, spread
+    over the ranks again; without it they are dropped. The compiled model can't be called inside. Needs memory for the whole
+    model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need one parameter's.
+    """
+    found = _partitioned(model)
+    _agree(found, "entering gathered()", f"write={write}")
+    with torch.inference_mode(False):
+        for parameter in found.values():
+            unit = parameter._zinf_unit
+            fill(parameter, unit.logical(_full(unit)))
+    try:
+        yield model
+    finally:
+        _leave(found, write=write)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return eager's `state_dict()`, on the host of rank 0, with one parameter whole at a time; other ranks get an empty one.
+
+    A collective operation. Keys, shapes and types are those of the model before it was compiled, so that a plain model loads it.
+    """
+    found = _partitioned(model)
+    context = _agree(found, "saving the model", "")
+    keep = context is None or context.rank == 0
+    skeleton = model.state_dict(keep_vars=True) if keep else {}
+    state: dict[str, Any] = dict.fromkeys(skeleton)
+    names = _names(model)
+    copies: dict[int, torch.Tensor] = {}
+    for parameter in found.values():
+        full = parameter._zinf_unit.logical(_full(parameter._zinf_unit))
+        if keep:
+            copies[id(parameter)] = full.to("cpu", copy=context is None or context.size == 1)
+        del full
+    for name, value in skeleton.items():
+        owner = names.get(name)
+        if isinstance(owner, ShardedParameter):
+            state[name] = copies[id(owner)]
+        else:
+            state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return state
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> None:
+    """Load what `full_state_dict` returned, or a plain `state_dict`; only rank 0's `state` is read.
+
+    A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks.
+    """
+    found = _partitioned(model)
+    context = _agree(found, "loading the model", "")
+    first = context is None or context.rank == 0
+    targets = _names(model)
+    problems = _mismatches(targets, state) if first else []
+    _share_problems(context, problems)
+    done: set[int] = set()
+    for name, target in targets.items():
+        if id(target) in done:
+            continue
+        done.add(id(target))
+        value = state[name] if first and state is not None else None
+        if isinstance(target, ShardedParameter):
+            _store(target, value)
+        elif context is None or context.size == 1:
+            with torch.no_grad():
+                target.copy_(value)  # type: ignore[arg-type]
+        else:
+            _broadcast_into(target, value, context)
+
+
+def _partitioned(model: nn.Module) -> dict[str, ShardedParameter]:
+    return {name: p for name, p in model.named_parameters() if isinstance(p, ShardedParameter)}
+
+
+def _agree(found: Mapping[str, ShardedParameter], what: str, detail: str) -> Context | None:
+    if not found:
+        return None
+    context = next(iter(found.values()))._zinf_unit.context
+    for name, parameter in found.items():
+        parameter._zinf_unit.name = name
+    context.agree(
+        [f"{what} {detail}".rstrip(), *(f"{name} is unit {p._zinf_unit.serial}" for name, p in found.items())], what=what
+    )
+    return context
+
+
+def _full(unit: Unit) -> torch.Tensor:
+    """Gather one unit whole, on every rank, into memory of its own."""
+    context = unit.context
+    full = context.gathers.full_buffer(unit.numel, unit.dtype, unit.device)
+    shard = unit.shard[: unit.numel] if context.size == 1 else unit.shard
+    with torch.no_grad():
+        context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])).wait()
+    return full
+
+
+def _leave(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
+    for parameter in found.values():
+        unit = parameter._zinf_unit
+        with torch.inference_mode(False), torch.no_grad(), no_torch_function():
+            if write:
+                _scatter(unit, parameter.detach() if unit.context.rank == 0 else None)
+            grad, parameter.grad = parameter.grad, None
+            hollow_out(parameter, unit)
+            parameter.grad = grad
+            if write:
+                torch.autograd.graph.increment_version(parameter)
+
+
+def _store(parameter: ShardedParameter, value: torch.Tensor | None) -> None:
+    unit = parameter._zinf_unit
+    full = None
+    if value is not None:
+        full = value.detach().to(device=unit.device, dtype=unit.dtype).expand(unit.shape)
+    with torch.no_grad():
+        _scatter(unit, full)
+    torch.autograd.graph.increment_version(parameter)
+
+
+def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
+    flat = unit.flat(full) if full is not None else None
+    context = unit.context
+    context.gather_lane.submit(lambda: context.gathers.scatter(flat, unit.shard, unit.numel)).wait()
+
+
+def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context) -> None:
+    with torch.no_grad():
+        if value is not None:
+            target.copy_(value)
+        context.gather_lane.submit(lambda: context.gathers.broadcast(target)).wait()
+
+
+def _names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and persistent buffer by its name in the state dict; tied ones under each of their names."""
+    names: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                names[f"{prefix}.{name}" if prefix else name] = buffer
+    return names
+
+
+def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | None) -> list[str]:
+    if state is None:
+        return ["rank 0 was given no state"]
+    problems = [f"missing: {name}" for name in targets if name not in state]
+    problems += [f"unexpected: {name}" for name in state if name not in targets and isinstance(state[name], torch.Tensor)]
+    for name, target in targets.items():
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and value.shape != target.shape:
+            problems.append(f"shape of {name}: {list(value.shape)} in the state, {list(target.shape)} in the model")
+    return problems
+
+
+def _share_problems(context: Context | None, problems: list[str]) -> None:
+    count = len(problems)
+    if context is not None:
+        count = int(context.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
+    if count:
+        listed = "; ".join(problems) if problems else f"{count} mismatches, named on rank 0"
+        raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {listed}")

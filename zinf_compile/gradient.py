@@ -1,0 +1,259 @@
+"""The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import PartitionedParameterError
+from .runtime.lanes import Done, Pending
+from .runtime.unit import Unit
+
+aten = torch.ops.aten
+
+_ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clone",
+        "copy",
+        "detach",
+        "div",
+        "empty_like",
+        "fill",
+        "full_like",
+        "lerp",
+        "maximum",
+        "minimum",
+        "mul",
+        "nan_to_num",
+        "neg",
+        "ones_like",
+        "pow",
+        "reciprocal",
+        "rsub",
+        "sign",
+        "sqrt",
+        "square",
+        "sub",
+        "to",
+        "_to_copy",
+        "where",
+        "zero",
+        "zeros_like",
+    ]
+)
+"""Operators whose result at an element depends on that element alone; also in their in-place and `_foreach_` forms."""
+
+
+class ShardedGradient(torch.Tensor):
+    """A gradient averaged over the ranks, of which this rank holds 1/N.
+
+    Answers element-wise arithmetic, norms (over all ranks) and what autograd, `clip_grad_*`, `zero_grad` and `GradScaler` do
+    with a gradient. Anything else needs the whole gradient: `full_tensor()`, on all ranks. On a single rank everything works.
+    """
+
+    _unit: Unit
+    _shard: torch.Tensor
+    _pending: Pending
+
+    @staticmethod
+    def __new__(cls, unit: Unit, shard: torch.Tensor, pending: Pending) -> ShardedGradient:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, unit.shape, strides=unit.stride, dtype=shard.dtype, device=shard.device, requires_grad=False
+        )
+        self._unit, self._shard, self._pending = unit, shard, pending
+        return self
+
+    def __init__(self, unit: Unit, shard: torch.Tensor, pending: Pending) -> None:
+        super().__init__()
+
+    @property
+    def unit(self) -> Unit:
+        """The partitioned parameter this is a gradient of."""
+        return self._unit
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's shard, flat, with its padding; waits for the reduction."""
+        self._pending.wait()
+        return self._shard
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole averaged gradient on every rank. A collective operation."""
+        context = self._unit.context
+        shard = self.local()
+        if context.size == 1:
+            return self._unit.logical(shard.clone())
+        context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
+        full = context.gathers.full_buffer(self._unit.numel, shard.dtype, shard.device)
+        context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])).wait()
+        return self._unit.logical(full)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        context = self._unit.context
+        return (
+            f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
+            f"rank {context.rank} of {context.size})"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func._schema.name.split("::")[-1]
+        if packet in ("detach", "alias"):
+            source = args[0]
+            return cls(source._unit, source._shard, source._pending)
+        if packet in _NORMS:
+            return _NORMS[packet](func, args, kwargs)
+        if packet == "_amp_foreach_non_finite_check_and_unscale_":
+            return _unscale(func, args)
+        foreach = packet.startswith("_foreach_")
+        base = packet.removeprefix("_foreach_").rstrip("_")
+        if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
+            return (_foreach if foreach else _elementwise)(func, args, kwargs)
+        return _whole(func, args, kwargs)
+
+
+def _first(args: Sequence[Any]) -> Any:
+    if args and isinstance(args[0], (list, tuple)):
+        return next((item for item in args[0] if isinstance(item, ShardedGradient)), None)
+    return next((item for item in args if isinstance(item, ShardedGradient)), None)
+
+
+def _local_argument(value: Any, unit: Unit) -> Any:
+    if isinstance(value, ShardedGradient):
+        return value.local()
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == unit.shape:
+        return unit.local_part(value)
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        raise PartitionedParameterError(
+            f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with a tensor of shape "
+            f"{list(value.shape)} would broadcast over it. Use a tensor of the same shape, a scalar, or full_tensor()"
+        )
+    return value
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    owner = _first(args)
+    unit: Unit = owner._unit
+    if func._schema.is_mutable and not isinstance(args[0], ShardedGradient):
+        return _whole(func, args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
+    result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
+    return args[0] if func._schema.is_mutable else _wrapped(unit, result)
+
+
+def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    owners: Sequence[Any] = args[0]
+
+    def localised(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [
+            _local_argument(v, o._unit) if isinstance(o, ShardedGradient) and isinstance(v, torch.Tensor) else v
+            for v, o in zip(value, owners, strict=True)
+        ]
+
+    result = func(*[localised(a) for a in args], **{k: localised(v) for k, v in kwargs.items()})
+    if func._schema.is_mutable:
+        return None
+    return [_wrapped(o._unit, r) if isinstance(o, ShardedGradient) else r for o, r in zip(owners, result, strict=True)]
+
+
+def _wrapped(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
+    unit.context.ledger.track("grads", shard)
+    return ShardedGradient(unit, shard, Done())
+
+
+def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def materialised(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(materialised(v) for v in value)
+        if not isinstance(value, ShardedGradient):
+            return value
+        unit = value._unit
+        if unit.context.size > 1:
+            raise PartitionedParameterError(
+                f"{func} needs the whole gradient of {unit.name}, of which each of {unit.context.size} ranks holds a part; "
+                "element-wise arithmetic, norms, clipping and GradScaler work on it as it is; for anything else call "
+                "grad.full_tensor() on all ranks"
+            )
+        return unit.logical(value.local())
+
+    return func(*[materialised(a) for a in args], **{k: materialised(v) for k, v in kwargs.items()})
+
+
+def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    gradient, context = args[0], args[0]._unit.context
+    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    dims = bound.get("dim")
+    if context.size == 1 or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
+        return _whole(func, args, kwargs)
+    order = bound.get("ord", bound.get("p", 2))
+    return _global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    order, dtype = bound.get("ord", 2), bound.get("dtype")
+    sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
+    if sharded[0]._unit.context.size == 1:
+        return _whole(func, args, kwargs)
+    norms = iter(_global_norms(sharded, order, dtype))
+    return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
+
+
+def _global_norms(gradients: Sequence[ShardedGradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Norms of whole gradients, from the shards of all ranks in one exchange, combined in double precision in rank order."""
+    context = gradients[0]._unit.context
+    order = float(order)
+    empty = math.inf if order == -math.inf else 0.0
+    local = []
+    for gradient in gradients:
+        valid = gradient.local()[: gradient._unit.valid]
+        local.append(torch.linalg.vector_norm(valid, order, dtype=dtype).double() if valid.numel() else _scalar(empty, valid))
+    ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0]._unit.name}")
+    if order == math.inf:
+        combined = ranks.amax(0)
+    elif order == -math.inf:
+        combined = ranks.amin(0)
+    elif order == 0:
+        combined = ranks.sum(0)
+    else:
+        combined = ranks.pow(order).sum(0).pow(1 / order)
+    return [
+        norm.to(device=gradient.device, dtype=dtype or gradient.dtype)
+        for norm, gradient in zip(combined.unbind(), gradients, strict=True)
+    ]
+
+
+def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.device)
+
+
+def _unscale(func: Any, args: Sequence[Any]) -> None:
+    gradients, found_inf, inverse_scale = args
+    func([g.local() if isinstance(g, ShardedGradient) else g for g in gradients], found_inf, inverse_scale)
+    context = next(g for g in gradients if isinstance(g, ShardedGradient))._unit.context
+    if context.size > 1:
+        everyone = context.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
+        found_inf.fill_(max(everyone))
+
+
+_NORMS: dict[str, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "_foreach_norm": _foreach_norm,
+}

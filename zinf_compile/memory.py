@@ -1,0 +1,20 @@
+"""How much a partitioned model takes on this rank, from the runtime's own account."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .parameter import ShardedParameter
+
+
+def memory(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states and gathered.
+
+    `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over the same ranks;
+    `gathered` are full units in use or on their way. Empty counts before the first compiled call.
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, ShardedParameter):
+            ledger = parameter._zinf_unit.context.ledger
+            return {"now": ledger.now(), "peak": ledger.peak()}
+    return {"now": {}, "peak": {}}

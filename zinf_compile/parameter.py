@@ -1,0 +1,242 @@
+"""A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from ._torch import limited_frame, no_torch_function
+from .errors import PartitionedParameterError
+from .gradient import ShardedGradient
+from .runtime.lanes import Done
+from .runtime.unit import Unit
+
+_METADATA = frozenset(
+    [
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "nelement",
+        "ndimension",
+        "element_size",
+        "storage_offset",
+        "untyped_storage",
+        "get_device",
+        "has_names",
+        "type",
+        "requires_grad_",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "__hash__",
+        "__len__",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_tensor",
+        "new_empty_strided",
+        "result_type",
+        "_has_compatible_shallow_copy_type",
+        "increment_version",
+        "_increment_version",
+    ]
+)
+"""Functions that read a parameter's metadata, never its value; `is_*` and `_is_*` besides."""
+
+_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_CONVERSIONS = {
+    "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
+}  # fmt: skip
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which each rank holds 1/N, and compiled graphs gather the rest.
+
+    Its class is set in place: optimizers, modules and references made earlier keep working. Eager code may read its metadata
+    at any time. On a single rank it may read and write the value too; on several ranks that raises
+    `PartitionedParameterError` naming the parameter and the way out.
+    """
+
+    _zinf_unit: Unit
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if torch.compiler.is_compiling() or _reads_metadata(func, args):
+            with no_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _eager(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        unit = self._zinf_unit
+        return (
+            f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
+            f"rank {unit.context.rank} of {unit.context.size})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise PartitionedParameterError(
+            f"parameter {self._zinf_unit.name} is partitioned and can't be deep-copied: copy the model before its first compiled "
+            "call, or build a second one and load_state_dict(zinf_compile.full_state_dict(model)) into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PartitionedParameterError(
+            f"parameter {self._zinf_unit.name} is partitioned and can't be pickled: save zinf_compile.full_state_dict(model) "
+            "(on one process also model.state_dict()) instead of the model"
+        )
+
+
+def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
+    """Make the parameter hollow: same object, shape, strides, type and device, 0 bytes of storage."""
+    with torch.no_grad(), no_torch_function():
+        parameter.data = hollow_tensor(unit)
+    parameter._zinf_unit = unit  # type: ignore[attr-defined]
+    parameter.__class__ = ShardedParameter
+
+
+def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
+    """Make a hollow parameter an ordinary one that holds `full`; its unit stays attached."""
+    with torch.no_grad(), no_torch_function():
+        parameter.data = full
+    parameter.__class__ = nn.Parameter
+
+
+def hollow_tensor(unit: Unit) -> torch.Tensor:
+    """Return a tensor with the unit's logical metadata and a storage of 0 bytes."""
+    tensor = torch.empty_strided(unit.shape, unit.stride, dtype=unit.dtype, device=unit.device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def unit_of(tensor: object) -> Unit | None:
+    """Return the unit of a partitioned parameter (hollow, or filled inside `gathered`), None for anything else."""
+    unit = getattr(tensor, "_zinf_unit", None) if isinstance(tensor, nn.Parameter) else None
+    return unit if isinstance(unit, Unit) else None
+
+
+def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        owner = getattr(func, "__self__", None)
+        return getattr(owner, "__name__", "") not in _VALUE_PROPERTIES
+    if name == "type":
+        return len(args) == 1
+    return name in _METADATA or name.startswith(("is_", "_is_"))
+
+
+def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", str(func))
+    parameters = [p for p in _flat(args, kwargs) if isinstance(p, ShardedParameter)]
+    unit = parameters[0]._zinf_unit
+    if name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and _converts_nothing(unit, name, args, kwargs):
+        return args[0]
+    limited = limited_frame()
+    if limited is not None:
+        raise PartitionedParameterError(
+            f"parameter {unit.name} is partitioned, but {limited} now runs eagerly: Dynamo compiled it "
+            f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
+            "torch._dynamo.config.recompile_limit, or find what changes from call to call with TORCH_LOGS=recompiles"
+        )
+    if name == "__set__":
+        _assign_data(parameters[0], args[1])
+        return None
+    if unit.context.size > 1:
+        raise PartitionedParameterError(
+            f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but its value is spread "
+            f"over {unit.context.size} ranks (this is rank {unit.context.rank}). On all ranks, use "
+            "`with zinf_compile.gathered(model):` to read it (write=True to change it), zinf_compile.full_state_dict(model) to "
+            "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed"
+        )
+    return _on_whole(func, name, parameters, args, kwargs)
+
+
+def _on_whole(
+    func: Callable[..., Any], name: str, parameters: list[ShardedParameter], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run `func` on the values, which a single rank has; autograd reaches the parameters through `_Whole`."""
+    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__")
+    values: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        with no_torch_function():
+            needs_grad = parameter.requires_grad and differentiate
+        values[id(parameter)] = _Whole.apply(parameter) if needs_grad else parameter._zinf_unit.whole().detach()
+
+    def value_of(item: Any) -> Any:
+        return values[id(item)] if isinstance(item, ShardedParameter) else item
+
+    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    if name.endswith("_") and not name.endswith("__"):
+        torch.autograd.graph.increment_version(parameters[0])
+    for parameter in parameters:
+        if result is values[id(parameter)]:
+            return parameter
+    return result
+
+
+class _Whole(torch.autograd.Function):
+    """The value of a parameter on a single rank, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.unit = parameter._zinf_unit
+        return ctx.unit.whole().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        unit: Unit = ctx.unit
+        shard = unit.flat(grad).clone()
+        unit.context.ledger.track("grads", shard)
+        return ShardedGradient(unit, shard, Done())
+
+
+def _assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:
+    unit = parameter._zinf_unit
+    if value is parameter:
+        return
+    same = tuple(value.shape) == unit.shape and value.dtype == unit.dtype and value.device == unit.device
+    if not same or unit.context.size > 1:
+        raise PartitionedParameterError(
+            f"parameter {unit.name} is partitioned as {list(unit.shape)} {unit.dtype} on {unit.device}; assigning its data "
+            f"({list(value.shape)} {value.dtype} on {value.device}) is not possible. Convert or move the model before its first "
+            "compiled call (or use autocast), and change values inside `with zinf_compile.gathered(model, write=True):`"
+        )
+    unit.whole().copy_(value)
+
+
+def _converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get("copy"):
+        return False
+    if name == "cpu":
+        return unit.device.type == "cpu"
+    if name == "cuda":
+        return unit.device.type == "cuda" and torch.empty(0, device=unit.device).cuda(*args[1:], **kwargs).device == unit.device
+    if name in _CONVERSIONS:
+        return unit.dtype == _CONVERSIONS[name]
+    probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
+    try:
+        return probe.to(*args[1:], **kwargs) is probe
+    except RuntimeError:
+        return False  # let the real call complain
+
+
+def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return torch.utils._pytree.tree_leaves((args, kwargs))

@@ -1,0 +1,94 @@
+"""Tell optimizers that update element by element from those that need whole matrices."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import UnsupportedOptimizerError
+from .runtime.unit import Unit
+
+_STEPS = 3
+_verdicts: dict[tuple[Any, ...], str | None] = {}
+
+
+def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
+    """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
+
+    Each class is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
+    two flat pieces that know nothing of each other, as the shards of two ranks don't.
+    """
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k != "params"}
+        key = (type(optimizer), unit.dtype, *sorted((k, v) for k, v in settings.items() if isinstance(v, (bool, str))))
+        if key not in _verdicts:
+            _verdicts[key] = _try(optimizer, settings, unit.dtype)
+        reason = _verdicts[key]
+        if reason is not None:
+            raise UnsupportedOptimizerError(
+                f"{type(optimizer).__name__} doesn't update element by element ({reason}), so it can't work on parameter "
+                f"{unit.name}, which is partitioned. Supported: SGD, Adam, AdamW, NAdam, RMSprop, Adagrad and every other optimizer "
+                "whose update of an element depends on that element alone"
+            )
+
+
+def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(6, 8, generator=generator).to(dtype)
+    grads = [torch.randn(6, 8, generator=generator).to(dtype) for _ in range(_STEPS)]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            whole = _run(optimizer, settings, value, grads)
+            parts = [
+                _run(optimizer, settings, value.view(-1)[piece], [g.view(-1)[piece] for g in grads])
+                for piece in (slice(0, 24), slice(24, 48))
+            ]
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else "no message"
+            return f"on a flat piece it raises {type(error).__name__}: {reason}"
+    return None if torch.equal(whole.view(-1), torch.cat(parts)) else "a piece alone is updated differently"
+
+
+def _run(optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    parameter = torch.nn.Parameter(value.clone())
+    trial: Optimizer = object.__new__(type(optimizer))
+    hidden = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step")
+    vars(trial).update({k: v for k, v in vars(optimizer).items() if k not in hidden})
+    vars(trial).pop("grad_scale", None)
+    vars(trial).pop("found_inf", None)
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = (
+        collections.OrderedDict(),
+        collections.OrderedDict(),
+    )
+    trial.param_groups = [{**copy.deepcopy(_plain(settings)), "params": [parameter]}]
+    trial.state = collections.defaultdict(dict)
+    _own_constructor_state(optimizer, trial, parameter)
+    for grad in grads:
+        parameter.grad = grad.clone()
+        trial.step()
+    return parameter.detach()
+
+
+def _own_constructor_state(optimizer: Optimizer, trial: Optimizer, parameter: torch.nn.Parameter) -> None:
+    """Give the trial the state that classes such as Adagrad make in their constructor."""
+    try:
+        fresh = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in _signature(optimizer)})
+    except Exception:  # a constructor that wants more: most keep no state there
+        return
+    if fresh.state:
+        trial.state = fresh.state
+
+
+def _signature(optimizer: Optimizer) -> set[str]:
+    import inspect  # noqa: PLC0415
+
+    return set(inspect.signature(type(optimizer).__init__).parameters)
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with tensors (a learning rate may be one) detached, so that the trial can't change the user's."""
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
