@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,7 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
     """
     gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
     for number, group in enumerate(_groups(gathers, bucket_bytes)):
-        for earlier, node in zip(group, group[1:], strict=False):
+        for earlier, node in itertools.pairwise(group):
             earlier.append(node)
         for node in group:
             set_group(node, number)

@@ -21,7 +21,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
     into the backward, also where the gradient's formula doesn't need its value (biases, the first layer).
     """
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    results = list(output.args[0])  # type: ignore[arg-type]
+    results = list(output.args[0])
     placeholders = {slot.index: node for node, slot in parameters(gm.graph)}
     for position, index in gradient_outputs(output).items():
         grad, unit = results[position], placeholders.get(index)
@@ -33,5 +33,5 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         shard.meta["partitioner_tag"] = "is_backward"
         shard.meta["desc"] = grad.meta.get("desc")
         results[position] = shard
-    output.args = (type(output.args[0])(results),)  # type: ignore[call-arg]
+    output.args = (type(output.args[0])(results),)
     return gm

@@ -14,8 +14,10 @@ from .facts import group_of, unit_of
 def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.GraphModule:
     """Start the gathers of a group while up to `look_ahead` earlier groups are in use.
 
-        before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v);  h = all_gather(w1, 1);  u = wait(h);  b = mm(a, u)
-        after:   g = all_gather(w0, 0);  h = all_gather(w1, 1);  v = wait(g);  a = mm(x, v);  release(v);  u = wait(h);  b = mm(a, u)
+        before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v)
+                 h = all_gather(w1, 1);  u = wait(h);  b = mm(a, u)
+        after:   g = all_gather(w0, 0);  h = all_gather(w1, 1);  v = wait(g);  a = mm(x, v);  release(v)
+                 u = wait(h);  b = mm(a, u)
 
     A group starts early only as far as what is gathered and not yet released stays within `limit_bytes`. The order of the
     gathers never changes.
@@ -78,6 +80,6 @@ def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, 
             groups[-1].append(node)
             owner[node] = len(groups) - 1
         elif node.target is ops.release:
-            handle = node.args[0].args[0]  # type: ignore[union-attr]
-            released[owner[handle]].append((len(groups) - 1, unit_of(node).bytes))  # type: ignore[index]
+            owned = owner[node.args[0].args[0]]
+            released[owned].append((len(groups) - 1, unit_of(node).bytes))
     return groups, released

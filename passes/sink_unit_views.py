@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from .alias import METADATA_OPS, derived_from
@@ -27,13 +29,17 @@ def sink_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
         copies: dict[fx.Node, fx.Node] = {}
         for node in chain:
             with graph.inserting_before(user):
-                copies[node] = graph.node_copy(node, lambda n, copies=copies: copies.get(n, n))
+                copies[node] = graph.node_copy(node, partial(_copied, copies))
         for node, copy in copies.items():
             user.replace_input_with(node, copy)
     for node in reversed(list(graph.nodes)):
         if node in derived and not node.users:
             graph.erase_node(node)
     return gm
+
+
+def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return copies.get(node, node)
 
 
 def _derived_inputs(user: fx.Node, derived: set[fx.Node]) -> set[fx.Node]:

@@ -126,8 +126,7 @@ class DeviceCollectives:
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """See `Collectives.all_gather`; `fulls` come from `full_buffer`."""
         padded = [full.as_strided((shard.numel() * self._size,), (1,)) for shard, full in zip(shards, fulls, strict=True)]
-        options = dist.AllgatherOptions()
-        self._group.allgather_into_tensor_coalesced(padded, list(shards), options).wait()
+        self._group.allgather_into_tensor_coalesced(padded, list(shards)).wait()
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """See `Collectives.reduce_scatter`; the order of the sum is NCCL's."""
@@ -135,9 +134,7 @@ class DeviceCollectives:
             torch.nn.functional.pad(grad, (0, shard.numel() * self._size - grad.numel()))
             for grad, shard in zip(grads, shards, strict=True)
         ]
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        self._group.reduce_scatter_tensor_coalesced(list(shards), padded, options).wait()
+        self._group.reduce_scatter_tensor_coalesced(list(shards), padded).wait()
         for shard in shards:
             shard.div_(self._size)
 

@@ -79,12 +79,12 @@ class Context:
             return [value]
         mine = digest_of(lines) if digest is None else digest
         bits = struct.unpack("<q", struct.pack("<d", value))[0]
-        everyone = torch.empty(2 * self.size, dtype=torch.int64)
+        everyone = [torch.empty(2, dtype=torch.int64) for _ in range(self.size)]
         self._patiently(
-            lambda: dist.all_gather_into_tensor(everyone, torch.tensor([mine, bits]), group=self._control),
+            lambda: dist.all_gather(everyone, torch.tensor([mine, bits]), group=self._control),
             f"{what} ({lines[0]})" if lines else what,
         )
-        digests = everyone[0::2].tolist()
+        digests, values = zip(*(pair.tolist() for pair in everyone), strict=True)
         if any(other != mine for other in digests):
             described: list[list[str]] = [[] for _ in range(self.size)]
             self._patiently(
@@ -92,17 +92,17 @@ class Context:
                 f"{what} (comparing ranks)",
             )
             raise mismatch(_first_difference(described))
-        return [struct.unpack("<d", struct.pack("<q", other))[0] for other in everyone[1::2].tolist()]
+        return [struct.unpack("<d", struct.pack("<q", other))[0] for other in values]
 
     def exchange(self, values: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return every rank's `values` (a vector of doubles), stacked by rank."""
         if self._control is None:
             return values.unsqueeze(0)
         self.agree([f"{what} of {values.numel()} values"], what=what)
-        out = torch.empty(self.size, values.numel(), dtype=torch.float64)
+        out = [torch.empty(values.numel(), dtype=torch.float64) for _ in range(self.size)]
         mine = values.to("cpu", torch.float64)
-        self._patiently(lambda: dist.all_gather_into_tensor(out.view(-1), mine, group=self._control), what)
-        return out
+        self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
+        return torch.stack(out)
 
     def failed(self, what: str, error: BaseException) -> RankMismatchError:
         """Turn a broken or timed-out transfer into the error a user can act on."""

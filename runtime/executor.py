@@ -75,7 +75,7 @@ def execute(
             case Reduce(group, reductions):
                 _start_reduce(
                     program, group, [(registers[g], units[u], out, owned) for g, u, out, owned in reductions],
-                    registers, context, make_gradient,
+                    registers, context, make_gradient=make_gradient,
                 )  # fmt: skip
         for r in frees:
             registers[r] = None
@@ -104,6 +104,7 @@ def _start_reduce(
     members: Sequence[tuple[torch.Tensor, Unit, int, bool]],
     registers: list[Any],
     context: Context,
+    *,
     make_gradient: GradientMaker,
 ) -> None:
     if context.size == 1:

@@ -61,7 +61,9 @@ class Unit:
         """
         assert self.context.size == 1, "only a single rank has the whole parameter at hand"
         if self._whole is None:
-            own = torch.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
+            own = (
+                torch.utils.dlpack.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
+            )
             self._whole = self.logical(own)
         return self._whole
 

@@ -67,6 +67,8 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
         if node.op != "placeholder":
             break
         index = aot_index(node)
+        if index is None:
+            continue
         if index in captured.slots:
             mark_slot(node, captured.slots[index])
         elif index in captured.buffers:
@@ -81,7 +83,7 @@ def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
         slot = captured.slots.get(index)
         if slot is None:
             continue
-        culprit = results[position]  # type: ignore[index]
+        culprit = results[position]
         line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
         raise UnsupportedModelError(
             f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "

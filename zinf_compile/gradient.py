@@ -97,17 +97,17 @@ class ShardedGradient(torch.Tensor):
         context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])).wait()
         return self._unit.logical(full)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         context = self._unit.context
         return (
             f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
             f"rank {context.rank} of {context.size})"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

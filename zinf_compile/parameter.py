@@ -85,7 +85,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         unit = self._zinf_unit
         return (
             f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
@@ -117,7 +117,7 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
     """Make a hollow parameter an ordinary one that holds `full`; its unit stays attached."""
     with torch.no_grad(), no_torch_function():
         parameter.data = full
-    parameter.__class__ = nn.Parameter
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def hollow_tensor(unit: Unit) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
         if reason is not None:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} doesn't update element by element ({reason}), so it can't work on parameter "
-                f"{unit.name}, which is partitioned. Supported: SGD, Adam, AdamW, NAdam, RMSprop, Adagrad and every other optimizer "
-                "whose update of an element depends on that element alone"
+                f"{unit.name}, which is partitioned. Supported: SGD, Adam, AdamW, NAdam, RMSprop, Adagrad and every other "
+                "optimizer whose update of an element depends on that element alone"
             )
 
 
@@ -84,8 +85,6 @@ def _own_constructor_state(optimizer: Optimizer, trial: Optimizer, parameter: to
 
 
 def _signature(optimizer: Optimizer) -> set[str]:
-    import inspect  # noqa: PLC0415
-
     return set(inspect.signature(type(optimizer).__init__).parameters)
 
 
