@@ -105,8 +105,8 @@ def _own_views(consumer: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
 
 def _gather_before(graph: fx.Graph, unit: fx.Node, place: fx.Node) -> fx.Node:
     with graph.inserting_before(place):
-        handle = graph.call_function(ops.all_gather, (unit, ops.LONE_GROUP))
-        full = graph.call_function(ops.wait, (handle,))
+        handle = graph.create_node("call_function", ops.all_gather, (unit, ops.LONE_GROUP), name="gather")
+        full = graph.create_node("call_function", ops.wait, (handle,), name="full")
     handle.meta["val"] = full.meta["val"] = unit.meta["val"]
     return full
 

@@ -28,7 +28,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         if unit is None or not isinstance(grad, fx.Node):
             continue
         with gm.graph.inserting_after(grad):
-            shard = gm.graph.call_function(ops.reduce_scatter, (grad, unit, ops.LONE_GROUP))
+            shard = gm.graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), name="shard")
         shard.meta["val"] = torch.empty_like(grad.meta["val"])
         shard.meta["partitioner_tag"] = "is_backward"
         shard.meta["desc"] = grad.meta.get("desc")

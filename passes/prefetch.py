@@ -19,13 +19,17 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.Gra
         after:   g = all_gather(w0, 0);  h = all_gather(w1, 1);  v = wait(g);  a = mm(x, v);  release(v)
                  u = wait(h);  b = mm(a, u)
 
-    A group starts early only as far as what is gathered and not yet released stays within `limit_bytes`. The order of the
-    gathers never changes.
+    The first group starts with the graph. A later one starts early only as far as what is gathered and not yet released stays
+    within `limit_bytes`. The order of the gathers never changes.
     """
     groups, released = _stages(gm.graph)
     anchors = [group[-1].next for group in groups]  # where a stage's compute begins
     sizes = [sum(unit_of(node).bytes for node in group) for group in groups]
     chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=limit_bytes)
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    for node in groups[0] if groups else ():
+        if node is not first:
+            first.prepend(node)
     for number, stage in enumerate(chosen):
         if stage < number:
             for node in groups[number]:

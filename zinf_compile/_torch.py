@@ -5,11 +5,13 @@ Checked on 2.13.0; each line says why a public name doesn't serve.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # `donated_buffer` has no public switch
 from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
@@ -17,6 +19,8 @@ from torch._functorch._aot_autograd.descriptors import (  # which graph input or
     InputMutationAOTOutput,
     PlainAOTInput,
 )
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
@@ -99,3 +103,25 @@ def is_buffer(placeholder: torch.fx.Node) -> bool:
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return "_buffers['" in str(name() if callable(name) else name)
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Context in which this process is rank 0 of `world_size` ranks that don't exist."""
+    if world_size == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_mode() -> Any:
+    """Context in which tensors have metadata and no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
+"""Exact types of whole parameters: a fake one is traced for a dump, where nothing is partitioned."""

@@ -74,7 +74,7 @@ class GraphCompiler:
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
             reject_mutations(joint, captured)
-            run_passes(joint, self.joint_passes())
+            self.run_joint_passes(joint)
             joint.recompile()
             return self.cut(joint, joint_inputs, **kwargs)
 
@@ -97,9 +97,9 @@ class GraphCompiler:
             compiled: Compiled = compiler(gm, example_inputs)
         return compiled
 
-    def joint_passes(self) -> Sequence[Callable[[fx.GraphModule], fx.GraphModule]]:
-        """Return the passes of the joint graph."""
-        return joint_passes()
+    def run_joint_passes(self, joint: fx.GraphModule) -> None:
+        """Rewrite the joint graph."""
+        run_passes(joint, joint_passes())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph into forward and backward."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import no_torch_function
+from ._torch import PARAMETER_TYPES, no_torch_function
 from .errors import PartitionedParameterError, UnsupportedModelError
 from .parameter import ShardedParameter, hollow_out
 from .program import Program, Slot, digest_of
@@ -89,7 +89,7 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
         problem = f"has layout {parameter.layout}; accepted: dense (torch.strided) parameters"
     elif parameter.is_complex():
         problem = f"is complex ({parameter.dtype}); accepted: real parameters (torch.view_as_real keeps the numbers)"
-    elif type(parameter) not in (nn.Parameter, ShardedParameter):
+    elif type(parameter) not in (*PARAMETER_TYPES, ShardedParameter):
         kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
         problem = (
             f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "

@@ -58,8 +58,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
-    stand_in = _make_stand_in(optimizer, hollow)
-    record = _StandIn(weakref.ref(optimizer), stand_in, [(p, _local_shard(p)) for p in hollow])
+    shards = {p: _like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in hollow}
+    stand_in = _make_stand_in(optimizer, shards)
+    record = _StandIn(weakref.ref(optimizer), stand_in, list(shards.items()))
     _fill(optimizer, record)
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
         del _under_way[stale]  # of a step that raised
@@ -93,11 +94,11 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     _account(optimizer, record)
 
 
-def _make_stand_in(optimizer: Optimizer, hollow: list[ShardedParameter]) -> Optimizer:
+def _make_stand_in(optimizer: Optimizer, shards: dict[ShardedParameter, torch.Tensor]) -> Optimizer:
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in _STEP_LOCAL})
     stand_in.param_groups = [
-        {**group, "params": [_local_shard(p) if isinstance(p, ShardedParameter) else p for p in group["params"]]}
+        {**group, "params": [shards[p] if isinstance(p, ShardedParameter) else p for p in group["params"]]}
         for group in optimizer.param_groups
     ]
     stand_in.state = collections.defaultdict(dict)
@@ -128,15 +129,17 @@ def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], An
     return call
 
 
-def _local_shard(parameter: ShardedParameter) -> torch.Tensor:
-    return parameter._zinf_unit.shard
+def _like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Give the shard of a parameter without dimensions its shape, so that its state can't be told from eager's."""
+    return shard if unit.shape else shard.view(())
 
 
 def _local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     grad = parameter.grad
     if grad is None:
         return None
-    return grad.local() if isinstance(grad, ShardedGradient) else parameter._zinf_unit.local_part(grad)
+    unit = parameter._zinf_unit
+    return _like_parameter(grad.local() if isinstance(grad, ShardedGradient) else unit.local_part(grad), unit)
 
 
 def _shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:

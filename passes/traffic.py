@@ -1,0 +1,42 @@
+"""What a scheduled graph moves and holds, in bytes per rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.program import Slot
+
+from .facts import unit_of
+from .verify import peak_gathered_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traffic:
+    """One graph's account. A rank receives (and sends) N-1 of the N padded shards of a unit per transfer."""
+
+    units: int
+    gathered: int
+    reduced: int
+    live: int
+    """The most bytes of full units held at once."""
+
+
+def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
+    """Add up the graph's transfers for one of `world_size` ranks."""
+    moved = {ops.all_gather: 0, ops.reduce_scatter: 0}
+    units = set()
+    for node in graph.nodes:
+        if node.target in moved:
+            moved[node.target] += bytes_moved(unit_of(node), world_size=world_size)
+            units.add(unit_of(node).index)
+    live, _ = peak_gathered_bytes(graph)
+    return Traffic(len(units), moved[ops.all_gather], moved[ops.reduce_scatter], live)
+
+
+def bytes_moved(slot: Slot, *, world_size: int) -> int:
+    """Return what one rank receives when the unit is gathered, or sends when its gradient is reduce-scattered."""
+    return math.ceil(slot.numel / world_size) * slot.dtype.itemsize * (world_size - 1)

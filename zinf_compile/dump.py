@@ -1,0 +1,169 @@
+"""Trace a model and look at its schedule, without allocating a weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._torch import fake_mode, fake_process_group
+from .backend import Compiled, GraphCompiler
+from .config import Config
+from .passes import graph_passes, joint_passes, pass_name, run_passes, verify
+from .passes.lower import lower
+from .passes.text import graph_text
+from .passes.traffic import Traffic, measure_traffic
+from .program import Program
+from .runtime.context import Context
+from .targets import TARGETS
+
+Target = Callable[[], tuple[nn.Module, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One scheduled graph of the model."""
+
+    name: str
+    kind: str
+    """forward, backward or inference."""
+    text: str
+    """The graph after all passes, or after the one asked for."""
+    traffic: Traffic
+    program: Program
+
+
+class DumpError(ValueError):
+    """The target of a dump can't be found or run; the message says what is accepted."""
+
+
+def load_target(spec: str) -> Target:
+    """Find a built-in target by name, or `MODULE:FUNCTION`; FUNCTION returns (model, example inputs)."""
+    if spec in TARGETS:
+        return TARGETS[spec]
+    module_name, colon, function_name = spec.partition(":")
+    if not colon or not module_name or not function_name:
+        raise DumpError(f"target {spec!r} is not known; accepted: MODULE:FUNCTION, or one of {', '.join(TARGETS)}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: the user's module lies in the current folder
+    try:
+        target = getattr(importlib.import_module(module_name), function_name)
+    except ImportError as error:
+        raise DumpError(f"target {spec!r}: can't import {module_name!r} ({error})") from error
+    except AttributeError as error:
+        raise DumpError(f"target {spec!r}: module {module_name!r} has no {function_name!r}") from error
+    if not callable(target):
+        raise DumpError(f"target {spec!r} is a {type(target).__name__}; accepted: a function that returns (model, inputs)")
+    found: Target = target
+    return found
+
+
+def trace(
+    target: Target, *, options: Mapping[str, Any] | None = None, world_size: int = 1, after: str | None = None
+) -> list[Scheduled]:
+    """Run the target's forward on fake tensors, as one of `world_size` ranks, and return every scheduled graph.
+
+    Graphs come in the order of compilation, each forward followed by its backward. `after` names the pass whose result is kept
+    as text. Raises `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad options.
+    """
+    config = Config.from_options(options)
+    known = pass_names(config)
+    if after is not None and after not in known:
+        raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
+    found: list[Scheduled] = []
+
+    numbers = itertools.count()
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return _Recorder(config, next(numbers), found, world_size=world_size, after=after).compile(gm, inputs)
+
+    with _clean_compiler(), fake_process_group(world_size), fake_mode():
+        result = target()
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+            raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
+        model, inputs = result
+        compiled: Any = torch.compile(model, backend=backend)
+        if isinstance(inputs, Mapping):
+            compiled(**inputs)
+        else:
+            compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+    return found
+
+
+def pass_names(config: Config) -> list[str]:
+    """Return the passes by name, in order."""
+    return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes))]
+
+
+class _Recorder(GraphCompiler):
+    """Schedules both halves as soon as they are cut, and runs nothing but the forward, on fake tensors."""
+
+    def __init__(self, config: Config, number: int, found: list[Scheduled], *, world_size: int, after: str | None) -> None:
+        super().__init__(config)
+        self.number = number
+        self._found = found
+        self._world_size = world_size
+        self._after = after
+        self._joint_text = ""
+        self._graphs: dict[str, fx.GraphModule] = {}
+
+    def run_joint_passes(self, joint: fx.GraphModule) -> None:
+        run_passes(joint, joint_passes(), observe=self._note_joint)
+
+    def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = super().cut(joint, inputs, **kwargs)
+        self._schedule(forward, "forward")
+        self._schedule(backward, "backward")
+        return forward, backward
+
+    def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+        if kind == "inference":
+            self._schedule(graph, kind)
+        graph.recompile()
+        self._graphs[kind] = graph
+        return self._found[-1].program
+
+    def finish(self, program: Program, context: Context) -> Compiled:
+        graph = self._graphs.get("inference") or self._graphs["forward"]
+
+        def run(args: list[Any]) -> Any:
+            values = list(args)
+            args.clear()
+            return graph(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _note_joint(self, name: str, gm: fx.GraphModule) -> None:
+        if name == self._after:
+            self._joint_text = graph_text(gm, sizes=True)
+
+    def _schedule(self, graph: fx.GraphModule, kind: str) -> None:
+        texts: dict[str, str] = {}
+
+        def note(name: str, gm: fx.GraphModule) -> None:
+            if name == self._after:
+                texts[name] = graph_text(gm, sizes=True)
+
+        run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes), observe=note)
+        verify(graph)
+        program = lower(graph, name=f"{kind} of graph {self.number}")
+        text = texts.get(self._after or "") or self._joint_text or graph_text(graph, sizes=True)
+        traffic = measure_traffic(graph.graph, world_size=self._world_size)
+        self._found.append(Scheduled(program.name, kind, text, traffic, program))
+
+
+@contextmanager
+def _clean_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    try:
+        yield
+    finally:
+        torch.compiler.reset()
