@@ -13,6 +13,7 @@ from tabulate import tabulate
 from .config import Config
 from .dump import DumpError, Scheduled, load_target, pass_names, trace
 from .errors import ZinfError
+from .passes import joint_passes, pass_name
 from .program import digest_of
 from .targets import TARGETS
 
@@ -33,8 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def dump(options: argparse.Namespace) -> str:
     """Return what `zinf dump` prints: the graphs, then the table."""
     found = trace(load_target(options.target), options=_json(options.options), world_size=options.world, after=options.after)
-    shown = [s for s in found if options.graph == "both" or (s.kind == "backward") == (options.graph == "backward")]
-    parts = [f"# {s.name}, rank 0 of {options.world}\n{s.text}" for s in shown]
+    joint = options.after in map(pass_name, joint_passes())
+    wanted = "both" if joint else options.graph
+    shown = [s for s in found if s.text and (wanted == "both" or (s.kind == "backward") == (wanted == "backward"))]
+    titles = [s.name.replace("forward", "joint forward and backward") if joint else s.name for s in shown]
+    parts = [f"# {title}, rank 0 of {options.world}\n{s.text}" for title, s in zip(titles, shown, strict=True)]
     return "\n".join([*parts, table(found), f"schedule hash: {schedule_hash(found):016x}"])
 
 

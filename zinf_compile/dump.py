@@ -35,7 +35,7 @@ class Scheduled:
     kind: str
     """forward, backward or inference."""
     text: str
-    """The graph after all passes, or after the one asked for."""
+    """The graph after all passes, or after the one asked for; empty for a backward that was still part of the joint graph."""
     traffic: Traffic
     program: Program
 
@@ -155,7 +155,9 @@ class _Recorder(GraphCompiler):
         run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes), observe=note)
         verify(graph)
         program = lower(graph, name=f"{kind} of graph {self.number}")
-        text = texts.get(self._after or "") or self._joint_text or graph_text(graph, sizes=True)
+        text = texts.get(self._after or "") or graph_text(graph, sizes=True)
+        if self._joint_text:
+            text = self._joint_text if kind == "forward" else ""
         traffic = measure_traffic(graph.graph, world_size=self._world_size)
         self._found.append(Scheduled(program.name, kind, text, traffic, program))
 

@@ -1,0 +1,67 @@
+"""Models for the dump, and their real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from capturing import capturing_backend
+from torch import nn
+
+from zinf_compile.program import Program, digest_of
+from zinf_compile.targets import GPT
+
+NOT_A_FUNCTION = 3
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model each of whose parameters is gathered once in the forward and once in the backward."""
+    model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.ReLU(), nn.Linear(48, 12, bias=False))
+    return model, torch.zeros(5, 24, requires_grad=True)
+
+
+def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a GPT with uneven sizes."""
+    model = GPT(layers=3, width=20, heads=2, vocabulary=67, length=17)
+    tokens = torch.zeros(3, 17, dtype=torch.long)
+    return model, (tokens, tokens)
+
+
+def by_keyword() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return inputs by name."""
+    model, (tokens, targets) = tiny_gpt()
+    return model, {"tokens": tokens, "targets": targets}
+
+
+class Broken(nn.Module):
+    """A model in two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return F.relu(self.second(x))
+
+
+def broken() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model with a graph break."""
+    return Broken(), torch.zeros(2, 7)
+
+
+def not_a_model() -> int:
+    """Return something a dump can't use."""
+    return 7
+
+
+def real_run(rank: int, world_size: int, options: Mapping[str, Any]) -> tuple[int, list[str]]:
+    """Train one step for real; return the hash of the schedule and the collectives in order."""
+    model, inputs = tiny_gpt()
+    programs: list[Program] = []
+    torch.compile(model, backend=capturing_backend(programs, options))(*inputs).backward()
+    lines = [line for program in programs for line in program.sequence]
+    return digest_of(lines), lines

@@ -1,0 +1,142 @@
+"""The dump shows what a real run does, and allocates nothing for it."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import dump_targets
+import pytest
+import torch
+from ranks import run_ranks
+
+from zinf_compile.cli import schedule_hash
+from zinf_compile.dump import DumpError, load_target, trace
+from zinf_compile.errors import OptionError
+
+OPTIONS = {"bucket": "4KiB"}
+
+
+def test_dump_has_the_schedule_of_a_real_run_on_one_rank() -> None:
+    dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=OPTIONS))
+    digest, lines = dump_targets.real_run(0, 1, OPTIONS)
+    assert len(lines) > 60
+    assert dumped == digest
+
+
+@pytest.mark.distributed
+def test_dump_has_the_schedule_of_a_real_run_on_two_ranks() -> None:
+    dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=OPTIONS, world_size=2))
+    for digest, _ in run_ranks(dump_targets.real_run, 2, OPTIONS):
+        assert digest == dumped
+
+
+def test_another_bucket_is_another_schedule() -> None:
+    hashes = {schedule_hash(trace(dump_targets.tiny_gpt, options={"bucket": size})) for size in ("2KiB", "4KiB", "1MiB")}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_a_step_moves_three_times_the_parameters(world_size: int) -> None:
+    model, _ = dump_targets.mlp()
+    psi = sum(p.numel() * p.element_size() for p in model.parameters())
+    found = trace(dump_targets.mlp, world_size=world_size)
+    moved = sum(s.traffic.gathered + s.traffic.reduced for s in found)
+    assert moved * world_size == 3 * psi * (world_size - 1)
+
+
+def test_one_rank_moves_nothing() -> None:
+    assert all(s.traffic.gathered == s.traffic.reduced == 0 for s in trace(dump_targets.mlp))
+
+
+def test_padding_counts() -> None:
+    (forward,) = (s for s in trace(dump_targets.broken, world_size=3) if s.name == "forward of graph 0")
+    assert forward.traffic.gathered == 2 * 4 * (12 + 2)  # ceil(35/3) and ceil(5/3) elements from two peers
+
+
+def test_each_graph_of_a_broken_model_is_shown() -> None:
+    names = [s.name for s in trace(dump_targets.broken)]
+    assert names == ["forward of graph 0", "backward of graph 0", "forward of graph 1", "backward of graph 1"]
+
+
+def test_inputs_by_keyword() -> None:
+    assert schedule_hash(trace(dump_targets.by_keyword)) == schedule_hash(trace(dump_targets.tiny_gpt))
+
+
+def test_after_a_pass_the_graph_is_as_that_pass_left_it() -> None:
+    forward = trace(dump_targets.mlp, after="insert_gathers")[0]
+    assert "gather = all_gather(0.weight)" in forward.text
+    assert "release" not in forward.text
+    joint = trace(dump_targets.mlp, after="insert_reduce_scatters")[0]
+    assert "reduce_scatter" in joint.text
+    assert "all_gather" not in joint.text
+
+
+def test_no_weight_is_allocated() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = trace(load_target("gpt2-small"), world_size=4)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    model_bytes = sum(slot.bytes for slot in found[0].program.slots.values())
+    assert model_bytes == 124_439_808 * 4
+    assert grown < model_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gpt2-smal", "accepted: MODULE:FUNCTION, or one of gpt2-small"),
+        ("no_such_module:f", "can't import 'no_such_module'"),
+        ("dump_targets:nothing", "module 'dump_targets' has no 'nothing'"),
+        ("dump_targets:NOT_A_FUNCTION", "is a int; accepted: a function"),
+    ],
+)
+def test_unknown_targets_are_named(spec: str, message: str) -> None:
+    with pytest.raises(DumpError, match=message):
+        load_target(spec)
+
+
+def test_bad_requests_are_named() -> None:
+    with pytest.raises(DumpError, match=r"returned a int; accepted: \(model, example inputs\)"):
+        trace(dump_targets.not_a_model)
+    with pytest.raises(DumpError, match=r"pass 'prefetches' is not known; accepted: .*prefetch"):
+        trace(dump_targets.mlp, after="prefetches")
+    with pytest.raises(OptionError, match=r"unknown option 'buckets'.*did you mean 'bucket'"):
+        trace(dump_targets.mlp, options={"buckets": 1})
+
+
+def test_after_a_dump_the_process_is_as_before() -> None:
+    trace(dump_targets.mlp, world_size=4)
+    assert not torch.distributed.is_initialized()
+    digest, _ = dump_targets.real_run(0, 1, OPTIONS)
+    assert digest == dump_targets.real_run(0, 1, OPTIONS)[0]
+
+
+def _zinf(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "zinf_compile", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_graphs_table_and_hash() -> None:
+    done = _zinf("dump", "gpt2-small", "--world", "4", "--graph", "backward")
+    assert done.returncode == 0, done.stderr
+    assert "# backward of graph 0, rank 0 of 4" in done.stdout
+    assert "# forward of graph 0" not in done.stdout
+    assert "# h.3.up.weight 9,437,184 B" in done.stdout
+    assert "bytes reduce-scattered" in done.stdout
+    assert "schedule hash: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2-small", "--options", "{bucket}"], "--options is not JSON"),
+        (["gpt2-small", "--options", "[]"], "--options is a list"),
+        (["gpt2-small", "--world", "0"], "'0' is not a number of ranks"),
+        (["gpt3"], "target 'gpt3' is not known"),
+    ],
+)
+def test_the_command_refuses_with_status_2(arguments: list[str], message: str) -> None:
+    done = _zinf("dump", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
