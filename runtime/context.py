@@ -56,11 +56,6 @@ class Context:
             self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
             self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
 
-    @property
-    def simulated(self) -> bool:
-        """Whether the group is a fake one: plans can be made for it, nothing can be moved."""
-        return self.size > 1 and self._control is None
-
     def agree(
         self,
         lines: Sequence[str],

@@ -67,9 +67,8 @@ def execute(
                 _wait(gathered.pending, context, gathered.what)
                 registers[out] = gathered.full
                 del gathered
-            case Release(full):
-                if context.size > 1:
-                    context.ledger.add("gathered", -registers[full].numel() * registers[full].element_size())
+            case Release():
+                pass  # the register is freed below; the ledger notices when the memory goes
             case Gather(group, members):
                 _start_gather(program, group, [(units[unit], out) for unit, out in members], registers, context)
             case Reduce(group, reductions):
@@ -94,8 +93,9 @@ def _start_gather(
     pending = context.gather_lane.submit(lambda: context.gathers.all_gather(shards, flats))
     what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
     for (unit, out), flat in zip(members, flats, strict=True):
-        context.ledger.add("gathered", flat.numel() * flat.element_size())
-        registers[out] = _Gathered(unit.logical(flat), pending, what)
+        full = unit.logical(flat)
+        context.ledger.track("gathered", full)
+        registers[out] = _Gathered(full, pending, what)
 
 
 def _start_reduce(

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 
+MOST_UNDER_WAY = 4
+"""Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
+
 
 class Pending(Protocol):
     """A transfer under way."""
@@ -61,16 +64,23 @@ class _Job:
 
 
 class ThreadLane:
-    """A worker thread that performs transfers on the CPU. After a failed one, all later ones fail with its error."""
+    """A worker thread that performs transfers on the CPU. After a failed one, all later ones fail with its error.
+
+    `submit` waits while as many transfers as `MOST_UNDER_WAY` are unfinished: what they hold (full gradients, above all) must not
+    pile up where compute is faster than the link. Ranks can't lock each other out by that: all issue the same transfers in the
+    same order, so the oldest one is under way everywhere.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MOST_UNDER_WAY)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Queue `transfer`."""
         job = _Job(transfer)
+        self._room.acquire()
         self._jobs.put(job)
         return job
 
@@ -84,6 +94,7 @@ class ThreadLane:
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 failure = job.run(failure)
+                self._room.release()
 
 
 class InlineLane:
@@ -96,10 +107,6 @@ class InlineLane:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-_KEPT = 3
-"""Transfers on a stream whose buffers are held before compute is made to wait for the oldest."""
 
 
 class StreamLane:
@@ -118,7 +125,7 @@ class StreamLane:
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Issue `transfer` on the lane's stream."""
         compute = torch.cuda.current_stream(self._device)
-        while self._under_way and (len(self._under_way) >= _KEPT or self._under_way[0][0].query()):
+        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0][0].query()):
             compute.wait_event(self._under_way.popleft()[0])
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):

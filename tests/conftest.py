@@ -1,11 +1,18 @@
-"""Every test starts with nothing compiled."""
+"""Every test starts with nothing compiled; a passed GPU run is written into the README."""
 
 from __future__ import annotations
 
+import datetime
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+_ROOT = Path(__file__).parent.parent
+_PREFIX = "last run on a GPU:"
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +21,18 @@ def _fresh_compiler() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.compiler.reset()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Record a `pytest -m gpu` run in which every test passed on a device."""
+    passed = terminalreporter.stats.get("passed", [])
+    if exitstatus != 0 or not torch.cuda.is_available() or not any("gpu" in report.keywords for report in passed):
+        return
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
+    commit = found.stdout.strip() or "unknown commit"
+    line = f"{_PREFIX} {commit}, {torch.cuda.get_device_name()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    readme = _ROOT / "README.md"
+    text = readme.read_text()
+    pattern = re.compile(rf"^{_PREFIX}.*$", re.MULTILINE)
+    readme.write_text(pattern.sub(line, text) if pattern.search(text) else f"{text.rstrip()}\n\n{line}\n")
+    terminalreporter.write_line(line)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import keep_buffers, raise_through_dynamo
 from .binding import Binder
-from .capture import Captured, mark_inputs, read_inputs, reject_mutations
+from .capture import mark_inputs, read_inputs, reject_mutations
 from .config import Config
 from .errors import OptionError, UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
@@ -133,4 +133,4 @@ def _reject_wrappers() -> None:
         )
 
 
-__all__ = ["Captured", "GraphCompiler", "zero_infinity"]
+__all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

@@ -34,7 +34,7 @@ class Binder:
         if not program.slots and not (program.buffers and context.size > 1):
             return {}
         with no_torch_function():
-            fresh = [r for r, slot in program.slots.items() if _check(args[r], slot)]
+            fresh = [r for r, slot in program.slots.items() if _check(args[r], slot, context)]
         buffers = [r for r in program.buffers if context.size > 1 and not _is_synchronised(args[r])]
         if context.size > 1:
             self._agree(args, fresh, buffers)
@@ -105,7 +105,7 @@ def _scatter(context: Context, full: torch.Tensor | None, unit: Unit) -> Any:
     return lambda: context.gathers.scatter(full, unit.shard, unit.numel)
 
 
-def _check(parameter: Any, slot: Slot) -> bool:
+def _check(parameter: Any, slot: Slot, context: Context) -> bool:
     """Check that the parameter is what the graph was compiled for; return whether it is still whole."""
     found = f"shape {list(parameter.shape)}, {parameter.dtype}, requires_grad={parameter.requires_grad}"
     if parameter.requires_grad != slot.requires_grad or parameter.dtype != slot.dtype or tuple(parameter.shape) != slot.shape:
@@ -114,6 +114,12 @@ def _check(parameter: Any, slot: Slot) -> bool:
             f"requires_grad={slot.requires_grad}, found {found}. Call torch.compiler.reset() after such a change"
         )
     if type(parameter) is ShardedParameter:
+        home = parameter._zinf_unit.context
+        if home.group is not context.group:
+            raise PartitionedParameterError(
+                f"parameter {slot.name} is partitioned over {home.size} ranks of another process group than this graph's "
+                f"{context.size}; compile all uses of a model with one process group, made before the first compiled call"
+            )
         return False
     if getattr(parameter, "_zinf_unit", None) is not None:
         raise PartitionedParameterError(
