@@ -12,7 +12,15 @@ from zinf_compile import ops
 
 aten = torch.ops.aten
 
-HIDDEN_VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten._reshape_copy.default})
+HIDDEN_VIEWS = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.conj_physical.default,  # of real numbers
+        aten.lift.default,
+    }
+)
 """Views (or maybe views) whose schema doesn't say so."""
 
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})

@@ -17,13 +17,14 @@ def clone_aliased_outputs(gm: fx.GraphModule, parameter_inputs: set[fx.Node]) ->
     """
     storages = {_storage(node) for node in parameter_inputs} - {None}
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    clones: dict[fx.Node, fx.Node] = {}
     for node in output.all_input_nodes:
         if node not in parameter_inputs and _storage(node) not in storages:
             continue
         with gm.graph.inserting_before(output):
-            clone = gm.graph.call_function(torch.clone, (node,))
-        clone.meta.update(node.meta)
-        output.replace_input_with(node, clone)
+            clones[node] = gm.graph.call_function(torch.clone, (node,))
+        clones[node].meta.update(node.meta)
+    output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))
     gm.recompile()
     return gm
 

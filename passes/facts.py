@@ -12,6 +12,7 @@ from zinf_compile.program import Slot
 
 _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
+_NAME = "zinf_name"
 
 
 def mark_slot(node: fx.Node, slot: Slot) -> None:
@@ -33,6 +34,17 @@ def mark_buffer(node: fx.Node, name: str) -> None:
 def buffer_of(node: fx.Node) -> str | None:
     """Return the name of a buffer's placeholder, None for any other node."""
     return node.meta.get(_BUFFER) if node.op == "placeholder" else None
+
+
+def mark_name(node: fx.Node, name: str) -> None:
+    """Say what the user calls an input, for display."""
+    node.meta[_NAME] = name
+
+
+def display_name(node: fx.Node) -> str:
+    """Return the name to show for a node: the user's for parameters and inputs, the graph's for the rest."""
+    slot = slot_of(node)
+    return slot.name if slot is not None else str((node.op == "placeholder" and node.meta.get(_NAME)) or node.name)
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:

@@ -44,7 +44,7 @@ def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
             if _slot(unit).index in fresh:
                 gathered[unit] = _gather_before(graph, unit, first)
             for node in (*own, use.consumer):
-                node.replace_input_with(unit, gathered[unit])
+                _read_full(node, unit, gathered[unit])
     return gm
 
 
@@ -52,10 +52,10 @@ def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
     """Return the operators that read parameters, in order of execution."""
     uses = []
     for node in graph.nodes:
-        if node in derived or node.op in ("placeholder", "output") or node.target in METADATA_OPS:
+        if node in derived:
             continue
         units: dict[fx.Node, None] = {}
-        for source in _compute_inputs(node):
+        for source in _compute_inputs(node, derived):
             for unit in _units_behind(source, derived):
                 units[unit] = None
         if units:
@@ -80,10 +80,19 @@ def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set
     return fresh
 
 
-def _compute_inputs(node: fx.Node) -> list[fx.Node]:
+def _compute_inputs(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     if node.target is ops.reduce_scatter:
         return [node.args[0]]  # type: ignore[list-item]  # the unit itself is only named there
+    if node.op == "output" or node.target in METADATA_OPS:
+        return [source for source in node.all_input_nodes if source in derived]  # a hollow parameter itself is good enough
     return node.all_input_nodes
+
+
+def _read_full(node: fx.Node, unit: fx.Node, full: fx.Node) -> None:
+    if node.target is ops.reduce_scatter:
+        node.args = (full if node.args[0] is unit else node.args[0], *node.args[1:])
+    elif node.op != "output":
+        node.replace_input_with(unit, full)
 
 
 def _units_behind(source: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:

@@ -23,11 +23,12 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = list(output.args[0])
     placeholders = {slot.index: node for node, slot in parameters(gm.graph)}
+    last_input = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
     for position, index in gradient_outputs(output).items():
         grad, unit = results[position], placeholders.get(index)
         if unit is None or not isinstance(grad, fx.Node):
             continue
-        with gm.graph.inserting_after(grad):
+        with gm.graph.inserting_after(last_input if grad.op == "placeholder" else grad):
             shard = gm.graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), name="shard")
         shard.meta["val"] = torch.empty_like(grad.meta["val"])
         shard.meta["partitioner_tag"] = "is_backward"

@@ -25,11 +25,11 @@ def insert_releases(gm: fx.GraphModule) -> fx.GraphModule:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     for full in [node for node in graph.nodes if node.target is ops.wait]:
         shared = alias_closure(full)
-        for escaping in [node for node in output.all_input_nodes if node in shared]:
+        for escaping in sorted((node for node in shared if output in node.users), key=place.__getitem__):
             with graph.inserting_before(output):
                 clone = graph.call_function(torch.ops.aten.clone.default, (escaping,))
             clone.meta["val"] = escaping.meta["val"]
-            place[clone] = place[output]
+            place[clone] = len(place)
             output.replace_input_with(escaping, clone)
         touching = {user for node in shared for user in node.users} | shared
         last = max(touching, key=place.__getitem__)

@@ -24,7 +24,7 @@ def lower(gm: fx.GraphModule, *, name: str) -> Program:
     for node in placeholders:
         register[node] = len(register)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    place = positions(gm.graph)
+    ownership = _Ownership(gm.graph)
     steps: list[Step] = []
     for kind, nodes in _stretches(gm.graph):
         if kind == "region":
@@ -37,7 +37,7 @@ def lower(gm: fx.GraphModule, *, name: str) -> Program:
         if kind != "release":
             for node in nodes:
                 register[node] = len(register)
-        steps.append(_transfer(kind, nodes, register, place))
+        steps.append(_transfer(kind, nodes, register, ownership))
     results = output.args[0]
     assert isinstance(results, (list, tuple)), "a graph returns a tuple of values"
     constants: dict[int, Any] = {}
@@ -93,7 +93,7 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
         yield current_kind, current
 
 
-def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], place: dict[fx.Node, int]) -> Step:
+def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownership: _Ownership) -> Step:
     def at(node: fx.Node, position: int) -> int:
         argument = node.args[position]
         assert isinstance(argument, fx.Node)
@@ -105,18 +105,26 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], place: d
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
         return Release(at(nodes[0], 0))
-    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], _owns_memory(n, place)) for n in nodes))
+    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], ownership.ends_with(n)) for n in nodes))
 
 
-def _owns_memory(reduction: fx.Node, place: dict[fx.Node, int]) -> bool:
-    root = reduction.args[0]
-    assert isinstance(root, fx.Node)
-    while inputs := aliased_inputs(root):
-        if len(inputs) > 1:
-            return False
-        root = inputs[0]
-    touching = {user for node in alias_closure(root) for user in node.users}
-    return root.op == "call_function" and all(place[user] <= place[reduction] for user in touching)
+class _Ownership:
+    """Whether a reduce-scatter is the last to see its gradient's memory, and may keep it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._place = positions(graph)
+        self._last: dict[fx.Node, int] = {}  # by the value that owns the memory: many gradients may be slices of one
+
+    def ends_with(self, reduction: fx.Node) -> bool:
+        root = reduction.args[0]
+        assert isinstance(root, fx.Node)
+        while inputs := aliased_inputs(root):
+            if len(inputs) > 1:
+                return False
+            root = inputs[0]
+        if root not in self._last:
+            self._last[root] = max(self._place[user] for node in alias_closure(root) for user in node.users)
+        return root.op == "call_function" and self._last[root] <= self._place[reduction]
 
 
 def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:

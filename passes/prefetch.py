@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import fx
@@ -27,8 +28,8 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.Gra
     sizes = [sum(unit_of(node).bytes for node in group) for group in groups]
     chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=limit_bytes)
     first = next(node for node in gm.graph.nodes if node.op != "placeholder")
-    for node in groups[0] if groups else ():
-        if node is not first:
+    if groups and groups[0][0] is not first:
+        for node in groups[0]:
             first.prepend(node)
     for number, stage in enumerate(chosen):
         if stage < number:
@@ -45,10 +46,12 @@ def choose_stages(
     `sizes[k]` are the bytes of group k, `released[k]` its (stage, bytes) releases. The result is never later than k and never
     earlier than the stage of the group before, and no start makes the live bytes of an earlier stage exceed the limit.
     """
-    stages = len(sizes)
-    live = [0] * (stages + 1)
+    change = [0] * (len(sizes) + 1)
     for number, size in enumerate(sizes):  # everything just in time: from its own stage to its release
-        _add(live, number, size, released[number])
+        change[number] += size
+        for stage, freed in released[number]:
+            change[stage + 1] -= freed
+    live = list(itertools.accumulate(change))
     chosen: list[int] = []
     for number, size in enumerate(sizes):
         earliest = max(number - look_ahead, chosen[-1] if chosen else 0, 0)
@@ -58,17 +61,6 @@ def choose_stages(
             live[stage] += size
         chosen.append(stage)
     return chosen
-
-
-def _add(live: list[int], start: int, size: int, releases: Sequence[tuple[int, int]]) -> None:
-    held = size
-    ends = sorted(releases)
-    stage = start
-    for end, freed in ends:
-        while stage <= end and stage < len(live):
-            live[stage] += held
-            stage += 1
-        held -= freed
 
 
 def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:

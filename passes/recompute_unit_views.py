@@ -39,4 +39,4 @@ def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _may_be_saved(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor) and not aliased_inputs(node)
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and not aliased_inputs(node)

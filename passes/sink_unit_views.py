@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import fx
 
-from .alias import METADATA_OPS, derived_from
+from .alias import derived_from
 from .facts import parameters, positions
 
 
@@ -23,15 +23,15 @@ def sink_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
     derived = derived_from(node for node, _ in parameters(graph))
     place = positions(graph)
     for user in list(graph.nodes):
-        if user in derived or user.op == "placeholder" or user.target in METADATA_OPS:
+        if user in derived:
             continue
         chain = sorted(_derived_inputs(user, derived), key=place.__getitem__)
         copies: dict[fx.Node, fx.Node] = {}
         for node in chain:
             with graph.inserting_before(user):
                 copies[node] = graph.node_copy(node, partial(_copied, copies))
-        for node, copy in copies.items():
-            user.replace_input_with(node, copy)
+        user.args = fx.map_arg(user.args, partial(_copied, copies))
+        user.kwargs = fx.map_arg(user.kwargs, partial(_copied, copies))
     for node in reversed(list(graph.nodes)):
         if node in derived and not node.users:
             graph.erase_node(node)

@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import slot_of, unit_of
+from .facts import display_name, unit_of
 
 
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False) -> str:
@@ -33,6 +33,8 @@ def _line(node: fx.Node) -> str:
     arguments = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     if node.target in (ops.all_gather, ops.reduce_scatter) and node.args[-1] == ops.LONE_GROUP:
         arguments.pop()
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
     if node.target is operator.getitem:
         return f"{node.name} = {arguments[0]}[{arguments[1]}]"
     call = f"{_target(node)}({', '.join(arguments)})"
@@ -48,9 +50,10 @@ def _target(node: fx.Node) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, fx.Node):
-        slot = slot_of(value)
-        return slot.name if slot is not None else value.name
+        return display_name(value)
     if isinstance(value, (list, tuple)):
         inner = ", ".join(_value(v) for v in value)
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+        if isinstance(value, list):
+            return f"[{inner}]"
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
     return str(value)

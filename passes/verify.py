@@ -15,9 +15,9 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     """Raise `IllegalGraphError` naming every broken rule; return `gm` unchanged otherwise.
 
     Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
-    release, and it is released once; no value that shares a gathered unit's memory leaves the graph; members of a group stand
-    together; what is gathered and not yet released never exceeds `limit_bytes`. With `complete=False`, for a graph between two
-    passes, units may still be hollow or unreleased.
+    release, and it is released once; no value that shares a gathered unit's memory leaves the graph; a reduced gradient does
+    nothing but leave it; members of a group stand together; what is gathered and not yet released never exceeds `limit_bytes`.
+    With `complete=False`, for a graph between two passes, units may still be hollow or unreleased.
     """
     place = positions(gm.graph)
     broken: list[str] = []
@@ -28,12 +28,12 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
             _check_unit(node, place, broken, complete)
         elif node.target is ops.release and _target_of(node.args[0]) is not ops.wait:
             broken.append(f"{node.name} releases {node.args[0]}, which is not the result of a wait")
-        elif node.target is ops.reduce_scatter and slot_of(node.args[1]) is None:
-            broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
+        elif node.target is ops.reduce_scatter:
+            _check_reduction(node, broken)
     _check_groups(gm.graph, broken)
     if complete:
         _check_hollow(gm.graph, broken)
-    if limit_bytes is not None:
+    if limit_bytes is not None and not broken:
         peak, where = peak_gathered_bytes(gm.graph)
         if peak > limit_bytes:
             broken.append(f"{peak} bytes are gathered at {where}, more than the {limit_bytes} allowed")
@@ -69,6 +69,14 @@ def _check_gather(node: fx.Node, broken: list[str]) -> None:
         broken.append(f"the handle {node.name} must be used by one wait alone, found: {users}")
 
 
+def _check_reduction(node: fx.Node, broken: list[str]) -> None:
+    if slot_of(node.args[1]) is None:  # type: ignore[arg-type]
+        broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
+    for user in node.users:
+        if user.op != "output":
+            broken.append(f"{user.name} reads {node.name}, a reduced gradient, which may only leave the graph")
+
+
 def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], complete: bool) -> None:
     if _target_of(full.args[0]) is not ops.all_gather:
         broken.append(f"{full.name} waits for {full.args[0]}, which no all_gather started")
@@ -79,7 +87,7 @@ def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], com
         broken.append(f"{full.name} is released {len(releases)} times")
     if complete and not releases:
         broken.append(f"{full.name} is never released")
-    for node in shared:
+    for node in sorted(shared, key=place.__getitem__):
         for user in node.users:
             if user.op == "output" and releases:
                 broken.append(f"{node.name} shares memory with {full.name} and leaves the graph")

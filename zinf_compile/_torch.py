@@ -64,7 +64,7 @@ def mutated_inputs(output: torch.fx.Node) -> dict[int, int]:
 
 
 def captured_name(placeholder: torch.fx.Node) -> str:
-    """Return the user's name for an input of a Dynamo graph: `h.0.attn.weight`, or an expression such as `L['x']`."""
+    """Return the user's name for an input of a Dynamo graph: `h.0.attn.weight`, or of an argument: `x`."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
     text = name() if callable(name) else name
@@ -76,7 +76,9 @@ def _prettified(name: str) -> str:
         name = name.replace(f".{kind}['", ".").replace(f"{kind}['", "")
     name = name.replace("']", "")
     head, _, rest = name.partition(".")
-    return rest if head.startswith(("L['", "G['")) and rest else name
+    if not head.startswith(("L['", "G['")):
+        return name
+    return rest or head[3:]
 
 
 def limited_frame() -> str | None:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from ._torch import aot_index, captured_name, is_buffer, mutated_inputs
 from .binding import reject_unsupported
 from .errors import UnsupportedModelError
-from .passes.facts import mark_buffer, mark_slot, user_line
+from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
 from .program import Slot
 
 
@@ -21,6 +21,8 @@ class Captured:
 
     slots: Mapping[int, Slot]
     buffers: Mapping[int, str]
+    names: Mapping[int, str]
+    """The user's name for each input."""
     device: torch.device
 
 
@@ -35,12 +37,13 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     slots: dict[int, Slot] = {}
     buffers: dict[int, str] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    names = {index: captured_name(node) for index, node in enumerate(placeholders)}
     for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if isinstance(value, nn.Parameter):
-            slots[index] = _slot(index, captured_name(node), value)
+            slots[index] = _slot(index, names[index], value)
             reject_unsupported(value, slots[index])
         elif isinstance(value, torch.Tensor) and is_buffer(node):
-            buffers[index] = captured_name(node)
+            buffers[index] = names[index]
     devices = {slot.device: slot for slot in slots.values()}
     if len(devices) > 1:
         first, second = list(devices.values())[:2]
@@ -51,14 +54,14 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     device = next(iter(devices), torch.device("cpu"))
     foreign = [
         (name, value.device)
-        for name, value in ((captured_name(n), v) for n, v in zip(placeholders, inputs, strict=True))
+        for name, value in zip(names.values(), inputs, strict=True)
         if slots and isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != device
     ]
     if foreign:
         raise UnsupportedModelError(
             f"input {foreign[0][0]} is on {foreign[0][1]}, the parameters are on {device}; move both to one device"
         )
-    return Captured(slots, buffers, device)
+    return Captured(slots, buffers, names, device)
 
 
 def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
@@ -69,6 +72,7 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
         index = aot_index(node)
         if index is None:
             continue
+        mark_name(node, captured.names[index])
         if index in captured.slots:
             mark_slot(node, captured.slots[index])
         elif index in captured.buffers:

@@ -58,9 +58,26 @@ def _gpt(*, layers: int, width: int, heads: int) -> Callable[[], Example]:
     return build
 
 
+class MLP(nn.Module):
+    """Two linear layers without biases."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.relu(self.up(x)))
+        return out
+
+
+def _mlp() -> Example:
+    return MLP(width=512, hidden=2048), (torch.zeros(8, 512),)
+
+
 TARGETS: dict[str, Callable[[], Example]] = {
+    "mlp": _mlp,
     "gpt2-small": _gpt(layers=12, width=768, heads=12),
     "gpt2-medium": _gpt(layers=24, width=1024, heads=16),
     "gpt2-xl": _gpt(layers=48, width=1600, heads=25),
 }
-"""124M, 355M and 1.6B parameters, one sequence of 1024 tokens."""
+"""Two linear layers; and GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens."""

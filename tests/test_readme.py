@@ -1,0 +1,35 @@
+"""The README tells the truth."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from zinf_compile.cli import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_graph_shown_is_the_graph_dumped(capsys: pytest.CaptureFixture[str]) -> None:
+    command, shown = re.search(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README).groups()  # type: ignore[union-attr]
+    assert main(shlex.split(command)) == 0
+    assert f"rank 0 of 4\n{shown}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_links_lead_to_files(link: str) -> None:
+    assert (ROOT / link).is_file()
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"make (\w+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
