@@ -17,7 +17,6 @@ HIDDEN_VIEWS = frozenset(
         aten._unsafe_view.default,
         aten.unsafe_split.Tensor,
         aten.unsafe_split_with_sizes.default,
-        aten.conj_physical.default,  # of real numbers
         aten.lift.default,
     }
 )

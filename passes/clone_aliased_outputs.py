@@ -9,8 +9,8 @@ from torch import fx
 def clone_aliased_outputs(gm: fx.GraphModule, parameter_inputs: set[fx.Node]) -> fx.GraphModule:
     """Return a clone where a captured graph would return a parameter or a view of one.
 
-        before:  v = w.detach();                     return (y, v)
-        after:   v = w.detach();  c = clone(v);      return (y, c)
+        before:  y = relu(x);  v = detach(w);                  return (y, v)
+        after:   y = relu(x);  v = detach(w);  c = clone(v);   return (y, c)
 
     Runs on the graph as Dynamo captured it, before autograd's part is made: there an output that aliases an input would be
     rebuilt as a view of that input after the call, of a hollow one. Aliases are read from the traced values' storages.
@@ -19,7 +19,7 @@ def clone_aliased_outputs(gm: fx.GraphModule, parameter_inputs: set[fx.Node]) ->
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     clones: dict[fx.Node, fx.Node] = {}
     for node in output.all_input_nodes:
-        if node not in parameter_inputs and _storage(node) not in storages:
+        if _storage(node) not in storages:
             continue
         with gm.graph.inserting_before(output):
             clones[node] = gm.graph.call_function(torch.clone, (node,))

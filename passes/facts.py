@@ -95,6 +95,6 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def user_line(node: fx.Node) -> str:
     """Return the user's own source line that made this node, or an empty text when it isn't known."""
-    trace = node.stack_trace or ""
-    frames = [line for line in trace.splitlines() if line.strip()]
-    return "\n".join(frames[-2:])
+    lines = [line for line in (node.stack_trace or "").splitlines() if line.strip()]
+    frames = [index for index, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    return "\n".join(lines[frames[-1] :] if frames else lines[-2:])

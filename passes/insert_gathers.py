@@ -43,8 +43,8 @@ def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
         for unit in use.units:
             if _slot(unit).index in fresh:
                 gathered[unit] = _gather_before(graph, unit, first)
-            for node in (*own, use.consumer):
-                _read_full(node, unit, gathered[unit])
+        for node in (*own, use.consumer):
+            _read_full(node, gathered)
     return gm
 
 
@@ -88,11 +88,14 @@ def _compute_inputs(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _read_full(node: fx.Node, unit: fx.Node, full: fx.Node) -> None:
+def _read_full(node: fx.Node, gathered: dict[fx.Node, fx.Node]) -> None:
+    def full(source: fx.Node) -> fx.Node:
+        return gathered.get(source, source)
+
     if node.target is ops.reduce_scatter:
-        node.args = (full if node.args[0] is unit else node.args[0], *node.args[1:])
+        node.args = (fx.map_arg(node.args[0], full), *node.args[1:])
     elif node.op != "output":
-        node.replace_input_with(unit, full)
+        node.args, node.kwargs = fx.map_arg(node.args, full), fx.map_arg(node.kwargs, full)
 
 
 def _units_behind(source: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:

@@ -14,8 +14,8 @@ from .facts import parameters
 def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace each parameter's gradient by its averaged shard.
 
-        before:  dw = mm(dy, x);                                return (y, dw)
-        after:   dw = mm(dy, x);  s = reduce_scatter(dw, w);    return (y, s)
+        before:  y = mm(w, x);  t = t(x);  dw = mm(dy, t);                               return [y, dw, None]
+        after:   y = mm(w, x);  t = t(x);  dw = mm(dy, t);  s = reduce_scatter(dw, w);   return [y, s, None]
 
     On the joint graph, before the cut: the use of `w` makes the partitioner carry the hollow parameter, which costs nothing,
     into the backward, also where the gradient's formula doesn't need its value (biases, the first layer).

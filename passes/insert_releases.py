@@ -23,16 +23,18 @@ def insert_releases(gm: fx.GraphModule) -> fx.GraphModule:
     graph = gm.graph
     place = positions(graph)
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    clones: dict[fx.Node, fx.Node] = {}
     for full in [node for node in graph.nodes if node.target is ops.wait]:
         shared = alias_closure(full)
-        for escaping in sorted((node for node in shared if output in node.users), key=place.__getitem__):
+        for escaping in sorted((n for n in shared if output in n.users and n not in clones), key=place.__getitem__):
             with graph.inserting_before(output):
-                clone = graph.call_function(torch.ops.aten.clone.default, (escaping,))
+                clone = graph.create_node("call_function", torch.ops.aten.clone.default, (escaping,), name="clone")
             clone.meta["val"] = escaping.meta["val"]
             place[clone] = len(place)
-            output.replace_input_with(escaping, clone)
-        touching = {user for node in shared for user in node.users} | shared
+            clones[escaping] = clone
+        touching = {user for node in shared for user in node.users if user is not output} | shared
         last = max(touching, key=place.__getitem__)
         with graph.inserting_after(last):
             graph.call_function(ops.release, (full,))
+    output.args = fx.map_arg(output.args, lambda node: clones.get(node, node))
     return gm

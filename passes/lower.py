@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,12 +44,13 @@ def lower(gm: fx.GraphModule, *, name: str) -> Program:
     constants: dict[int, Any] = {}
     outputs_: list[int | None] = []
     for result in results:
-        if isinstance(result, fx.Node):
-            outputs_.append(register[result])
-        elif result is None:
+        if result is None:
             outputs_.append(None)
+        elif isinstance(result, fx.Node) and result.op != "get_attr":
+            outputs_.append(register[result])
         else:
-            constants[len(register) + len(constants)] = result
+            fixed = operator.attrgetter(str(result.target))(gm) if isinstance(result, fx.Node) else result
+            constants[len(register) + len(constants)] = fixed
             outputs_.append(len(register) + len(constants) - 1)
     return Program(
         name=name,

@@ -85,7 +85,7 @@ def test_no_weight_is_allocated() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gpt2-smal", "accepted: MODULE:FUNCTION, or one of gpt2-small"),
+        ("gpt2-smal", "accepted: MODULE:FUNCTION, or one of mlp, gpt2-small"),
         ("no_such_module:f", "can't import 'no_such_module'"),
         ("dump_targets:nothing", "module 'dump_targets' has no 'nothing'"),
         ("dump_targets:NOT_A_FUNCTION", "is a int; accepted: a function"),

@@ -1,0 +1,99 @@
+"""Twice the graph costs each pass twice the work: counted in Python's instructions, not in seconds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from irtext import graph_of, unit
+from torch import fx
+
+from zinf_compile.passes import graph_passes, pass_name, verify
+from zinf_compile.passes.lower import lower
+from zinf_compile.passes.recompute_unit_views import recompute_unit_views
+
+SIZE = 40
+
+
+def layers(n: int) -> str:
+    """A weight and a gradient for each layer."""
+    text = "".join(f"t{i} = t(w{i})\na{i + 1} = mm(a{i}, t{i})\n" for i in range(n))
+    reductions = "".join(f"r{i} = reduce_scatter(a{i + 1}, w{i})\n" for i in range(n))
+    return f"{text}{reductions}return ({', '.join(f'r{i}, a{i}' for i in range(n))})"
+
+
+def one_weight(n: int) -> str:
+    """One weight read by all layers, in a view of its own for each."""
+    return "".join(f"t{i} = t(w0)\na{i + 1} = mm(a{i}, t{i})\n" for i in range(n)) + f"return (a{n},)"
+
+
+def two_weights_in_turn(n: int) -> str:
+    """Weights that come again, all layers long."""
+    return "".join(f"a{i + 1} = mm(a{i}, w{i % 2})\n" for i in range(n)) + f"return (a{n},)"
+
+
+def parts_of_one_gradient(n: int) -> str:
+    """Gradients that are slices of one value."""
+    text = "".join(f"p{i} = view(a0, [1, 4, 4])\ns{i} = select(q, 0, 0)\nr{i} = reduce_scatter(s{i}, w{i})\n" for i in range(n))
+    return (
+        f"q = mul(a0, a0)\n{text.replace('select(q, 0, 0)', 'view(q, [4, 4])')}return ({', '.join(f'r{i}' for i in range(n))},)"
+    )
+
+
+def returned(n: int) -> str:
+    """Views of all weights that leave the graph."""
+    return "".join(f"t{i} = t(w{i})\n" for i in range(n)) + f"return ({', '.join(f't{i}' for i in range(n))},)"
+
+
+def all_at_once(n: int) -> str:
+    """One operator that reads all weights."""
+    return f"c = cat([{', '.join(f'w{i}' for i in range(n))}])\nreturn (c,)"
+
+
+SHAPES = [all_at_once, layers, one_weight, two_weights_in_turn, parts_of_one_gradient, returned]
+STEPS: list[Callable[[fx.GraphModule], Any]] = [
+    *graph_passes(bucket_bytes=256),
+    partial(verify, limit_bytes=2**30),
+    partial(lower, name="test"),
+]
+
+
+def instructions(function: Callable[[], Any]) -> int:
+    """Count the Python instructions that a call takes in the passes and in FX."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            file = frame.f_code.co_filename
+            if "passes" not in file and "/fx/" not in file:
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def work(shape: Callable[[int], str], n: int) -> dict[str, int]:
+    """Return the instructions of each pass on a graph of n layers."""
+    gm = graph_of(shape(n), a0=torch.empty(4, 4), **{f"w{i}": unit(4, 4) for i in range(n)})
+    steps = [recompute_unit_views, *STEPS]
+    return {pass_name(step): instructions(partial(step, gm)) for step in steps}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_twice_the_layers_is_twice_the_work(shape: Callable[[int], str]) -> None:
+    once, twice = work(shape, SIZE), work(shape, 2 * SIZE)
+    growth = {name: twice[name] / once[name] for name in once}
+    assert max(growth.values()) < 2.2, growth

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from irtext import graph_of, results, text_of, unit
+from torch import fx, nn
+
+from zinf_compile.passes.facts import mark_buffer
+from zinf_compile.passes.lower import lower
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Wait
+
+INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "u": unit(4, 4)}
+
+SCHEDULE = """
+p = relu(x)
+g = all_gather(w, 0)
+h = all_gather(u, 0)
+v = wait(g)
+t = t(v)
+a = mm(p, t)
+release(v)
+f = wait(h)
+b = mm(a, f)
+release(f)
+r = reduce_scatter(a, w, 0)
+s = reduce_scatter(b, u, 0)
+return (b, None, 3, w, r, s, 3)
+"""
+
+
+def lowered(text: str, **inputs: torch.Tensor) -> Program:
+    return lower(graph_of(text, **inputs), name="test")
+
+
+def perform(program: Program, inputs: list[Any]) -> list[Any]:
+    """Perform the steps with what the operators mean on one process; a register that was freed holds nothing."""
+    registers: dict[int, Any] = dict(enumerate(inputs)) | dict(program.constants)
+    for step, frees in zip(program.steps, program.frees, strict=True):
+        match step:
+            case Gather(_, members):
+                registers |= {out: torch.ops.zinf.all_gather(registers[unit]) for unit, out in members}
+            case Wait(handle, out):
+                registers[out] = registers[handle]
+            case Release(full):
+                registers[full].fill_(torch.nan)
+            case Reduce(_, members):
+                registers |= {out: registers[grad].clone() for grad, _, out, _ in members}
+            case Region(fn, sources, outs):
+                registers |= dict(zip(outs, fn([registers[r] for r in sources]), strict=True))
+        for register in frees:
+            del registers[register]
+    assert set(registers) >= {r for r in program.outputs if r is not None}
+    return [None if r is None else registers[r] for r in program.outputs]
+
+
+def test_transfers_become_steps_and_compute_between_them_regions() -> None:
+    program = lowered(SCHEDULE, **INPUTS)
+    kinds = [type(step).__name__ for step in program.steps]
+    assert kinds == ["Region", "Gather", "Wait", "Region", "Release", "Wait", "Region", "Release", "Reduce"]
+    assert program.inputs == 3
+    assert {r: s.name for r, s in program.slots.items()} == {1: "w", 2: "u"}
+    gather, reduce = program.steps[1], program.steps[-1]
+    assert isinstance(gather, Gather)
+    assert (gather.group, [unit for unit, _ in gather.members]) == (0, [1, 2])
+    assert isinstance(reduce, Reduce)
+    assert (reduce.group, [unit for _, unit, _, _ in reduce.members]) == (0, [1, 2])
+
+
+def test_outputs_constants_and_parameters_that_pass_through() -> None:
+    program = lowered(SCHEDULE, **INPUTS)
+    assert program.outputs[1] is None
+    assert [program.constants.get(r) for r in program.outputs if r is not None] == [None, 3, None, None, None, 3]
+    assert program.outputs[3] == 1
+
+
+def test_the_steps_give_the_graphs_numbers_from_registers_that_are_freed_after_their_last_use() -> None:
+    gm = graph_of(SCHEDULE, **INPUTS)
+    values = results(gm)
+    program = lower(gm, name="test")
+    assert torch.equal(torch.stack([v for v in perform(program, values[7:]) if isinstance(v, torch.Tensor)]),
+                       torch.stack([v for v in values[:7] if isinstance(v, torch.Tensor)]))  # fmt: skip
+    freed = [r for frees in program.frees for r in frees]
+    kept = {r for r in program.outputs if r is not None} | set(program.constants)
+    assert len(freed) == len(set(freed))
+    assert set(freed) | kept == set(range(program.registers)), "every register is freed or returned"
+
+
+def test_what_nobody_reads_is_freed_at_once() -> None:
+    program = lowered("g = all_gather(w); v = wait(g); a = relu(x); r = reduce_scatter(a, w)", x=torch.empty(4, 4), w=unit(4, 4))
+    freed = [r for frees in program.frees for r in frees]
+    assert sorted(freed) == list(range(program.registers))
+
+
+def test_the_collective_sequence_says_what_ranks_must_agree_on() -> None:
+    program = lowered(SCHEDULE, **INPUTS)
+    assert program.sequence == (
+        "all_gather group 0: w [4, 4] float32",
+        "all_gather group 0: u [4, 4] float32",
+        "reduce_scatter group 0: w [4, 4] float32",
+        "reduce_scatter group 0: u [4, 4] float32",
+    )
+    assert program.digest() == lowered(SCHEDULE.replace("relu", "sin"), **INPUTS).digest()
+    assert program.digest() != lowered(SCHEDULE.replace("(u, 0)", "(u, 1)"), **INPUTS).digest()
+
+
+def test_lone_transfers_are_issued_one_by_one() -> None:
+    program = lowered("g = all_gather(w); h = all_gather(u); v = wait(g); f = wait(h); release(v); release(f)", **INPUTS)
+    assert [len(step.members) for step in program.steps if isinstance(step, Gather)] == [1, 1]
+
+
+def test_a_graph_that_moves_nothing_is_one_region() -> None:
+    program = lowered("a = relu(x); b = sin(a); return (b,)", x=torch.empty(3))
+    assert [type(step) for step in program.steps] == [Region]
+    assert program.sequence == ()
+
+
+def test_buffers_are_named() -> None:
+    gm = graph_of("a = relu(x); return (a,)", x=torch.empty(3))
+    mark_buffer(next(iter(gm.graph.nodes)), "norm.running_mean")
+    assert lower(gm, name="test").buffers == {0: "norm.running_mean"}
+
+
+def owned(text: str) -> list[bool]:
+    """Return for each reduction whether it may keep its gradient's memory."""
+    return [
+        member[-1] for step in lowered(text, **INPUTS).steps if isinstance(step, Reduce) for member in step.members
+    ]  # fmt: skip
+
+
+def test_a_gradient_that_nothing_sees_later_may_be_kept() -> None:
+    assert owned("a = relu(x); t = t(a); r = reduce_scatter(t, w); return (r,)") == [True]
+
+
+def test_a_gradient_seen_later_may_not() -> None:
+    assert owned("a = relu(x); r = reduce_scatter(a, w); return (a, r)") == [False]
+    assert owned("a = relu(x); t = t(a); r = reduce_scatter(a, w); b = relu(t); return (r, b)") == [False]
+    assert owned("r = reduce_scatter(x, w); return (r,)") == [False], "it is the caller's"
+    assert owned("a = relu(x); r = reduce_scatter(a, w, 0); s = reduce_scatter(a, u, 0); return (r, s)") == [False, True]
+    assert owned("g = all_gather(u); v = wait(g); t = t(v); r = reduce_scatter(t, w); release(v); return (r,)") == [False]
+
+
+def test_constants_of_the_module_reach_their_regions() -> None:
+    root = nn.Module()
+    root.register_buffer("mask", torch.tensor([1.0, 0.0]))
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    mask = graph.get_attr("mask")
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (x, mask)), mask))
+    gm = fx.GraphModule(root, graph)
+    assert "mask = self.mask" in text_of(gm)
+    product, constant = perform(lower(gm, name="test"), [torch.tensor([3.0, 4.0])])
+    assert product.tolist() == [3.0, 0.0]
+    assert constant.tolist() == [1.0, 0.0]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from irtext import graph_of, unit
+from torch import fx, nn
+
+from zinf_compile.passes.facts import mark_slot, slot_of
+from zinf_compile.passes.text import graph_text
+
+TEXT = """\
+g = all_gather(w)
+h = all_gather(u, 3)
+v = wait(g)
+f = wait(h)
+s = split(v, 2, dim=1)
+p = s[0]
+a = expand(p, [4, 2])
+c = _to_copy(f, dtype=torch.bfloat16)
+release(v)
+release(f)
+r = reduce_scatter(a, w)
+q = reduce_scatter(a, u, 0)
+return (a, None, [c], 2)
+"""
+
+
+def test_what_is_built_from_text_prints_as_that_text() -> None:
+    assert graph_text(graph_of(TEXT, w=unit(4, 4), u=unit(4, 4))) == TEXT
+
+
+def test_sizes_stand_behind_transfers_only() -> None:
+    gm = graph_of("g = all_gather(w, 0); v = wait(g); a = relu(v); release(v); return (a,)", w=unit(30, 40))
+    assert graph_text(gm, sizes=True) == (
+        f"{'g = all_gather(w, 0)':<60}  # w 4,800 B\n"
+        f"{'v = wait(g)':<60}  # w 4,800 B\n"
+        "a = relu(v)\n"
+        f"{'release(v)':<60}  # w 4,800 B\n"
+        "return (a,)\n"
+    )
+
+
+def test_parameters_print_by_the_users_name() -> None:
+    gm = graph_of("a = relu(primals_1)", primals_1=unit(3))
+    node = next(iter(gm.graph.nodes))
+    slot = slot_of(node)
+    assert slot is not None
+    mark_slot(node, dataclasses.replace(slot, name="block.0.bias"))
+    assert graph_text(gm) == "a = relu(block.0.bias)\nreturn ()\n"
+
+
+def test_constants_and_python_functions_print_by_name() -> None:
+    graph = fx.Graph()
+    constant = graph.get_attr("mask", torch.Tensor)
+    graph.output((graph.call_function(torch.clone, (constant,)), graph.call_method("detach", (constant,))))
+    root = nn.Module()
+    root.register_buffer("mask", torch.ones(2))
+    assert graph_text(fx.GraphModule(root, graph)) == (
+        "mask = self.mask\nclone = clone(mask)\ndetach = detach(mask)\nreturn (clone, detach)\n"
+    )

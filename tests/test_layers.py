@@ -1,0 +1,72 @@
+"""Imports point one way, and dependencies are those declared."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FORBIDDEN = {
+    "passes": {"runtime", "backend", "binding", "parameter", "gradient", "optimizer", "checkpoint", "cli", "_csrc"},
+    "runtime": {"passes", "backend", "binding", "parameter", "gradient", "optimizer", "checkpoint", "cli", "ops"},
+}
+"""What each folder never imports, by the first name below zinf_compile (or below itself: `..runtime`)."""
+FX_FREE = ["runtime", "zinf_compile/program.py"]
+"""What knows nothing of FX."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the dotted names of everything a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def files_of(*places: str) -> list[Path]:
+    found = [f for place in places for f in (sorted((ROOT / place).glob("*.py")) if (ROOT / place).is_dir() else [ROOT / place])]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_passes_and_runtime_do_not_know_each_other_nor_what_stands_above_them(folder: str) -> None:
+    for path in files_of(folder):
+        for name in imported(path):
+            below = re.match(r"(?:zinf_compile|\.)\.?(\w+)", name)
+            assert below is None or below[1] not in FORBIDDEN[folder], f"{path.relative_to(ROOT)} imports {name}"
+            assert name.split(".")[0] not in ("passes", "runtime"), f"{path.relative_to(ROOT)} imports {name}, a second copy"
+
+
+def test_only_the_backend_side_imports_private_torch_names_of_aot() -> None:
+    for path in files_of("passes", "runtime", "zinf_compile"):
+        private = [name for name in imported(path) if name.startswith("torch._functorch")]
+        assert not private or path.name == "_torch.py", f"{path.relative_to(ROOT)} imports {private}"
+
+
+def test_the_runtime_knows_nothing_of_fx() -> None:
+    for path in files_of(*FX_FREE):
+        assert not [n for n in imported(path) if n.startswith("torch.fx") or n == "torch.fx"], path
+
+
+def test_the_io_engine_knows_nothing_of_torch() -> None:
+    sources = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".hpp", ".h", ".cc")]
+    assert sources
+    for path in sources:
+        included = re.findall(r"#\s*include\s*[<\"]([^>\"]+)", path.read_text())
+        assert not [i for i in included if re.match(r"(torch|ATen|c10|caffe2)\b", i)], path
+
+
+def test_the_functorch_of_pypi_is_no_dependency() -> None:
+    required = {re.split(r"[^\w-]", line)[0].lower() for line in importlib.metadata.requires("zinf-compile") or ()}
+    assert "torch" in required
+    assert "functorch" not in required
