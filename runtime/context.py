@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -10,11 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from zinf_compile._torch import level_group_names
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.program import digest_of
 
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
-from .lanes import InlineLane, Lane, StreamLane, ThreadLane
+from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
 
 
@@ -41,10 +43,18 @@ class Context:
         ranks = dist.get_process_group_ranks(group)
         timeout = datetime.timedelta(seconds=self.timeout_s)
 
+        some = len(ranks) < dist.get_world_size()
+        if some:
+            self._patiently(lambda: level_group_names(group), "starting")
+
         def new_group(backend: str) -> dist.ProcessGroup:
-            made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            return made
+            made: list[object] = []
+            self._patiently(
+                lambda: made.append(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=some)),
+                "starting (the others never called a compiled model)",
+            )
+            assert isinstance(made[0], dist.ProcessGroup)
+            return made[0]
 
         self._control = new_group("gloo")
         self.agree([f"options {self.signature}"], what="starting", mismatch=OptionError)
@@ -99,6 +109,13 @@ class Context:
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
 
+    def finish(self, pending: Pending, what: str) -> None:
+        """Wait for a transfer; one that broke or took too long raises `RankMismatchError` naming `what`."""
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            raise self.failed(what, error) from error
+
     def failed(self, what: str, error: BaseException) -> RankMismatchError:
         """Turn a broken or timed-out transfer into the error a user can act on."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -133,13 +150,12 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
 
 
 def _first_difference(described: list[list[str]]) -> str:
-    for rank, lines in enumerate(described):
-        for index in range(max(len(lines), len(described[0]))):
-            here = lines[index] if index < len(lines) else "nothing more"
-            there = described[0][index] if index < len(described[0]) else "nothing more"
+    first, *expected = described[0]
+    for rank, (what, *lines) in enumerate(described):
+        for here, there in itertools.zip_longest(lines, expected, fillvalue="nothing more"):
             if here != there:
                 return (
-                    f"the ranks are not doing the same thing; first difference: rank 0 has {there!r}, rank {rank} has {here!r}. "
-                    "Every rank must use the same options and run the same graphs in the same order."
+                    f"the ranks are not doing the same thing; first difference: rank 0, {first}, has {there!r}; rank {rank}, "
+                    f"{what}, has {here!r}. Every rank must use the same options and run the same graphs in the same order."
                 )
     return "the ranks are not doing the same thing, though they describe it alike"

@@ -40,7 +40,7 @@ class Reduction:
 
     def wait(self) -> None:
         """Return when the shard may be used."""
-        _wait(self._pending, self._context, self._what)
+        self._context.finish(self._pending, self._what)
 
 
 def execute(
@@ -64,7 +64,7 @@ def execute(
                 continue
             case Wait(handle, out):
                 gathered = registers[handle]
-                _wait(gathered.pending, context, gathered.what)
+                context.finish(gathered.pending, gathered.what)
                 registers[out] = gathered.full
                 del gathered
             case Release():
@@ -123,13 +123,6 @@ def _start_reduce(
     for (_, unit, out, _), shard in zip(members, shards, strict=True):
         context.ledger.track("grads", shard)
         registers[out] = make_gradient(unit, shard, reduction)
-
-
-def _wait(pending: Pending, context: Context, what: str) -> None:
-    try:
-        pending.wait()
-    except RuntimeError as error:
-        raise context.failed(what, error) from error
 
 
 def _names(units: Sequence[Unit]) -> str:

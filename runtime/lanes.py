@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import queue
 import threading
@@ -76,6 +77,7 @@ class ThreadLane:
         self._room = threading.Semaphore(MOST_UNDER_WAY)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a daemon inside a transfer while the interpreter ends would abort the process
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Queue `transfer`."""

@@ -60,7 +60,7 @@ class Unit:
         Its own storage, because who saves or compares tensors by storage must not see the whole arena.
         """
         assert self.context.size == 1, "only a single rank has the whole parameter at hand"
-        if self._whole is None:
+        if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
             own = (
                 torch.utils.dlpack.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
             )

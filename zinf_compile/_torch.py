@@ -1,6 +1,6 @@
 """The private names of PyTorch that this package can't do without, in one place.
 
-Checked on 2.13.0; each line says why a public name doesn't serve.
+Checked on 2.11.0 and 2.13.0; each line says why a public name doesn't serve.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch._functorch._aot_autograd.descriptors import (  # which graph input or
     InputMutationAOTOutput,
     PlainAOTInput,
 )
+from torch._guards import CompileContext  # whether this is a function's first compilation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
+from torch.distributed import distributed_c10d  # how many process groups there are has no public name
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -93,6 +95,25 @@ def limited_frame() -> str | None:
             return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def is_first_variant() -> bool:
+    """Say whether Dynamo compiles the function at hand for the first time, not again for other inputs."""
+    compile_id = CompileContext.current_compile_id()
+    return compile_id is not None and compile_id.frame_compile_id == 0
+
+
+def level_group_names(group: torch.distributed.ProcessGroup) -> None:
+    """Make all members of a group hold equally many process groups, with groups of one where there are fewer.
+
+    `new_group(use_local_synchronization=True)` names what it makes by that number: members that count differently would wait
+    for each other in vain. There is no public way to name a group.
+    """
+    count = len(distributed_c10d._world.pg_names)
+    counts: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(counts, count, group=group)
+    for _ in range(max(counts) - count):
+        torch.distributed.new_group([torch.distributed.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def keep_buffers() -> Any:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import keep_buffers, raise_through_dynamo
+from ._torch import is_first_variant, keep_buffers, raise_through_dynamo
 from .binding import Binder
-from .capture import mark_inputs, read_inputs, reject_mutations
+from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
 from .config import Config
 from .errors import OptionError, UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
@@ -56,11 +59,13 @@ class GraphCompiler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.number = next(_numbers)
+        self._binder: Binder | None = None
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
         _reject_wrappers()
         captured = read_inputs(gm, example_inputs)
+        reject_assignments(gm, captured)
         context = context_for(
             self.config.resolve_group(),
             captured.device,
@@ -74,6 +79,7 @@ class GraphCompiler:
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
             reject_mutations(joint, captured)
+            reject_sparse_gradients(joint, captured)
             self.run_joint_passes(joint)
             joint.recompile()
             return self.cut(joint, joint_inputs, **kwargs)
@@ -95,6 +101,8 @@ class GraphCompiler:
         )
         with keep_buffers():
             compiled: Compiled = compiler(gm, example_inputs)
+        if self._binder is not None and is_first_variant():
+            self._binder.partition_ahead(example_inputs)
         return compiled
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
@@ -116,6 +124,7 @@ class GraphCompiler:
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
         binder = Binder(program, context)
+        self._binder = self._binder or binder  # the forward's, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
             units = binder.bind(args)
@@ -126,11 +135,17 @@ class GraphCompiler:
 
 
 def _reject_wrappers() -> None:
-    if DistributedDataParallel._get_active_ddp_module() is not None:
-        raise UnsupportedModelError(
-            "the model is wrapped in DistributedDataParallel; this backend partitions the model and averages its gradients by "
-            "itself: compile the bare model (ddp.module) and leave DDP away"
-        )
+    """Raise `UnsupportedModelError` when a data-parallel wrapper is what calls: it is the `self` of a frame on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
+            if isinstance(caller, wrapper):
+                raise UnsupportedModelError(
+                    f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients "
+                    "by itself: compile the bare model and leave DDP, FSDP and fully_shard away"
+                )
+        frame = frame.f_back
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ._torch import PARAMETER_TYPES, no_torch_function
+from .companions import average_the_rest, stop_averaging
 from .errors import PartitionedParameterError, UnsupportedModelError
 from .parameter import ShardedParameter, hollow_out
 from .program import Program, Slot, digest_of
@@ -18,6 +19,10 @@ from .runtime.partition import is_dense
 from .runtime.unit import Unit, make_shards
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+Arguments = Sequence[Any] | Mapping[int, Any]
+"""The value of each input register."""
 
 
 class Binder:
@@ -33,18 +38,36 @@ class Binder:
         program, context = self._program, self._context
         if not program.slots and not (program.buffers and context.size > 1):
             return {}
-        with no_torch_function():
-            fresh = [r for r, slot in program.slots.items() if _check(args[r], slot, context)]
+        fresh = self._whole(args)
         buffers = [r for r in program.buffers if context.size > 1 and not _is_synchronised(args[r])]
         if context.size > 1:
             self._agree(args, fresh, buffers)
-        if fresh:
-            partition({r: (args[r], program.slots[r].name) for r in fresh}, context)
+        self._partition(args, fresh)
         for r in buffers:
             _synchronise(args[r], context)
         return {r: args[r]._zinf_unit for r in program.slots}
 
-    def _agree(self, args: Sequence[Any], fresh: Sequence[int], buffers: Sequence[int]) -> None:
+    def partition_ahead(self, inputs: Sequence[Any]) -> None:
+        """Partition the parameters that the captured graph was compiled with, given its inputs.
+
+        Dynamo guards on a parameter's class when the backend returns: partitioned only at the first call, the parameter would
+        fail that guard at the second, and the graph would be compiled again.
+        """
+        args = {r: inputs[slot.index] for r, slot in self._program.slots.items()}
+        fresh = self._whole(args)
+        if fresh and self._context.size > 1:
+            self._agree(args, fresh, ())
+        self._partition(args, fresh)
+
+    def _whole(self, args: Arguments) -> list[int]:
+        with no_torch_function():
+            return [r for r, slot in self._program.slots.items() if _check(args[r], slot, self._context)]
+
+    def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
+        if fresh:
+            partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context)
+
+    def _agree(self, args: Arguments, fresh: Sequence[int], buffers: Sequence[int]) -> None:
         program = self._program
         serials = tuple(args[r]._zinf_unit.serial for r in program.slots if r not in fresh)
         key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
@@ -61,7 +84,7 @@ class Binder:
     def _describe(self, fresh: Sequence[int], buffers: Sequence[int], serials: Sequence[int]) -> list[str]:
         program = self._program
         return [
-            *(program.sequence or (f"the {program.name}, which moves nothing",)),
+            *(program.sequence or ("a graph that moves nothing",)),
             *(f"partition {program.slots[r].name}" for r in fresh),
             *(f"synchronise buffer {program.buffers[r]}" for r in buffers),
             f"partitioned parameters number {', '.join(map(str, serials))}",
@@ -76,10 +99,12 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
         for (parameter, name), shard in zip(distinct.values(), shards, strict=True):
             unit = Unit(parameter, shard, name=name, context=context)
             full = unit.flat(parameter.detach()) if context.rank == 0 else None
-            context.gather_lane.submit(_scatter(context, full, unit)).wait()
+            context.finish(context.gather_lane.submit(_scatter(context, full, unit)), f"partitioning {name}")
             context.ledger.track("params", unit.shard)
             del full
             hollow_out(parameter, unit)
+            stop_averaging(parameter)
+    average_the_rest([parameter for parameter, _ in distinct.values()], context)
 
 
 def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
@@ -95,8 +120,10 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
             f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
             "backend partitions by itself, leave the wrapper away"
         )
+    elif parameter.device.type == "meta":
+        problem = "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first"
     elif not is_dense(slot.shape, slot.stride):
-        problem = f"has gaps or overlaps in memory (shape {slot.shape}, strides {slot.stride}); call .contiguous() on it first"
+        problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
     if problem:
         raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
 
@@ -137,4 +164,4 @@ def _synchronise(buffer: torch.Tensor, context: Context) -> None:
     key = id(buffer)
     _synchronised[key] = weakref.ref(buffer, lambda _: _synchronised.pop(key, None))
     with torch.inference_mode(False), torch.no_grad():
-        context.gather_lane.submit(lambda: context.gathers.broadcast(buffer)).wait()
+        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ._torch import aot_index, captured_name, is_buffer, mutated_inputs
+from ._torch import aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs
 from .binding import reject_unsupported
 from .errors import UnsupportedModelError
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
@@ -79,21 +79,50 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
             mark_buffer(node, captured.buffers[index])
 
 
+def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
+    """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `parameter.data = value`."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    slots = {placeholders[index]: slot for index, slot in captured.slots.items()}
+    for node in gm.graph.nodes:
+        if node.target is torch.Tensor.set_ and node.args[0] in slots:
+            raise _mutation(slots[node.args[0]], node)
+
+
 def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
     """Raise `UnsupportedModelError`, with the user's line, where the graph writes to a parameter."""
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = output.args[0]
     for position, index in mutated_inputs(output).items():
         slot = captured.slots.get(index)
-        if slot is None:
-            continue
-        culprit = results[position]
-        line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
-        raise UnsupportedModelError(
-            f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "
-            "clipping, a moving average of weights). Change parameters between steps, inside "
-            f"`with zinf_compile.gathered(model, write=True):`{chr(10) + line if line else ''}"
-        )
+        if slot is not None:
+            raise _mutation(slot, results[position])
+
+
+def reject_sparse_gradients(joint: fx.GraphModule, captured: Captured) -> None:
+    """Raise `UnsupportedModelError`, with the user's line, where a parameter gets a sparse gradient."""
+    output = next(node for node in reversed(joint.graph.nodes) if node.op == "output")
+    results = output.args[0]
+    for position, index in gradient_outputs(output).items():
+        slot, grad = captured.slots.get(index), results[position]
+        value = grad.meta.get("val") if isinstance(grad, fx.Node) else None
+        if slot is not None and isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"the gradient of parameter {slot.name} is sparse ({value.layout}); accepted: dense gradients. Build the layer "
+                f"with sparse=False (Embedding, EmbeddingBag){_at(grad)}"
+            )
+
+
+def _mutation(slot: Slot, culprit: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "
+        "clipping, a moving average of weights). Change parameters between steps, inside "
+        f"`with zinf_compile.gathered(model, write=True):`{_at(culprit)}"
+    )
+
+
+def _at(culprit: object) -> str:
+    line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
+    return f"\n{line}" if line else ""
 
 
 def _slot(index: int, name: str, parameter: nn.Parameter) -> Slot:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ._torch import no_torch_function
-from .errors import UnsupportedModelError
-from .parameter import ShardedParameter, fill, hollow_out
+from .errors import PartitionedParameterError, UnsupportedModelError
+from .parameter import ShardedParameter, fill, hollow_out, unit_of
 from .runtime.context import Context
 from .runtime.unit import Unit
 
@@ -21,19 +21,34 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     """Make every partitioned parameter of `model` whole on every rank inside the `with` block.
 
     A collective operation: all ranks enter and leave. With `write=True`, changes made inside are kept: rank 0's values, spread
-    over the ranks again; without it they are dropped. The compiled model can't be called inside. Needs memory for the whole
-    model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need one parameter's.
+    over the ranks again; without it, or when the block raises, they are dropped. The compiled model can't be called inside.
+    Needs memory for the whole model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need one
+    parameter's. Keeps no change of type or shape: that raises `PartitionedParameterError` and leaves the old values.
     """
+    if write:
+        _reject_nesting(model)
     found = _partitioned(model)
-    _agree(found, "entering gathered()", f"write={write}")
+    context = _agree(found, "entering gathered()", f"write={write}")
     with torch.inference_mode(False):
         for parameter in found.values():
             unit = parameter._zinf_unit
             fill(parameter, unit.logical(_full(unit)))
     try:
         yield model
-    finally:
-        _leave(found, write=write)
+    except BaseException:
+        _leave(found, write=False)  # the other ranks may not have failed: nothing collective here
+        raise
+    converted = _converted(found) if write else ""
+    if write and context is not None:
+        keep = context.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
+        _leave(found, write=keep)
+        if not keep:
+            raise PartitionedParameterError(
+                "a partitioned parameter keeps its shape, type and device; nothing was changed. Inside gathered(write=True) "
+                f"{converted or 'one was converted on rank 0'}: convert the model before its first compiled call"
+            )
+    else:
+        _leave(found, write=False)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -41,6 +56,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     A collective operation. Keys, shapes and types are those of the model before it was compiled, so that a plain model loads it.
     """
+    model = _plain(model)
     found = _partitioned(model)
     context = _agree(found, "saving the model", "")
     keep = context is None or context.rank == 0
@@ -67,6 +83,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
 
     A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks.
     """
+    model = _plain(model)
     found = _partitioned(model)
     context = _agree(found, "loading the model", "")
     first = context is None or context.rank == 0
@@ -86,6 +103,13 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
                 target.copy_(value)  # type: ignore[arg-type]
         else:
             _broadcast_into(target, value, context)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the module behind `torch.compile(model)`: its names are the ones users know."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def _partitioned(model: nn.Module) -> dict[str, ShardedParameter]:
@@ -110,8 +134,25 @@ def _full(unit: Unit) -> torch.Tensor:
     full = context.gathers.full_buffer(unit.numel, unit.dtype, unit.device)
     shard = unit.shard[: unit.numel] if context.size == 1 else unit.shard
     with torch.no_grad():
-        context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])).wait()
+        context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])), f"gathering {unit.name}")
     return full
+
+
+def _reject_nesting(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if unit_of(parameter) is not None and not isinstance(parameter, ShardedParameter):
+            raise PartitionedParameterError(
+                f"gathered(write=True) inside a gathered() that holds {name} whole already: give write=True to the outer one"
+            )
+
+
+def _converted(found: Mapping[str, ShardedParameter]) -> str:
+    """Return what became of the first parameter that is no longer what its unit is, or an empty text."""
+    for name, parameter in found.items():
+        unit = parameter._zinf_unit
+        if (tuple(parameter.shape), parameter.dtype, parameter.device) != (unit.shape, unit.dtype, unit.device):
+            return f"{name} became {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
+    return ""
 
 
 def _leave(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
@@ -122,7 +163,7 @@ def _leave(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
                 _scatter(unit, parameter.detach() if unit.context.rank == 0 else None)
             grad, parameter.grad = parameter.grad, None
             hollow_out(parameter, unit)
-            parameter.grad = grad
+            parameter.grad = None if grad is None else grad.to(unit.dtype)
             if write:
                 torch.autograd.graph.increment_version(parameter)
 
@@ -140,14 +181,15 @@ def _store(parameter: ShardedParameter, value: torch.Tensor | None) -> None:
 def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
     flat = unit.flat(full) if full is not None else None
     context = unit.context
-    context.gather_lane.submit(lambda: context.gathers.scatter(flat, unit.shard, unit.numel)).wait()
+    pending = context.gather_lane.submit(lambda: context.gathers.scatter(flat, unit.shard, unit.numel))
+    context.finish(pending, f"partitioning {unit.name}")
 
 
 def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context) -> None:
     with torch.no_grad():
         if value is not None:
             target.copy_(value)
-        context.gather_lane.submit(lambda: context.gathers.broadcast(target)).wait()
+        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), "loading the model")
 
 
 def _names(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -167,7 +209,9 @@ def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | 
     problems += [f"unexpected: {name}" for name in state if name not in targets and isinstance(state[name], torch.Tensor)]
     for name, target in targets.items():
         value = state.get(name)
-        if isinstance(value, torch.Tensor) and value.shape != target.shape:
+        if name in state and not isinstance(value, torch.Tensor):
+            problems.append(f"{name} is a {type(value).__name__} in the state, not a tensor")
+        elif isinstance(value, torch.Tensor) and value.shape != target.shape:
             problems.append(f"shape of {name}: {list(value.shape)} in the state, {list(target.shape)} in the model")
     return problems
 

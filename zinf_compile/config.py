@@ -66,6 +66,8 @@ class Config:
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
         """Validate the mapping given to `torch.compile`; raise `OptionError` for an unknown name or a bad value."""
         known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(options, Mapping | None):
+            raise OptionError(f"options={options!r} is a {type(options).__name__}; accepted: a dict of {', '.join(known)}")
         given = dict(options or {})
         for name in given:
             if name not in known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,8 +94,31 @@ class ShardedGradient(torch.Tensor):
             return self._unit.logical(shard.clone())
         context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.gathers.full_buffer(self._unit.numel, shard.dtype, shard.device)
-        context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])).wait()
+        pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
+        context.finish(pending, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole gradient as an array; on a single rank only."""
+        return _whole(torch.Tensor.detach, (self,), {}).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the whole gradient as numbers; on a single rank only."""
+        return _whole(torch.Tensor.detach, (self,), {}).tolist()
+
+    def share_memory_(self) -> NoReturn:
+        raise PartitionedParameterError(
+            f"the gradient of {self._unit.name} is partitioned and can't be moved to shared memory: share grad.full_tensor()"
+        )
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return _whole(torch.Tensor.detach, (self,), {}).__dlpack__(**kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _whole(torch.Tensor.clone, (self,), {}).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         context = self._unit.context

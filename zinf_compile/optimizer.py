@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .companions import is_averaged
 from .errors import UnsupportedOptimizerError
 from .gradient import ShardedGradient
 from .parameter import ShardedParameter
@@ -74,8 +75,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    record = _under_way.pop(id(args[0]), None) if args else None
-    if record is None or args[0] is optimizer:
+    if not args or args[0] is optimizer:  # nothing partitioned, or a step called by the stand-in's own: super().step()
+        return
+    record = _under_way.pop(id(args[0]), None)
+    if record is None:
         return
     stand_in = record.optimizer
     for parameter, shard in record.shards:
@@ -169,8 +172,8 @@ def _account(optimizer: Optimizer, record: _StandIn) -> None:
     """Tell the ledger what this optimizer's state takes on this rank."""
     held: dict[Context, int] = collections.defaultdict(int)
     for parameter, _ in record.shards:
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and name != "step":
                 held[parameter._zinf_unit.context] += value.numel() * value.element_size()
     if optimizer not in _state_bytes:
         _state_bytes[optimizer] = {}
@@ -191,7 +194,7 @@ def _warn_of_local_gradients(optimizer: Optimizer, example: ShardedParameter) ->
     if size == 1 or optimizer in _warned:
         return
     whole = [p for p in itertools.chain(*(g["params"] for g in optimizer.param_groups)) if not isinstance(p, ShardedParameter)]
-    local = [p for p in whole if p.grad is not None]
+    local = [p for p in whole if p.grad is not None and not is_averaged(p)]
     if local:
         _warned.add(optimizer)
         warnings.warn(

@@ -49,14 +49,15 @@ _METADATA = frozenset(
         "new_tensor",
         "new_empty_strided",
         "result_type",
-        "_has_compatible_shallow_copy_type",
         "increment_version",
         "_increment_version",
     ]
 )
 """Functions that read a parameter's metadata, never its value; `is_*` and `_is_*` besides."""
 
+_READS_DESPITE_ITS_NAME = frozenset({"is_nonzero", "_is_all_true", "_is_any_true"})
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _CONVERSIONS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
 }  # fmt: skip
@@ -92,6 +93,9 @@ class ShardedParameter(nn.Parameter):
             f"rank {unit.context.rank} of {unit.context.size})"
         )
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        return self.detach().as_subclass(cls)  # torch's own looks at the memory of `self`, past __torch_function__
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise PartitionedParameterError(
             f"parameter {self._zinf_unit.name} is partitioned and can't be deep-copied: copy the model before its first compiled "
@@ -102,6 +106,12 @@ class ShardedParameter(nn.Parameter):
         raise PartitionedParameterError(
             f"parameter {self._zinf_unit.name} is partitioned and can't be pickled: save zinf_compile.full_state_dict(model) "
             "(on one process also model.state_dict()) instead of the model"
+        )
+
+    def share_memory_(self) -> NoReturn:
+        raise PartitionedParameterError(
+            f"parameter {self._zinf_unit.name} is partitioned and can't be moved to shared memory: share a plain model that has "
+            "loaded zinf_compile.full_state_dict(model)"
         )
 
 
@@ -140,15 +150,18 @@ def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
         return getattr(owner, "__name__", "") not in _VALUE_PROPERTIES
     if name == "type":
         return len(args) == 1
-    return name in _METADATA or name.startswith(("is_", "_is_"))
+    return name in _METADATA or (name.startswith(("is_", "_is_")) and name not in _READS_DESPITE_ITS_NAME)
 
 
+@torch.compiler.disable  # what runs eagerly between two graphs reads parameters through here: nothing to capture
 def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     parameters = [p for p in _flat(args, kwargs) if isinstance(p, ShardedParameter)]
     unit = parameters[0]._zinf_unit
     if name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and _converts_nothing(unit, name, args, kwargs):
         return args[0]
+    if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+        return func(*tree_map(_gradient_edge, tuple(args)), **tree_map(_gradient_edge, kwargs))
     limited = limited_frame()
     if limited is not None:
         raise PartitionedParameterError(
@@ -159,6 +172,10 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     if name == "__set__":
         _assign_data(parameters[0], args[1])
         return None
+    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
+        if args[1] is not args[0]:
+            _check_assignable(parameters[0], args[1])
+        return True
     if unit.context.size > 1:
         raise PartitionedParameterError(
             f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but its value is spread "
@@ -173,7 +190,7 @@ def _on_whole(
     func: Callable[..., Any], name: str, parameters: list[ShardedParameter], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Run `func` on the values, which a single rank has; autograd reaches the parameters through `_Whole`."""
-    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__")
+    differentiate = torch.is_grad_enabled() and func not in _DETACHED
     values: dict[int, torch.Tensor] = {}
     for parameter in parameters:
         with no_torch_function():
@@ -208,10 +225,22 @@ class _Whole(torch.autograd.Function):
         return ShardedGradient(unit, shard, Done())
 
 
+def _gradient_edge(item: Any) -> Any:
+    """Name the parameter to autograd without its value, and without switching off the overrides that hooks rely on."""
+    if not isinstance(item, ShardedParameter):
+        return item
+    with no_torch_function():
+        return torch.autograd.graph.get_gradient_edge(item)
+
+
 def _assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:
+    if value is not parameter:
+        _check_assignable(parameter, value)
+        parameter._zinf_unit.whole().copy_(value)
+
+
+def _check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
     unit = parameter._zinf_unit
-    if value is parameter:
-        return
     same = tuple(value.shape) == unit.shape and value.dtype == unit.dtype and value.device == unit.device
     if not same or unit.context.size > 1:
         raise PartitionedParameterError(
@@ -219,7 +248,6 @@ def _assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:
             f"({list(value.shape)} {value.dtype} on {value.device}) is not possible. Convert or move the model before its first "
             "compiled call (or use autocast), and change values inside `with zinf_compile.gathered(model, write=True):`"
         )
-    unit.whole().copy_(value)
 
 
 def _converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

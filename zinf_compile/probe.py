@@ -5,30 +5,39 @@ from __future__ import annotations
 import collections
 import copy
 import inspect
+import weakref
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedOptimizerError
+from .parameter import ShardedParameter
 from .runtime.unit import Unit
 
-_STEPS = 3
-_verdicts: dict[tuple[Any, ...], str | None] = {}
+_SCALES = (1.0, 30.0, 0.03)
+"""Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""
+
+_LR = 0.1
+"""Tried in place of the user's: under a schedule with warm-up that one is 0 at first, and no rule shows itself."""
+
+_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], str | None]] = weakref.WeakKeyDictionary()
 
 
 def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
-    Each class is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
+    Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
     two flat pieces that know nothing of each other, as the shards of two ranks don't.
     """
+    verdicts = _verdicts.setdefault(optimizer, {})
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
-        key = (type(optimizer), unit.dtype, *sorted((k, v) for k, v in settings.items() if isinstance(v, (bool, str))))
-        if key not in _verdicts:
-            _verdicts[key] = _try(optimizer, settings, unit.dtype)
-        reason = _verdicts[key]
+        key = (unit.dtype, *sorted((k, v) for k, v in settings.items() if isinstance(v, (bool, str))))
+        if key not in verdicts:
+            verdicts[key] = _try(optimizer, settings, unit.dtype)
+        reason = verdicts[key]
         if reason is not None:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} doesn't update element by element ({reason}), so it can't work on parameter "
@@ -38,9 +47,13 @@ def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
 
 
 def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> str | None:
+    keeper = _keeps_parameters(optimizer)
+    if keeper is not None:
+        return f"it keeps the parameters in its attribute {keeper!r} and works on those, not on its param_groups"
+    settings = {**settings, **_visible_rate(settings)}
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(6, 8, generator=generator).to(dtype)
-    grads = [torch.randn(6, 8, generator=generator).to(dtype) for _ in range(_STEPS)]
+    grads = [(torch.randn(6, 8, generator=generator) * scale).to(dtype) for scale in _SCALES]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
             whole = _run(optimizer, settings, value, grads)
@@ -52,6 +65,20 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
             reason = str(error).splitlines()[0] if str(error) else "no message"
             return f"on a flat piece it raises {type(error).__name__}: {reason}"
     return None if torch.equal(whole.view(-1), torch.cat(parts)) else "a piece alone is updated differently"
+
+
+def _keeps_parameters(optimizer: Optimizer) -> str | None:
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and any(isinstance(leaf, ShardedParameter) for leaf in tree_leaves(value)):
+            return name
+    return None
+
+
+def _visible_rate(settings: dict[str, Any]) -> dict[str, Any]:
+    rate = settings.get("lr")
+    if isinstance(rate, torch.Tensor):
+        return {"lr": torch.full_like(rate, _LR)}
+    return {"lr": _LR} if isinstance(rate, float | int) else {}
 
 
 def _run(optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,75 @@
+"""What models do, trained on one process: bitwise eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, ReturnsParameters, vectors
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.optim import Optimizer
+from training import BACKEND, MOST_VARIANTS, train_both, wrapped
+
+NOT_COMPILED = {
+    "branches": {"never.weight", "never.bias"},
+    "breaks_between_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+    "breaks_inside_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+}
+"""Parameters that no compiled graph uses; in a frame that loops and breaks, Dynamo compiles what it calls only."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_eager(name: str) -> None:
+    train_both(CASES[name], whole=NOT_COMPILED.get(name, ()))
+
+
+@pytest.mark.parametrize("name", ["tied", "mutated_buffers", "breaks_inside_unrolled_blocks"])
+def test_torch_compile_trains_as_model_compile_does(name: str) -> None:
+    train_both(CASES[name], compiled=wrapped)
+
+
+@pytest.mark.parametrize(("name", "graphs"), [("blocks", 1), ("breaks_inside_blocks", 2), ("breaks_inside_unrolled_blocks", 4)])
+def test_graph_breaks_make_graphs_that_blocks_share(name: str, graphs: int) -> None:
+    counter = CompileCounterWithBackend(BACKEND)
+    train_both(CASES[name], compiled=lambda model: torch.compile(model, backend=counter), whole=NOT_COMPILED.get(name, ()))
+    assert graphs <= counter.frame_count <= MOST_VARIANTS * graphs
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "used_twice", "frozen", "checkpoint", "attention"])
+def test_autocast_is_bitwise_aot_eager(name: str) -> None:
+    """Eager keeps one bfloat16 copy of a weight for all its uses and adds their gradients in it: compiled graphs don't."""
+
+    def step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    train_both(CASES[name], step=step, reference=lambda model: torch.compile(model, backend="aot_eager"))
+
+
+def test_a_parameter_returned_whole_is_the_parameter_and_takes_part_in_the_loss() -> None:
+    def step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss, weight, *_ = model(*batch)
+        assert weight is model.layer.weight
+        loss = loss + weight.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    train_both(CASES["returns_parameters"], step=step)
+
+
+def test_a_detached_parameter_handed_out_keeps_its_value_through_a_step() -> None:
+    model = ReturnsParameters()
+    model.compile(backend=BACKEND)
+    before = model.layer.weight.detach().clone()
+    loss, _, detached, *_ = model(*vectors(0))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert torch.equal(detached, before)
+    assert not torch.equal(model.layer.weight.detach(), before)

@@ -1,0 +1,125 @@
+"""Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
+
+Where Dynamo leaves a part of a model to eager code (regional compilation, a loop around a graph break), that part's parameters
+never reach the backend. On several ranks they must be trained like the rest, or the ranks would drift apart in silence.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import RankMismatchError
+from .parameter import ShardedParameter
+from .runtime.context import Context
+
+_averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose other parameters are being averaged."""
+
+
+def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context) -> None:
+    """Average from now on the gradients of every other parameter of the models that `partitioned` belong to.
+
+    A parameter partitioned later is averaged by its graph instead. Nothing is sent here: which module holds a parameter is
+    looked up in the process, and each rank finds the same.
+    """
+    known = {id(parameter) for model in list(_averaged) for parameter in model.parameters()}
+    if context.size == 1 or all(id(parameter) in known for parameter in partitioned):
+        return
+    for model in _models_of(partitioned):
+        _averaged.add(model)
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, ShardedParameter) and parameter.requires_grad and not is_averaged(parameter):
+                average = _Average(parameter, name, context)
+                parameter._zinf_average = parameter.register_hook(average)  # type: ignore[attr-defined]
+
+
+def stop_averaging(parameter: nn.Parameter) -> None:
+    """Forget about a parameter that a graph has taken over."""
+    handle = vars(parameter).pop("_zinf_average", None)
+    if handle is not None:
+        handle.remove()
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Say whether a whole parameter's gradient is averaged over the ranks."""
+    return "_zinf_average" in vars(parameter)
+
+
+class _Average:
+    """A gradient hook: the mean over the ranks, summed in rank order."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, context: Context) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._name = name
+        self._context = context
+        self._compared = False
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        context, parameter = self._context, self._parameter()
+        what = f"averaging the gradient of {self._name}, which no compiled graph uses"
+        context.agree([f"{self._name} {list(grad.shape)} {grad.dtype}"], what=what)
+        if not self._compared and parameter is not None:
+            self._compared = True
+            try:
+                context.agree([_fingerprint(parameter)], what=f"comparing the values of {self._name}")
+            except RankMismatchError as error:
+                raise RankMismatchError(
+                    f"parameter {self._name} is used outside the compiled graphs and so stays whole on each rank, but its values "
+                    "differ between the ranks: seed all ranks alike before building the model (or load the same values), or "
+                    f"compile all of the model. {error}"
+                ) from None
+        mean = grad.detach().clone(memory_format=torch.contiguous_format)
+        context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
+        return mean
+
+
+def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:
+    flat = tensor.view(-1)
+    shard = flat.new_empty(-(-flat.numel() // context.size))
+
+    def transfer() -> None:
+        context.reductions.reduce_scatter([flat], [shard])
+        full = context.reductions.full_buffer(flat.numel(), flat.dtype, flat.device)
+        context.reductions.all_gather([shard], [full])
+        flat.copy_(full)
+
+    return transfer
+
+
+def _fingerprint(parameter: torch.Tensor) -> str:
+    values = parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return f"values {hashlib.blake2b(values.data, digest_size=8).hexdigest()}"
+
+
+def _models_of(parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
+    """Return the outermost modules of this process that hold any of the parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    parents: dict[int, list[nn.Module]] = {}
+    found: dict[int, nn.Module] = {}
+    for module in _live_modules():
+        for child in module._modules.values():
+            if child is not None:
+                parents.setdefault(id(child), []).append(module)
+        if any(id(parameter) in wanted for parameter in module._parameters.values()):
+            found[id(module)] = module
+    stack, roots = list(found.values()), []
+    while stack:
+        module = stack.pop()
+        above = [parent for parent in parents.get(id(module), ()) if id(parent) not in found]
+        found.update({id(parent): parent for parent in above})
+        stack += above
+        if id(module) not in parents:
+            roots.append(module)
+    return roots or list(found.values())  # modules that hold each other have no outermost one
+
+
+def _live_modules() -> list[nn.Module]:
+    modules: list[Any] = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    return [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
