@@ -31,6 +31,7 @@ class Context:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.ledger = Ledger()
+        self.serials = itertools.count()
         self.gather_lane: Lane = InlineLane()
         self.reduce_lane: Lane = InlineLane()
         self.gathers: Collectives = SingleRank()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from .partition import shard_numel, shard_range
 if TYPE_CHECKING:
     from .context import Context
 
-_serials = itertools.count()
-
 
 class Unit:
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory."""
@@ -22,8 +19,8 @@ class Unit:
     def __init__(self, parameter: torch.Tensor, shard: torch.Tensor, *, name: str, context: Context) -> None:
         self.name = name
         self.context = context
-        self.serial = next(_serials)
-        """Counts partitioned parameters of this process; equal on all ranks, since all partition in the same order."""
+        self.serial = next(context.serials)
+        """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
         self.shape = tuple(parameter.shape)
         self.stride = tuple(parameter.stride())
         self.dtype = parameter.dtype

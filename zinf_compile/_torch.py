@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (  # which graph input or
     InputMutationAOTOutput,
     PlainAOTInput,
 )
-from torch._guards import CompileContext  # whether this is a function's first compilation
+from torch._guards import CompileContext, TracingContext  # is this a function's first compilation; AOTAutograd's metadata
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # how many process groups there are has no public name
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
@@ -116,9 +116,14 @@ def level_group_names(group: torch.distributed.ProcessGroup) -> None:
         torch.distributed.new_group([torch.distributed.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
-def keep_buffers() -> Any:
+@contextlib.contextmanager
+def keep_buffers() -> Iterator[None]:
     """Context for compiling: the backward may run twice (`retain_graph=True`), as it may in eager PyTorch."""
-    return functorch_config.patch(donated_buffer=False)
+    with functorch_config.patch(donated_buffer=False):
+        yield
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is not None:
+        metadata.bw_donated_idxs = []  # switched off it stays None, which the backward takes for "some"
 
 
 def is_buffer(placeholder: torch.fx.Node) -> bool:

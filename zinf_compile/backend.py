@@ -127,6 +127,8 @@ class GraphCompiler:
         self._binder = self._binder or binder  # the forward's, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
+            if DistributedDataParallel._get_active_ddp_module() is not None:  # wrapped after this graph was compiled
+                raise _wrapped_in(DistributedDataParallel)
             units = binder.bind(args)
             return execute(program, units, context, args, ShardedGradient)
 
@@ -141,11 +143,15 @@ def _reject_wrappers() -> None:
         caller = frame.f_locals.get("self")
         for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
             if isinstance(caller, wrapper):
-                raise UnsupportedModelError(
-                    f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients "
-                    "by itself: compile the bare model and leave DDP, FSDP and fully_shard away"
-                )
+                raise _wrapped_in(wrapper)
         frame = frame.f_back
+
+
+def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients by itself: "
+        "compile the bare model and leave DDP, FSDP and fully_shard away"
+    )
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

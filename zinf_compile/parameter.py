@@ -93,6 +93,9 @@ class ShardedParameter(nn.Parameter):
             f"rank {unit.context.rank} of {unit.context.size})"
         )
 
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec and self._zinf_unit.context.size > 1 else super().__format__(spec)
+
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.detach().as_subclass(cls)  # torch's own looks at the memory of `self`, past __torch_function__
 

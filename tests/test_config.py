@@ -1,0 +1,102 @@
+"""Options: what is accepted, and what each refusal says; through torch.compile the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, vectors
+from torch import nn
+from training import BACKEND, assert_same_models
+
+from zinf_compile import OptionError
+from zinf_compile.config import Config, parse_bytes
+
+REFUSED: list[tuple[dict[Any, Any], str]] = [
+    ({"buckt": "1MiB"}, r"unknown option 'buckt' .*accepted: compute, bucket, .*did you mean 'bucket'\?"),
+    ({"proces_group": None}, r"unknown option 'proces_group' .*did you mean 'process_group'\?"),
+    ({"zzz": 1}, r"unknown option 'zzz' for backend 'zero_infinity'; accepted: compute, bucket"),
+    ({3: 4}, "unknown option 3 "),
+    ({"compute": "inductor"}, "compute='inductor' .*accepted: 'fx'"),
+    ({"compute": None}, "compute=None .*accepted: 'fx'"),
+    ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
+    ({"bucket": 0}, "bucket=0 is not a size"),
+    ({"bucket": True}, "bucket=True is not a size"),
+    ({"bucket": 1.5}, "bucket=1.5 is not a size"),
+    ({"bucket": "3 parsec"}, "bucket='3 parsec' is not a size; .*units: B, KiB, MiB"),
+    ({"bucket": "0B"}, "bucket=0 is not a size"),
+    ({"timeout_s": 0}, "timeout_s=0 is not a positive number of seconds"),
+    ({"timeout_s": True}, "timeout_s=True is not a positive number"),
+    ({"timeout_s": "60"}, "timeout_s='60' is not a positive number"),
+    ({"timeout_s": float("nan")}, "timeout_s=nan is not a positive number"),
+    ({"timeout_s": float("inf")}, "timeout_s=inf is not a positive number"),
+    ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),
+    ({"mesh": 3}, "mesh is int; accepted: a one-dimensional DeviceMesh"),
+    ({"process_group": 3, "mesh": 3}, "process_group and mesh exclude each other"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_a_bad_option_is_named_with_what_is_accepted(options: dict[Any, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Config.from_options(options)
+
+
+def test_options_are_a_mapping() -> None:
+    with pytest.raises(OptionError, match=r"options=\['bucket'\] is a list; accepted: a dict of compute, bucket"):
+        Config.from_options(["bucket"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"options": {"buckt": 1}}, "did you mean 'bucket'"),
+        ({"options": {"bucket": "many"}}, "bucket='many' is not a size"),
+        ({"options": ["bucket"]}, "accepted: a dict"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' is not supported by backend 'zero_infinity'; leave it away"),
+    ],
+    ids=["name", "value", "list", "mode"],
+)
+def test_torch_compile_raises_the_refusal_itself_and_leaves_the_model(settings: dict[str, Any], message: str) -> None:
+    model = Mlp()
+    twin = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend=BACKEND, **settings)
+    with pytest.raises(OptionError, match=message) as raised:
+        compiled(*vectors(0))
+    assert isinstance(raised.value, ValueError)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert_same_models(twin, model)
+
+
+def test_defaults_are_accepted_and_frozen() -> None:
+    config = Config.from_options(None)
+    assert config == Config.from_options({}) == Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bucket = 1  # type: ignore[misc]
+
+
+def test_sizes_are_bytes_or_text_with_a_unit() -> None:
+    assert [parse_bytes(size, option="bucket") for size in (7, "7B", "2KiB", "1.5 MiB", "3GB")] == [
+        7,
+        7,
+        2048,
+        3 * 2**19,
+        3 * 10**9,
+    ]
+
+
+def test_what_ranks_agree_on_does_not_depend_on_how_a_size_is_written() -> None:
+    assert Config(bucket="1MiB").signature() == Config(bucket=2**20).signature()
+    assert Config(bucket="1MiB").signature() != Config(bucket="1MB").signature()
+
+
+def test_more_ranks_than_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Mlp()
+    compiled = torch.compile(model, backend=BACKEND)
+    with pytest.raises(OptionError, match=r"WORLD_SIZE is 2 .* call torch.distributed.init_process_group\(\)"):
+        compiled(*vectors(0))
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}

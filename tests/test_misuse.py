@@ -1,0 +1,335 @@
+"""What is done to a model after it was partitioned: each refusal says what to do and leaves the model training as before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from models import Mlp, vectors
+from torch import nn
+from torch.optim import Optimizer
+from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, twins, wrapped
+
+from zinf_compile import PartitionedParameterError, UnsupportedOptimizerError, gathered
+from zinf_compile.parameter import ShardedParameter
+
+
+class Twins:
+    """An eager model and an equal partitioned one, each with its optimizer, one step into their training."""
+
+    def __init__(self, build: Callable[[], nn.Module] = Mlp) -> None:
+        self.eager: Any
+        self.model: Any
+        self.eager, self.model = twins(build)
+        self.optimizers = [adamw(self.eager.parameters()), adamw(self.model.parameters())]
+        self.compiled = wrapped(self.model)
+        self.train()
+
+    def train(self) -> None:
+        """Take one step on both; they must agree bit by bit."""
+        self.optimizers[0].zero_grad()
+        plain_step(self.eager, self.optimizers[0], vectors(1))
+        plain_step(self.compiled, self.optimizers[1], vectors(1))
+        assert_same_models(self.eager, self.model)
+        assert {type(p) for p in self.model.parameters()} == {ShardedParameter}
+
+
+class ByHand(Optimizer):
+    """Gradient descent whose step is divided by what a test gives."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], divisor: Callable[[torch.Tensor], Any], lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.divisor = divisor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad / self.divisor(parameter.grad), alpha=-group["lr"])
+
+
+class OwnList(ByHand):
+    """Ignores its groups in favour of a list of its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], divisor: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(parameters, divisor)
+        self.mine = {"list": list(self.param_groups[0]["params"])}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.mine["list"]:
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "Muon": (lambda ps: torch.optim.Muon([p for p in ps if p.dim() == 2]), "it raises ValueError: .* 2D matrix"),
+    "Adafactor": (torch.optim.Adafactor, "a piece alone is updated differently"),
+    "LBFGS": (torch.optim.LBFGS, "keeps the parameters in its attribute '_params'"),
+    "norm": (lambda ps: ByHand(ps, torch.Tensor.norm), "a piece alone is updated differently"),
+    "row norm": (lambda ps: ByHand(ps, lambda g: g.norm(dim=-1, keepdim=True)), "a piece alone is updated differently"),
+    "clips large norms": (lambda ps: ByHand(ps, lambda g: g.norm().clamp(min=100)), "a piece alone is updated differently"),
+    "norm in warm-up": (lambda ps: ByHand(ps, torch.Tensor.norm, lr=0.0), "a piece alone is updated differently"),
+    "own list": (lambda ps: OwnList(ps, torch.Tensor.norm), "keeps the parameters in its attribute 'mine'"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name(name: str) -> None:
+    pair = Twins()
+    make, reason = OPTIMIZERS[name]
+    optimizer = make(pair.model.parameters())
+    with pytest.raises(UnsupportedOptimizerError, match=rf"\w+ doesn't update element by element .*{reason}.*") as raised:
+        optimizer.step(lambda: pair.compiled(*vectors(2)))
+    message = str(raised.value)
+    assert message.startswith(type(optimizer).__name__)
+    assert "first.weight" in message
+    assert "Supported: SGD, Adam, AdamW" in message
+    assert isinstance(raised.value, TypeError)
+    assert not optimizer.state
+    assert_same_models(pair.eager, pair.model)
+    pair.train()
+
+
+def test_an_optimizer_that_clips_by_value_is_accepted() -> None:
+    pair = Twins()
+    for model in (pair.eager, pair.model):
+        ByHand(model.parameters(), lambda g: g.abs().clamp(min=1.0)).step()
+    assert_same_models(pair.eager, pair.model)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("learns", [True, False], ids=["frozen", "unfrozen"])
+def test_requires_grad_changed_after_the_first_call(learns: bool, grad: bool) -> None:
+    def build() -> nn.Module:
+        model = Mlp()
+        model.first.weight.requires_grad_(learns)
+        return model
+
+    pair = Twins(build)
+    for now in (not learns, learns, not learns):
+        for model in (pair.eager, pair.model):
+            model.first.weight.requires_grad_(now)
+        if grad:
+            pair.train()
+            assert (pair.model.first.weight.grad is not None) == now
+        with torch.no_grad():
+            assert_same("loss", pair.eager(*vectors(2)), pair.compiled(*vectors(2)))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("learns", [True, False], ids=["frozen", "unfrozen"])
+def test_requires_grad_changed_behind_a_stale_graph(learns: bool, grad: bool) -> None:
+    """PyTorch 2.11 runs the graph of before the change, as 2.13 does when it is told to skip its guards."""
+    model = Mlp()
+    model.first.weight.requires_grad_(learns)
+    compiled = wrapped(model)
+    with torch.set_grad_enabled(grad):
+        torch.compiler.reset()
+        expected = compiled(*vectors(1))
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            model.first.weight.requires_grad_(not learns)
+            message = f"first.weight changed after it was compiled: .*requires_grad={learns}, found .*requires_grad={not learns}"
+            with pytest.raises(PartitionedParameterError, match=message + r".*torch.compiler.reset\(\)"):
+                compiled(*vectors(1))
+            model.first.weight.requires_grad_(learns)
+            assert_same("loss", expected, compiled(*vectors(1)))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "deepcopy": (copy.deepcopy, "copy the model before its first compiled call"),
+    "deepcopy of a parameter": (lambda m: copy.deepcopy(m.first.weight), "can't be deep-copied"),
+    "half": (lambda m: m.half(), r"torch.float32 on cpu; assigning its data \(\[13, 7\] torch.float16.*before its first"),
+    "bfloat16": (lambda m: m.to(torch.bfloat16), "torch.bfloat16 on cpu.*or use autocast"),
+    "double": (lambda m: m.double(), "torch.float64 on cpu.*or use autocast"),
+    "type": (lambda m: m.type(torch.float64), "torch.float64 on cpu.*or use autocast"),
+    "meta": (lambda m: m.to("meta"), "torch.float32 on meta.*move the model before its first compiled call"),
+    "empty": (lambda m: m.to_empty(device="meta"), "torch.float32 on meta.*move the model before its first compiled call"),
+    "data": (lambda m: setattr(m.first.weight, "data", torch.zeros(3)), r"\(\[3\] torch.float32.*gathered\(model, write=True\)"),
+    "pickle": (pickle.dumps, r"can't be pickled: save zinf_compile.full_state_dict\(model\)"),
+    "save": (lambda m: torch.save(m, io.BytesIO()), "can't be pickled"),
+    "save a parameter": (lambda m: torch.save(m.first.weight, io.BytesIO()), "can't be pickled"),
+    "share": (lambda m: m.share_memory(), "can't be moved to shared memory"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_whole_model_is_refused_and_leaves_it_training(name: str) -> None:
+    pair = Twins()
+    change, message = CHANGES[name]
+    with pytest.raises(PartitionedParameterError, match=rf"parameter first.weight is partitioned.*{message}"):
+        change(pair.model)
+    assert_same_models(pair.eager, pair.model)
+    pair.train()
+
+
+def test_a_converted_parameter_is_refused_when_gathered_ends() -> None:
+    for change, found in [(lambda m: m.half(), "float16"), (lambda m: setattr(m.first.weight, "data", torch.ones(2)), r"\[2\]")]:
+        pair = Twins()
+        with (
+            pytest.raises(PartitionedParameterError, match=rf"nothing was changed.*first.weight became .*{found}"),
+            gathered(pair.model, write=True),
+        ):
+            change(pair.model)
+        assert_same_models(pair.eager, pair.model)
+        pair.train()
+
+
+def test_gathered_inside_gathered_reads_and_does_not_write() -> None:
+    pair = Twins()
+    with gathered(pair.model, write=True):
+        with gathered(pair.model):
+            pair.model.first.bias.data.fill_(2.0)
+        assert type(pair.model.first.bias) is nn.Parameter
+        with pytest.raises(PartitionedParameterError, match=r"holds first.weight whole already: give write=True to the outer"):
+            gathered(pair.model, write=True).__enter__()
+    pair.eager.first.bias.data.fill_(2.0)
+    pair.train()
+
+
+def test_the_compiled_model_is_refused_inside_gathered_and_runs_after() -> None:
+    pair = Twins()
+    with gathered(pair.model), pytest.raises(PartitionedParameterError, match=r"first.weight is gathered: leave `with zinf_comp"):
+        pair.compiled(*vectors(1))
+    pair.train()
+
+
+def test_loaded_optimizer_state_of_a_wrong_shape_is_refused_by_name() -> None:
+    pair = Twins()
+    optimizer = pair.optimizers[1]
+    good = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(good)
+    bad["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    optimizer.load_state_dict(bad)
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"'exp_avg' of AdamW for parameter first.weight has shape \[3, 3\].*13, 7"
+    ):
+        optimizer.step()
+    assert_same_models(pair.eager, pair.model)
+    optimizer.load_state_dict(good)
+    pair.train()
+
+
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_double_backward_is_refused(of: str) -> None:
+    pair = Twins()
+    x, y = vectors(2)
+    loss = pair.compiled(x.requires_grad_(), y)
+    inputs = [x] if of == "input" else list(pair.model.parameters())
+    grads = torch.autograd.grad(loss, inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        sum(g.square().sum() for g in grads).backward()  # type: ignore[union-attr]
+    pair.train()
+
+
+def test_what_was_taken_from_the_model_before_its_first_call_stays_readable() -> None:
+    model = Mlp()
+    weight = model.first.weight
+    state = model.state_dict()
+    views = [weight.detach(), weight.data, weight.detach().t().t(), weight.detach().view(-1).view_as(weight)]
+    expected = copy.deepcopy(state)
+    plain_step(wrapped(model), adamw(model.parameters()), vectors(0))
+    assert not torch.equal(model.first.weight.detach(), expected["first.weight"])
+    for name, value in expected.items():
+        assert_same(name, value, state[name])
+    for view in views:
+        assert_same("view", expected["first.weight"], view)
+
+
+def test_a_state_dict_sent_to_another_process_does_not_stop_the_training() -> None:
+    pair = Twins()
+    for value in pair.model.state_dict().values():
+        value.share_memory_()  # as multiprocessing does with what it sends
+    pair.train()
+    pair.train()
+
+
+class Counted(Mlp):
+    """Dynamo compiles its forward anew for each number."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, number: int = 1) -> torch.Tensor:
+        return super().forward(x, y) * number
+
+
+def test_more_variants_than_the_recompile_limit_name_the_setting() -> None:
+    eager, model = twins(Counted)
+    compiled = torch.compile(model, backend=BACKEND, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled(*vectors(0), 1)
+        compiled(*vectors(0), 2)
+        for number in (3, 4):
+            with pytest.raises(
+                PartitionedParameterError, match=r"first.weight .* forward .*recompile_limit = 2 .*Raise torch._dyn"
+            ):
+                compiled(*vectors(0), number)
+        assert_same("known variant", eager(*vectors(0), 1), compiled(*vectors(0), 1))
+    torch.compiler.reset()
+    for number in range(1, 5):
+        assert_same("after a reset", eager(*vectors(0), number), compiled(*vectors(0), number))
+
+
+def test_the_recompile_limit_with_fullgraph_is_dynamos_error() -> None:
+    compiled = torch.compile(Counted(), backend=BACKEND, dynamic=False, fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compiled(*vectors(0), 1)
+        compiled(*vectors(0), 2)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="fullgraph=True"):
+            compiled(*vectors(0), 3)
+
+
+def norm(weight: torch.Tensor) -> torch.Tensor:
+    return weight.norm()
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND])
+def test_a_compiled_function_takes_a_partitioned_parameter(backend: str) -> None:
+    pair = Twins()
+    assert_same("norm", norm(pair.eager.first.weight), torch.compile(norm, backend=backend)(pair.model.first.weight))
+
+
+RISKY = """
+import torch
+from models import Mlp, vectors
+model = Mlp()
+model.compile(backend="zero_infinity")
+model(*vectors(0)).backward()
+weight, grad = model.first.weight, model.first.weight.grad
+for name, act in {
+    "share": model.share_memory,
+    "share grad": grad.share_memory_,
+    "grad by dlpack": lambda: torch.from_dlpack(grad).sum().item(),
+    "as_subclass": lambda: weight.as_subclass(torch.Tensor).sum().item(),
+    "is_nonzero": lambda: weight.is_nonzero(),
+    "storage": lambda: weight.untyped_storage()[0],
+    "grad's storage": lambda: grad.untyped_storage()[0],
+}.items():
+    try:
+        print(name, "gave", act())
+    except Exception as error:
+        print(name, "raised", type(error).__name__)
+"""
+
+
+def test_reads_past_torch_function_do_not_kill_the_process() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", RISKY], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    outcome = dict(line.split(" raised ") if " raised " in line else line.split(" gave ") for line in run.stdout.splitlines())
+    sums = {name: float(outcome.pop(name)) for name in ("grad by dlpack", "as_subclass")}
+    assert all(map(functools.partial(torch.isfinite), map(torch.tensor, sums.values())))
+    assert outcome == {
+        "share": "PartitionedParameterError",
+        "share grad": "PartitionedParameterError",
+        "is_nonzero": "RuntimeError",
+        "storage": "IndexError",
+        "grad's storage": "RuntimeError",
+    }
