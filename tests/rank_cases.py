@@ -1,0 +1,206 @@
+"""What several ranks do with one kind of model each; `test_distributed.py` starts the ranks and reads the results."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import rank_cases_checkpoint
+import rank_cases_training
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import CASES, IN, WORDS, ReturnsParameters, generator, loss_of, vectors
+from rank_compare import Loss, Ranks, assert_equal, compare_training, compare_values, sgd
+from rank_models import Normed, Pair, Table, Transformer, tiny_gpt2, tiny_llama
+from torch import nn
+
+import zinf_compile
+
+LENGTHS = ((16, 16), (24, 16), (24, 32), (16, 24))
+"""Sequence lengths of rank 0 and rank 1, by step."""
+OUTER = ("first.weight", "first.bias", "last.weight", "last.bias")
+NOT_COMPILED = {"breaks_between_blocks": OUTER, "breaks_inside_blocks": OUTER}
+"""Parameters that no graph uses: Dynamo gives up on a loop with a break in it and compiles what the loop calls."""
+
+
+def run_cases(rank: int, size: int, names: list[str]) -> dict[str, str]:
+    """Run cases one after the other; return each one's traceback, empty if it passed.
+
+    Each case partitions over a process group of its own, so that a failing one leaves nothing behind for the next.
+    """
+    outcome: dict[str, str] = {}
+    for name in names:
+        ranks = Ranks(rank, size, {"process_group": dist.new_group(list(range(size))), "timeout_s": 20})
+        torch.compiler.reset()
+        try:
+            find_case(name)(ranks)
+            outcome[name] = ""
+        except (Exception, pytest.fail.Exception):
+            outcome[name] = traceback.format_exc(limit=-8)  # the innermost frames
+        dist.barrier()
+    return outcome
+
+
+def find_case(name: str) -> Callable[[Ranks], None]:
+    """Find a case by its name: "train" and one of `models.CASES`, or a function of one of three modules."""
+    if name.startswith("train "):
+        return lambda ranks: train(ranks, name.removeprefix("train "))
+    for module in (rank_cases_training, rank_cases_checkpoint):
+        if hasattr(module, name):
+            return getattr(module, name)  # type: ignore[no-any-return]
+    return globals()[name]  # type: ignore[no-any-return]
+
+
+def loss_by_name(name: str) -> Loss:
+    """Return the loss of one of `models.CASES` on the batch of a step and rank."""
+    batch = CASES[name].batch
+    return lambda model, rank, step: loss_of(model(*batch(step, rank)))
+
+
+def of_vectors(model: Any, rank: int, step: int) -> torch.Tensor:
+    """Return the loss of a model of `vectors`; the batches of two ranks differ in size."""
+    loss: torch.Tensor = model(*vectors(step, rank, rows=3 + rank))
+    return loss
+
+
+def train(ranks: Ranks, name: str) -> None:
+    compare_training(ranks, CASES[name].build, loss_by_name(name), whole=NOT_COMPILED.get(name, ()))
+
+
+def sgd_momentum(ranks: Ranks) -> None:
+    compare_training(ranks, CASES["odd_shapes"].build, loss_by_name("odd_shapes"), optimizer=sgd)
+
+
+def autocast(ranks: Ranks) -> None:
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_by_name("attention")(model, rank, step)
+
+    compare_training(ranks, CASES["attention"].build, loss)
+
+
+def returned(ranks: Ranks) -> None:
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        value, _, *others = model(*vectors(step, rank))
+        return loss_of((value, *others))
+
+    model = compare_training(ranks, ReturnsParameters, loss)
+    itself = ranks.compile(model)(*vectors(0))[1]
+    assert itself is model.layer.weight
+    with pytest.raises(zinf_compile.PartitionedParameterError, match=r"layer\.weight.*gathered\(model\)"):
+        itself + 1
+
+
+def compiled_by_block(ranks: Ranks) -> None:
+    def prepare(ranks: Ranks, model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend="zero_infinity", options=ranks.options)
+        return model
+
+    compare_training(ranks, CASES["blocks"].build, of_vectors, prepare=prepare, whole=OUTER)
+
+
+def two_of_one_class(ranks: Ranks) -> None:
+    def prepare(ranks: Ranks, model: Any) -> Any:
+        model.first.compile(backend="zero_infinity", options=ranks.options)
+        model.second.compile(backend="zero_infinity", options=ranks.options)
+        return model
+
+    compare_training(ranks, Pair, of_vectors, prepare=prepare)
+
+
+def one_function_two_models(ranks: Ranks) -> None:
+    def prepare(ranks: Ranks, model: Any) -> Any:
+        model.call = ranks.compile(model.call)
+        return model
+
+    compare_training(ranks, Pair, of_vectors, prepare=prepare)
+
+
+def train_eval_train(ranks: Ranks) -> None:
+    def with_evaluation(name: str) -> Loss:
+        def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+            value = loss_by_name(name)(model, rank, step)
+            model.eval()
+            with torch.no_grad():
+                evaluated = loss_by_name(name)(model, rank, step + 100)
+            model.train()
+            return value + evaluated
+
+        return loss
+
+    for name in ("mutated_buffers", "dropout"):
+        compare_training(ranks, CASES[name].build, with_evaluation(name))
+
+
+def lengths_differ(ranks: Ranks) -> None:
+    """Ranks meet new lengths, and compile graphs for them, in steps of their own; all run the same collectives."""
+    captured: list[int] = []
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        value = next_word(model, rank, step)
+        if not isinstance(model, Transformer):
+            captured.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        return value
+
+    torch._dynamo.utils.counters.clear()
+    compare_training(ranks, Transformer, loss, steps=len(LENGTHS))
+    by_rank: list[Any] = [None] * ranks.size
+    dist.all_gather_object(by_rank, captured)
+    grew = [[after > before for before, after in itertools.pairwise(counts)] for counts in by_rank]
+    assert any(here != there for here, there in zip(*grew, strict=True)), f"no rank compiled alone: {by_rank}"
+
+
+def batches_differ_where_only_buffers_are(ranks: Ranks) -> None:
+    """A graph that has nothing to move but a buffer to synchronise, compiled anew by one rank alone."""
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        return model(*vectors(step, rank, rows=3 + rank * step))  # type: ignore[no-any-return]
+
+    compare_training(ranks, Normed, loss)
+
+
+def lengths_differ_gpt2(ranks: Ranks) -> None:
+    compare_training(ranks, tiny_gpt2, next_word, steps=len(LENGTHS))
+
+
+def lengths_differ_llama(ranks: Ranks) -> None:
+    compare_training(ranks, tiny_llama, next_word, steps=len(LENGTHS))
+
+
+def next_word(model: Any, rank: int, step: int) -> torch.Tensor:
+    """Cross entropy on a sequence of this rank's length."""
+    words = torch.randint(WORDS, (2, LENGTHS[step][rank] + 1), generator=generator(step, rank))
+    logits = model(words[:, :-1])
+    logits = getattr(logits, "logits", logits)
+    return F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
+
+
+def seeds_differ(ranks: Ranks) -> None:
+    """All ranks start from rank 0's parameters and buffers, whatever they drew themselves."""
+    torch.manual_seed(0)
+    first = Table()
+    torch.manual_seed(ranks.rank)
+    model = Table()
+    result = ranks.compile(model)(torch.ones(4, IN))
+    compare_values(model, first, "after the first call")
+    assert_equal(result, first(torch.ones(4, IN)), "the first result")
+
+
+def several_models(ranks: Ranks) -> None:
+    """Models that one process trains in turn keep apart."""
+    names = ["mlp", "tied", "mlp"]
+    torch.manual_seed(0)
+    models: list[nn.Module] = [CASES[name].build() for name in names]
+    for name, model in zip(names, models, strict=True):
+        loss_by_name(name)(ranks.compile(model), ranks.rank, 0).backward()
+    before = [zinf_compile.full_state_dict(m) for m in models]
+    torch.optim.SGD(models[2].parameters(), lr=0.1).step()
+    after = [zinf_compile.full_state_dict(m) for m in models]
+    if ranks.rank == 0:
+        moved = [{key for key in old if not torch.equal(old[key], new[key])} for old, new in zip(before, after, strict=True)]
+        assert moved == [set(), set(), set(before[2])]

@@ -1,0 +1,146 @@
+"""Ranks that don't do the same: what each of them does, as functions that `test_rank_failures.py` starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Branches, Mlp, vectors
+from torch import nn
+
+import zinf_compile
+
+TIMEOUT_S = 4
+"""The option timeout_s of all models here."""
+
+Scenario = Callable[[int, dict[str, Any]], None]
+
+
+def errors_of(rank: int, size: int, names: list[str]) -> dict[str, str]:
+    """Run the scenarios of this module in turn, over a group of its own each; return the error that ended each one."""
+    ended: dict[str, str] = {}
+    for name in names:
+        torch.compiler.reset()
+        options = {"process_group": dist.new_group(list(range(size))), "timeout_s": TIMEOUT_S}
+        scenario: Scenario = globals()[name]
+        try:
+            scenario(rank, options)
+            ended[name] = "no error"
+        except (zinf_compile.ZinfError, KeyError) as error:
+            ended[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+    return ended
+
+
+def trained(model: nn.Module, options: dict[str, Any], rank: int, *more: Any) -> Any:
+    """Take one step with a model; return its compiled form."""
+    compiled = torch.compile(model, backend="zero_infinity", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled(*vectors(0, rank), *more).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return compiled
+
+
+def other_options(rank: int, options: dict[str, Any]) -> None:
+    trained(Mlp(), {**options, "bucket": ("1MiB", "2MiB")[rank]}, rank)
+
+
+def other_branch(rank: int, options: dict[str, Any]) -> None:
+    model = Branches()
+    trained(model, options, rank, True)(*vectors(1, rank), rank == 0)
+
+
+def other_branch_at_first(rank: int, options: dict[str, Any]) -> None:
+    trained(Branches(), options, rank, rank == 0)
+
+
+def other_model(rank: int, options: dict[str, Any]) -> None:
+    trained(Mlp(13 + 2 * rank), options, rank)
+
+
+def never_calling(rank: int, options: dict[str, Any]) -> None:
+    if rank == 0:
+        trained(Mlp(), options, rank)
+
+
+def out_of_batches(rank: int, options: dict[str, Any]) -> None:
+    compiled = trained(Mlp(), options, rank)
+    if rank == 0:
+        compiled(*vectors(1, rank))
+
+
+def too_late(rank: int, options: dict[str, Any]) -> None:
+    """A rank sleeps, and goes on when the other has given up."""
+    compiled = trained(Mlp(), options, rank)
+    if rank == 1:
+        time.sleep(TIMEOUT_S + 3)
+    compiled(*vectors(1, rank))
+
+
+def no_backward(rank: int, options: dict[str, Any]) -> None:
+    loss = trained(Mlp(), options, rank)(*vectors(1, rank))
+    if rank == 0:
+        loss.backward()
+
+
+def saving_while_training(rank: int, options: dict[str, Any]) -> None:
+    model = Mlp()
+    compiled = trained(model, options, rank)
+    if rank == 0:
+        compiled(*vectors(1, rank))
+    else:
+        zinf_compile.full_state_dict(model)
+
+
+def clipping_on_one_rank(rank: int, options: dict[str, Any]) -> None:
+    model = Mlp()
+    compiled = trained(model, options, rank)
+    compiled(*vectors(1, rank)).backward()
+    if rank == 0:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    compiled(*vectors(2, rank))
+
+
+def raising_in_backward(rank: int, options: dict[str, Any]) -> None:
+    """One rank's hook raises, the last of the gradients being on their way; it goes on as if nothing had been."""
+    model = Mlp()
+    compiled = trained(model, options, rank)
+    if rank == 1:
+        model.second.weight.register_hook(_raise)
+    compiled(*vectors(1, rank)).backward()
+    compiled(*vectors(2, rank))
+
+
+def _raise(grad: torch.Tensor) -> torch.Tensor:
+    raise KeyError("in a hook")
+
+
+def lone_ending(rank: int, size: int, how: str) -> None:
+    """Train two steps; before the second, rank 1 ends in some way. Runs as the whole of a process."""
+    compiled = trained(Mlp(), {"timeout_s": TIMEOUT_S}, rank)
+    if rank == 1 and how == "raises":
+        raise KeyError("bad batch")
+    if rank == 1 and how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "has no more batches":
+        return
+    compiled(*vectors(1, rank)).backward()
+
+
+def ordinary_ending(rank: int, size: int, destroy: bool) -> None:
+    """End right after a backward, its gradients still on their way; leave no thread but daemons."""
+    model = Mlp(100_003)
+    compiled = trained(model, {}, rank)
+    dist.barrier()
+    compiled(*vectors(1, rank)).backward()
+    if destroy:
+        model.second.bias.grad.local()  # type: ignore[attr-defined]  # the last of them arrives
+        dist.destroy_process_group()
+    assert [t.name for t in threading.enumerate() if not t.daemon] == ["MainThread"]

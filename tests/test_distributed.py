@@ -1,0 +1,108 @@
+"""Real ranks over gloo against eager PyTorch: 2 ranks bitwise, 3 and 4 within 4 eps of the summed magnitudes.
+
+All cases of one number of ranks run in one start of the processes, see `rank_cases`; each is reported as a test of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+from models import CASES
+from rank_cases import run_cases
+from rank_memory import training_bytes
+from ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+ON_TWO = [
+    *(f"train {name}" for name in CASES if name != "returns_parameters"),
+    "sgd_momentum", "autocast", "returned", "compiled_by_block", "two_of_one_class",
+    "one_function_two_models", "train_eval_train", "batches_differ_where_only_buffers_are", "lengths_differ", "seeds_differ",
+    "several_models", "default_group", "mesh_of_all", "other_groups_beside", "accumulation", "accumulation_onto_zeros",
+    "backward_twice", "clip_by_global_norm", "clip_norm_that_is_not_finite", "clip_by_value", "scaler_finds_inf_on_one_rank",
+    "hooks", "gradients_without_backward", "closures", "fused_adamw", "eager_optimizer_state_loaded",
+    "own_optimizer_state_loaded", "model_beside_that_is_not_compiled", "gathered_to_read", "gathered_to_write",
+    "gathered_and_raising", "called_while_gathered", "eager_reads", "saved_and_loaded_whole", "loading_what_does_not_fit",
+    "account_of_memory",
+]  # fmt: skip
+ON_THREE = [
+    "train odd_shapes", "train tied", "sgd_momentum", "seeds_differ", "some_ranks_idle", "clip_by_global_norm",
+    "scaler_finds_inf_on_one_rank", "saved_and_loaded_whole", "account_of_memory",
+]  # fmt: skip
+ON_FOUR = [
+    "train odd_shapes",
+    "train mutated_buffers",
+    "default_group",
+    "mesh_sliced",
+    "clip_by_global_norm",
+    "account_of_memory",
+]
+SLOW = {
+    "train frozen", "train lora", "train used_twice", "train blocks", "train checkpoint_reentrant", "train attention",
+    "train breaks_inside_unrolled_blocks", "train breaks_between_blocks", "train dropout", "mesh_of_all", "clip_by_value",
+    "fused_adamw", "several_models", "one_function_two_models", "sgd_momentum", "train breaks_inside_blocks",
+    "train tied", "default_group", "gathered_and_raising", "closures",
+}  # fmt: skip
+"""Cases that another one nearly covers."""
+
+
+def cases(names: list[str]) -> list[object]:
+    """Mark the slow ones of the cases."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
+
+
+def run_selected(request: pytest.FixtureRequest, size: int) -> list[dict[str, str]]:
+    """Run the selected cases of the requesting test on `size` ranks; return the failures by rank and case."""
+    items = [i for i in request.session.items if isinstance(i, pytest.Function) and i.originalname == f"test_{size}_ranks"]
+    return run_ranks(run_cases, size, [item.callspec.params["case"] for item in items])
+
+
+@pytest.fixture(scope="module")
+def on_two(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_selected(request, 2)
+
+
+@pytest.fixture(scope="module")
+def on_three(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_selected(request, 3)
+
+
+@pytest.fixture(scope="module")
+def on_four(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_selected(request, 4)
+
+
+def failures(by_rank: list[dict[str, str]], case: str) -> str:
+    return "\n".join(f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(by_rank) if outcome[case])
+
+
+@pytest.mark.parametrize("case", cases(ON_TWO))
+def test_2_ranks(on_two: list[dict[str, str]], case: str) -> None:
+    assert not failures(on_two, case), failures(on_two, case)
+
+
+@pytest.mark.parametrize("case", cases(ON_THREE))
+def test_3_ranks(on_three: list[dict[str, str]], case: str) -> None:
+    assert not failures(on_three, case), failures(on_three, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_4_ranks(on_four: list[dict[str, str]], case: str) -> None:
+    assert not failures(on_four, case), failures(on_four, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["lengths_differ_gpt2", "lengths_differ_llama"])
+def test_transformers_with_lengths_that_differ(case: str) -> None:
+    by_rank = run_ranks(run_cases, 2, [case])
+    assert not failures(by_rank, case), failures(by_rank, case)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_process_shrinks() -> None:
+    """16 bytes a parameter in eager, half of that on each of two ranks; 64 MiB are for what is gathered, and slack."""
+    for eager, partitioned in zip(
+        run_ranks(training_bytes, 2, "eager"), run_ranks(training_bytes, 2, "zero_infinity"), strict=True
+    ):
+        assert eager > 16 * 49_000_000
+        assert partitioned < eager / 2 + 64 * 2**20

@@ -1,0 +1,114 @@
+"""Ranks that fall out of step: each ends within the time-out, with an error that says where and what to do; none hangs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from models import Mlp, vectors
+from rank_endings import endings_of
+from rank_failures import errors_of, lone_ending, ordinary_ending
+from ranks import run_ranks
+
+import zinf_compile
+
+pytestmark = pytest.mark.distributed
+
+
+def differing(*ranks: str) -> str:
+    """Return the pattern of an error that all ranks raise."""
+    each = "; ".join(f"rank {number}, {has}" for number, has in enumerate(ranks))
+    return rf"first difference: {each}\. Every rank must use the same options and run the same graphs in the same order"
+
+
+def unanswered(rank: int, what: str) -> str:
+    """Return the pattern of the error of a rank that was left alone."""
+    return (
+        rf"RankMismatchError: rank {rank} of 2 got no answer from another rank while {what}; time-out 4 s \(option timeout_s\)\. "
+        "Usually a rank ended, took another branch of the model or ran out of batches: every rank must run the same graphs"
+    )
+
+
+FORWARD = r"starting the forward of graph \d+"
+FIRST = r"'all_gather group 0: first\.bias \[13\] float32'"
+STARTING_FORWARD = rf"{FORWARD} \(all_gather group 0: first\.bias \[13\] float32\)"
+BRANCHES = differing(rf"{FORWARD}, has '.*: even\.bias \[5\] .*'", rf"{FORWARD}, has '.*: odd\.weight .*'")
+SCENARIOS = {
+    "other_options": ["OptionError: .*" + differing("starting, has '.*bucket=1048576.*'", "starting, .*bucket=2097152.*'")] * 2,
+    "other_branch": [f"RankMismatchError: .*{BRANCHES}"] * 2,
+    "other_branch_at_first": [f"RankMismatchError: .*{BRANCHES}"] * 2,
+    "other_model": [
+        "RankMismatchError: .*" + differing(f"{FORWARD}, has {FIRST}", rf"{FORWARD}, has '.*: first\.bias \[15\] float32'")
+    ] * 2,
+    "saving_while_training": [
+        "RankMismatchError: .*" + differing(f"{FORWARD}, has {FIRST}", "saving the model, has 'saving the model'")
+    ] * 2,
+    "clipping_on_one_rank": [
+        "RankMismatchError: .*" + differing(r"norm of the gradient of first\.weight, has 'norm.*'", f"{FORWARD}, has {FIRST}")
+    ] * 2,
+    "out_of_batches": [unanswered(0, STARTING_FORWARD), "no error"],
+}  # fmt: skip
+"""What each rank's error says, by function of `rank_failures`."""
+SLOW_SCENARIOS = {
+    "no_backward": [unanswered(0, r"starting the backward of graph \d+ \(all_gather group 0: second\.weight .*\)"), "no error"],
+    "too_late": [unanswered(0, STARTING_FORWARD), unanswered(1, STARTING_FORWARD)],
+    "raising_in_backward": [unanswered(0, STARTING_FORWARD), "KeyError: 'in a hook'"],
+    # the last: from then on the ranks count their process groups differently
+    "never_calling": [unanswered(0, r"starting \(the others never called a compiled model\)"), "no error"],
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    """Run the scenarios in one start of two ranks."""
+    return run_ranks(errors_of, 2, list(SCENARIOS))
+
+
+@pytest.fixture(scope="module")
+def found_slowly() -> list[dict[str, str]]:
+    return run_ranks(errors_of, 2, list(SLOW_SCENARIOS))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_out_of_step_end_with_an_error(found: list[dict[str, str]], scenario: str) -> None:
+    for rank, pattern in enumerate(SCENARIOS[scenario]):
+        assert re.match(pattern, found[rank][scenario]), f"rank {rank}: {found[rank][scenario]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SLOW_SCENARIOS)
+def test_a_rank_left_alone_ends_with_an_error(found_slowly: list[dict[str, str]], scenario: str) -> None:
+    for rank, pattern in enumerate(SLOW_SCENARIOS[scenario]):
+        assert re.match(pattern, found_slowly[rank][scenario]), f"rank {rank}: {found_slowly[rank][scenario]}"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "error"),
+    [
+        pytest.param("raises", 1, "KeyError: 'bad batch'", marks=pytest.mark.slow),
+        pytest.param("is killed", -9, "", marks=pytest.mark.slow),
+        ("has no more batches", 0, ""),
+    ],
+)
+def test_the_others_end_when_one_rank(how: str, code: int, error: str) -> None:
+    left, gone = endings_of(lone_ending, 2, how)
+    assert (gone.exit_code, gone.error) == (code, error)
+    assert left.exit_code == 1
+    assert re.match(unanswered(0, STARTING_FORWARD), left.error), left.error
+
+
+@pytest.mark.parametrize("destroy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_process_that_is_done_ends_by_itself(destroy: bool) -> None:
+    for ending in endings_of(ordinary_ending, 2, destroy):
+        assert (ending.exit_code, ending.error) == (0, "")
+
+
+def test_several_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Mlp()
+    before = model.first.weight.detach().clone()
+    with pytest.raises(zinf_compile.OptionError, match=r"WORLD_SIZE is 2 .* call torch\.distributed\.init_process_group\(\)"):
+        torch.compile(model, backend="zero_infinity")(*vectors(0))
+    assert type(model.first.weight) is torch.nn.Parameter
+    assert torch.equal(model.first.weight, before)
