@@ -21,10 +21,10 @@ from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutati
 from .config import Config
 from .errors import OptionError, UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
+from .inductor import InductorRegions
 from .optimizer import install
 from .passes import graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
-from .inductor import InductorRegions
 from .passes.lower import lower, run_by_operator
 from .program import Program
 from .runtime.context import Context, context_for
