@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import fx
 
+from .align_regions import align_regions
 from .group_units import group_units
 from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
@@ -41,6 +42,7 @@ def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
         partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
+        partial(align_regions, region_bytes=bucket_bytes),
         partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=BUCKETS_GATHERED * bucket_bytes),
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
 from .facts import set_group, unit_of
+from .regions import choose_regions
 
 
 def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
@@ -39,18 +39,28 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
 
 
 def choose_groups(units: Sequence[Slot], *, bucket_bytes: int) -> list[list[int]]:
-    """Cut the sequence of units into runs of one data type and at most `bucket_bytes`; a larger unit is alone."""
+    """Cut the sequence of units into runs of one data type and at most `bucket_bytes`; a larger unit is alone.
+
+    A run ends where a region does, so that no region waits for two transfers where one would do.
+    """
+    starts = choose_regions(units, region_bytes=bucket_bytes)
     groups: list[list[int]] = []
     open_bytes = 0
-    open_type: torch.dtype | None = None
-    for index, unit in enumerate(units):
-        if groups and unit.dtype == open_type and open_bytes + unit.bytes <= bucket_bytes:
-            groups[-1].append(index)
-            open_bytes += unit.bytes
-        else:
-            groups.append([index])
-            open_bytes, open_type = unit.bytes, unit.dtype
+    for start, end in itertools.pairwise([*starts, len(units)]):
+        for position, part in enumerate(_by_type(units, start, end)):
+            size = sum(units[index].bytes for index in part)
+            fits = groups and units[groups[-1][0]].dtype == units[start].dtype and open_bytes + size <= bucket_bytes
+            if position == 0 and fits:
+                groups[-1] += part
+                open_bytes += size
+            else:
+                groups.append(part)
+                open_bytes = size
     return groups
+
+
+def _by_type(units: Sequence[Slot], start: int, end: int) -> list[list[int]]:
+    return [list(run) for _, run in itertools.groupby(range(start, end), key=lambda index: units[index].dtype)]
 
 
 def _groups(nodes: list[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:

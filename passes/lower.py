@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,20 @@ from .facts import buffer_of, group_of, positions, slot_of, unit_of
 _Stretch = list[fx.Node]
 
 
-def lower(gm: fx.GraphModule, *, name: str) -> Program:
-    """Cut `gm` at its transfers; compute between two of them becomes one callable."""
+RegionCompiler = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
+"""Turns a region into a callable that takes a list, empties it, and returns a tuple. Placeholders carry fake values."""
+
+
+def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """Run a region operator by operator, with eager PyTorch's own kernels."""
+    region.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    region.recompile()
+    forward: Callable[[list[Any]], Sequence[Any]] = region.forward
+    return forward
+
+
+def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run_by_operator) -> Program:
+    """Cut `gm` at its transfers; compute between two of them becomes one callable, made by `compile_region`."""
     register: dict[fx.Node, int] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
@@ -32,7 +44,7 @@ def lower(gm: fx.GraphModule, *, name: str) -> Program:
             inputs, outputs = _boundary(nodes)
             for node in outputs:
                 register[node] = len(register)
-            fn = _compile_region(gm, nodes, inputs, outputs)
+            fn = compile_region(_region_graph(gm, nodes, inputs, outputs))
             steps.append(Region(fn, tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)))
             continue
         if kind != "release":
@@ -140,19 +152,19 @@ def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(inputs), outputs
 
 
-def _compile_region(gm: fx.GraphModule, nodes: _Stretch, inputs: list[fx.Node], outputs: list[fx.Node]) -> Any:
+def _region_graph(gm: fx.GraphModule, nodes: _Stretch, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in copies:
                 copies[source] = graph.get_attr(str(source.target))
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    graph.set_codegen(torch.fx.graph._BoxedCodeGen())
-    return fx.GraphModule(gm, graph).forward
+    return fx.GraphModule(gm, graph)
 
 
 def _frees(steps: list[Step], kept: set[int]) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,11 @@ from torch._functorch._aot_autograd.descriptors import (  # which graph input or
     InputMutationAOTOutput,
     PlainAOTInput,
 )
-from torch._guards import CompileContext, TracingContext  # is this a function's first compilation; AOTAutograd's metadata
+from torch._guards import (  # is this a function's first compilation; AOTAutograd's metadata; a context per region
+    CompileContext,
+    TracingContext,
+    tracing,
+)
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # how many process groups there are has no public name
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
@@ -153,3 +157,30 @@ def fake_mode() -> Any:
 
 PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
 """Exact types of whole parameters: a fake one is traced for a dump, where nothing is partitioned."""
+
+
+def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool) -> Any:
+    """Compile one region; the result takes a list of inputs, empties it, and returns the outputs in a tuple.
+
+    Each region is compiled in a context of its own (else the strides of one leak into another), with all outputs visible to the
+    user, so that they keep the strides that the rest of the graph was traced with. Random operators run as in eager PyTorch.
+    """
+    from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
+    from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415  (Inductor without AOTAutograd around it)
+
+    placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in reversed(region.graph.nodes) if node.op == "output")
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    values = [node.meta["val"] for node in placeholders]
+    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode()
+    with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
+        return compile_fx_inner(region, values, is_backward=backward)
+
+
+def inductor_decompositions() -> dict[Any, Any]:
+    """Return the decompositions Inductor expects, without dropout's: its random numbers stay eager PyTorch's."""
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+
+    table = select_decomp_table()
+    return {op: rule for op, rule in table.items() if op is not torch.ops.aten.native_dropout.default}

@@ -15,16 +15,17 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import is_first_variant, keep_buffers, raise_through_dynamo
+from ._torch import inductor_decompositions, is_first_variant, keep_buffers, raise_through_dynamo
 from .binding import Binder
 from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
 from .config import Config
 from .errors import OptionError, UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
+from .inductor import InductorRegions
 from .optimizer import install
 from .passes import graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
-from .passes.lower import lower
+from .passes.lower import lower, run_by_operator
 from .program import Program
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
@@ -98,6 +99,7 @@ class GraphCompiler:
             bw_compiler=stage("backward"),
             inference_compiler=stage("inference"),
             partition_fn=partition,
+            decompositions=inductor_decompositions() if self.config.compute == "inductor" else None,
         )
         with keep_buffers():
             compiled: Compiled = compiler(gm, example_inputs)
@@ -118,7 +120,9 @@ class GraphCompiler:
         """Insert the schedule into a graph and lower it."""
         run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes))
         verify(graph)
-        program = lower(graph, name=f"{kind} of graph {self.number}")
+        inductor = self.config.compute == "inductor"
+        compile_region = InductorRegions(backward=kind == "backward") if inductor else run_by_operator
+        program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 
     def finish(self, program: Program, context: Context) -> Compiled:

@@ -96,9 +96,8 @@ class Config:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _validate(self) -> None:
-        if self.compute != "fx":
-            later = " ('inductor' comes in a later version)" if self.compute == "inductor" else ""
-            raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx'{later}")
+        if self.compute not in ("fx", "inductor"):
+            raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx', 'inductor'")
         parse_bytes(self.bucket, option="bucket")
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:

@@ -1,0 +1,60 @@
+"""Hang transfers on few cut points, so that the compute between them can be compiled as one."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zinf_compile import ops
+
+from .facts import unit_of
+from .regions import choose_regions
+
+_AT_START = frozenset({ops.all_gather, ops.wait})
+_AT_END = frozenset({ops.release, ops.reduce_scatter})
+
+
+def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
+    """Move gathers and waits to the start of their region, releases and reduce-scatters to its end.
+
+        before:  g = all_gather(h.0.up);  v = wait(g);  a = mm(x, v);  release(v)
+                 k = all_gather(h.0.down);  u = wait(k);  b = mm(a, u);  release(u)
+        after:   g = all_gather(h.0.up);  k = all_gather(h.0.down);  v = wait(g);  u = wait(k)
+                 a = mm(x, v);  b = mm(a, u);  release(v);  release(u)
+
+    A region is the stretch of compute that uses one block of the model (`h.0`), or a part of a block whose units take more than
+    `region_bytes`: equal blocks become equal regions, to be compiled once. Regions follow from names, order and sizes of the
+    units alone, never from budgets, tiers or batch shapes: so the same bits come out for every placement.
+    """
+    graph = gm.graph
+    waits = [node for node in graph.nodes if node.target is ops.wait]
+    starts = {waits[index] for index in choose_regions([unit_of(node) for node in waits], region_bytes=region_bytes)[1:]}
+    regions: list[list[fx.Node]] = [[]]
+    pending: list[fx.Node] = []  # gathers go with the wait that follows them
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node in starts:
+            regions.append([])
+        if node.target is ops.all_gather:
+            pending.append(node)
+            continue
+        regions[-1] += [*pending, node]
+        pending = []
+    for region in regions:
+        _align(region)
+    return gm
+
+
+def _align(region: list[fx.Node]) -> None:
+    compute = [node for node in region if node.target not in _AT_START and node.target not in _AT_END]
+    if not compute:
+        return
+    for kind in (ops.all_gather, ops.wait):
+        for node in region:
+            if node.target is kind:
+                compute[0].prepend(node)
+    end = compute[-1]
+    for node in region:
+        if node.target in _AT_END:
+            end.append(node)
+            end = node

@@ -1,0 +1,28 @@
+"""Where a graph may be cut: at the borders of the model's blocks. Decided from names, order and sizes of units alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from zinf_compile.program import Slot
+
+_BLOCK = re.compile(r"^(?:.*\.)?\d+(?=\.|$)")
+
+
+def choose_regions(units: Sequence[Slot], *, region_bytes: int) -> list[int]:
+    """Return the position of each region's first unit, given the units in the order of their first use."""
+    starts: list[int] = []
+    block, size = "", 0
+    for position, unit in enumerate(units):
+        if not starts or block_of(unit.name) != block or size + unit.bytes > region_bytes:
+            starts.append(position)
+            block, size = block_of(unit.name), 0
+        size += unit.bytes
+    return starts
+
+
+def block_of(name: str) -> str:
+    """Return the repeated part of the model a parameter belongs to: `layers.3` for `layers.3.mlp.up.weight`, else nothing."""
+    match = _BLOCK.match(name)
+    return match[0] if match else ""

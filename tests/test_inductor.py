@@ -1,0 +1,161 @@
+"""compute="inductor": regions compiled once per structure, with eager's numbers within rounding and eager's random numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from zinf_compile import inductor
+from zinf_compile.inductor import InductorRegions, structure
+from zinf_compile.passes.lower import run_by_operator
+from zinf_compile.targets import GPT
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"compute": "inductor", "bucket": "16KiB"}
+
+
+@dataclasses.dataclass
+class Counts:
+    asked: int = 0
+    compiled: int = 0
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Count regions, from an empty cache."""
+    found = Counts()
+    call, build = InductorRegions.__call__, InductorRegions._compile
+
+    def counting_call(self: InductorRegions, region: fx.GraphModule) -> Any:
+        found.asked += 1
+        return call(self, region)
+
+    def counting_build(self: InductorRegions, region: fx.GraphModule) -> Any:
+        found.compiled += 1
+        return build(self, region)
+
+    monkeypatch.setattr(inductor, "_compiled", {})
+    monkeypatch.setattr(InductorRegions, "__call__", counting_call)
+    monkeypatch.setattr(InductorRegions, "_compile", counting_build)
+    return found
+
+
+def gpt(layers: int) -> GPT:
+    torch.manual_seed(1)
+    return GPT(layers=layers, width=24, heads=2, vocabulary=37, length=16)
+
+
+def tokens(seed: int, batch: int = 3, length: int = 16) -> torch.Tensor:
+    return torch.randint(37, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near_eager(model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> None:
+    """Train beside eager with SGD; one operator's rounding apart, no more: 1e-5 of each tensor's largest element."""
+    eager = copy.deepcopy(model)
+    model.compile(backend="zero_infinity", options=OPTIONS)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (eager, model)]
+    for number, batch in enumerate(batches):
+        for side, optimizer in zip((eager, model), optimizers, strict=True):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            side(*batch).backward()
+            optimizer.step()
+        for (name, expected), found in zip(eager.named_parameters(), model.parameters(), strict=True):
+            scale = float(expected.detach().abs().max())
+            torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=1e-5 * scale, msg=f"{name}, step {number}")
+
+
+def test_training_is_near_eager() -> None:
+    assert_near_eager(gpt(2), [(tokens(s), tokens(s + 1)) for s in range(3)])
+
+
+def test_dynamic_shapes_are_near_eager() -> None:
+    assert_near_eager(gpt(2), [(tokens(b, b, n), tokens(b + 1, b, n)) for b, n in ((3, 16), (4, 11), (2, 9))])
+
+
+class Dropping(nn.Module):
+    """Two blocks with dropout and a mutated buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(9, 9) for _ in range(2)])
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.dropout(torch.tanh(block(x)), 0.3, self.training)
+        self.count.add_(1)
+        return x.square().sum() * self.count
+
+
+def test_dropout_draws_eagers_numbers() -> None:
+    torch.manual_seed(2)
+    model = Dropping()
+    assert_near_eager(model, [(torch.randn(5, 9),) for _ in range(3)])
+    assert model.count == 3
+
+
+def test_depth_adds_no_compilation(counts: Counts) -> None:
+    compiled = []
+    for layers in (3, 6):
+        torch.compiler.reset()
+        inductor._compiled.clear()
+        counts.compiled = counts.asked = 0
+        torch.compile(gpt(layers), backend="zero_infinity", options=OPTIONS)(tokens(0), tokens(1)).backward()
+        compiled.append(counts.compiled)
+        assert counts.asked > 2 * layers
+    assert compiled[0] == compiled[1]
+
+
+def test_a_region_inductor_refuses_runs_by_operator_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(region: fx.GraphModule, *, backward: bool) -> Any:
+        raise NotImplementedError("no such lowering: addmm")
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", refuse)
+    monkeypatch.setattr(inductor, "_compiled", {})
+    monkeypatch.setattr(inductor, "_warned", set())
+    model = gpt(2)
+    with pytest.warns(UserWarning, match=r"NotImplementedError: no such lowering: addmm.*runs operator by operator") as caught:
+        assert_near_eager(model, [(tokens(0), tokens(1))])
+    assert len(caught) == 1
+
+
+def region_of(function: Any, *inputs: torch.Tensor) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
+
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, y: (x + y,), (torch.zeros(3, 5), torch.zeros(3, 5))),
+        (lambda x, y: (x * y.relu(),), (torch.zeros(3, 4), torch.zeros(3, 4))),
+        (lambda x, y: (y * x.relu(),), (torch.zeros(3, 5), torch.zeros(3, 5))),
+        (lambda x, y: (x * y.relu() * 2,), (torch.zeros(3, 5), torch.zeros(3, 5))),
+        (lambda x, y: (x * y.relu(),), (torch.zeros(5, 3).t(), torch.zeros(3, 5))),
+        (lambda x, y: (x * y.relu(),), (torch.zeros(3, 5), torch.zeros(3, 5, dtype=torch.float64))),
+    ],
+)
+def test_what_differs_is_compiled_apart(function: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    known = region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5))
+    assert structure(region_of(function, *inputs)) != structure(known)
+
+
+def test_names_do_not_matter() -> None:
+    first = region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5))
+    second = region_of(lambda left, right: (left * right.relu(),), torch.ones(3, 5), torch.ones(3, 5))
+    for node in second.graph.nodes:
+        node.name = f"other_{node.name}"
+    assert structure(first) == structure(second)
+    x, y = torch.randn(3, 5), torch.randn(3, 5)
+    assert torch.equal(run_by_operator(first)([x, y])[0], x * y.relu())
