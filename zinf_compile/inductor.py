@@ -77,10 +77,14 @@ class _Ref:
 def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         symbols = any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
-        home = id(value.fake_mode.shape_env) if symbols else None  # symbols mean something in one graph only
+        home = _home_of(value.shape) or _home_of(value.stride()) if symbols else None  # symbols mean something in one graph only
         return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(tuple(value.stride())), home)
     if isinstance(value, (list, tuple)):
         return tuple(_form(item) for item in value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (str(value), id(value.node.shape_env))
+        return (str(value), _home_of([value]))
     return repr(value)
+
+
+def _home_of(sizes: Sequence[Any]) -> int | None:
+    return next((id(size.node.shape_env) for size in sizes if hasattr(size, "node")), None)

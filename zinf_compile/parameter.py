@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -179,6 +180,11 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if args[1] is not args[0]:
             _check_assignable(parameters[0], args[1])
         return True
+    if unit.context.size > 1 and (stepping := _stepping_optimizer()):
+        raise PartitionedParameterError(
+            f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
+            f"{unit.name} inside the closure: run the model once, forward and backward, before the first step(closure)"
+        )
     if unit.context.size > 1:
         raise PartitionedParameterError(
             f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but its value is spread "
@@ -187,6 +193,17 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
             "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed"
         )
     return _on_whole(func, name, parameters, args, kwargs)
+
+
+def _stepping_optimizer() -> str | None:
+    """Return the class of an optimizer whose step is on the stack, working on hollow parameters themselves."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.optim.Optimizer):
+            return type(caller).__name__
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _on_whole(
