@@ -2,10 +2,11 @@
 
     python benchmarks/step.py                      # one process: eager, Inductor, this backend
     python benchmarks/step.py --world 2            # two gloo ranks of one thread: DDP, FSDP2, this backend
-    python benchmarks/step.py --json step.json     # keep the numbers; --readme writes the README's table from such files
+    python benchmarks/step.py --json step.json     # keep the numbers
+    python benchmarks/step.py --readme step.json   # measure nothing: write the README's table from kept numbers
 
 All peers of a run are alive at once and take steps in turn, so a noisy machine is noisy for all; what counts are the ratios of
-medians to the first peer. The printed floor is the time of the step's matrix products alone at the speed measured in the same run.
+medians to the first peer. The floor is the time of the step's matrix products alone, at the speed measured in the same run.
 """
 
 from __future__ import annotations
@@ -160,6 +161,23 @@ def floor_s(layers: int, world: int) -> float:
     return 6 * matrix_elements * BATCH * LENGTH / rate
 
 
+def write_readme(results: Sequence[dict[str, Any]]) -> None:
+    """Replace the README's tables by those of `results`."""
+    path = Path(__file__).parent.parent / "README.md"
+    head, begin, rest = path.read_text().partition("<!-- benchmarks/step.py -->\n")
+    _, end, tail = rest.partition("<!-- end -->")
+    if not begin or not end:
+        raise SystemExit("README.md has no place marked <!-- benchmarks/step.py --> ... <!-- end -->")
+    path.write_text(head + begin + "\n" + "\n\n".join(report(result) for result in results) + "\n\n" + end + tail)
+
+
+def report(result: dict[str, Any]) -> str:
+    """Return a title, the rows with their ratios to the first, and the floor."""
+    title = f"{result['layers']} layers, {result['world']} rank(s), {BATCH} x {LENGTH} tokens per rank"
+    floor = f"Floor (the matrix products alone, at the rate measured in this run): {result['floor_s']:.2f} s."
+    return f"{title}, medians of {result['rounds']} steps:\n\n{table(result)}\n\n{floor}"
+
+
 def table(result: dict[str, Any]) -> str:
     """Return the rows as text, each with its ratio to the first."""
     base = result["rows"][0]
@@ -201,14 +219,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--peers", help="names separated by commas; the first is the base of the ratios")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
+    if options.readme:
+        write_readme([json.loads(path.read_text()) for path in options.readme])
+        return
     names = options.peers.split(",") if options.peers else PEERS[options.world]
     result = measure(names, world=options.world, layers=options.layers, rounds=options.rounds)
-    print(
-        f"{options.layers} layers, {options.world} rank(s), {BATCH} x {LENGTH} tokens per rank, medians of {options.rounds} steps"
-    )
-    print(table(result))
-    print(f"floor, matrix products alone at the rate measured here: {result['floor_s']:.2f} s")
+    print(report(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
