@@ -20,7 +20,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"proces_group": None}, r"unknown option 'proces_group' .*did you mean 'process_group'\?"),
     ({"zzz": 1}, r"unknown option 'zzz' for backend 'zero_infinity'; accepted: compute, bucket"),
     ({3: 4}, "unknown option 3 "),
-    ({"compute": "inductor"}, "compute='inductor' .*accepted: 'fx'"),
+    ({"compute": "eager"}, "compute='eager' .*accepted: 'fx', 'inductor'"),
     ({"compute": None}, "compute=None .*accepted: 'fx'"),
     ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
     ({"bucket": 0}, "bucket=0 is not a size"),

@@ -48,7 +48,8 @@ class Config:
     """What the user declares; everything else is decided from the graph."""
 
     compute: str = "fx"
-    """How the stretches between transfers run. `"fx"`: operator by operator, with eager PyTorch's own kernels and bits."""
+    """How the stretches between transfers run. `"fx"`: operator by operator, with eager PyTorch's own kernels and bits;
+    `"inductor"`: compiled, each distinct stretch once, within rounding of eager and with its random numbers."""
 
     bucket: int | str = "32MiB"
     """Transfers that follow each other in use are issued together up to this many bytes of full parameters."""

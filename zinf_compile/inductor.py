@@ -59,19 +59,9 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
         elif node.op == "get_attr":
             key.append(("attribute", id(getattr(region, str(node.target), None)), str(node.target)))
         else:
-            wired = fx.map_arg((node.args, node.kwargs), lambda n: _Ref(number[n]))
+            wired = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
             key.append((node.op, str(node.target), repr(wired), _form(node.meta.get("val"))))
     return tuple(key)
-
-
-class _Ref:
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"
 
 
 def _form(value: Any) -> Any:

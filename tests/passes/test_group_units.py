@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, slot, text_of, unit
 
 from zinf_compile.passes.group_units import choose_groups, group_units
+from zinf_compile.passes.regions import choose_regions
 from zinf_compile.passes.verify import verify
 
 UNIT = 64
@@ -85,12 +86,23 @@ def test_groups_are_runs_as_long_as_type_and_bucket_allow(units: list[tuple[int,
     for group in groups:
         assert len({slots[i].dtype for i in group}) == 1
         assert len(group) == 1 or sum(slots[i].bytes for i in group) <= bucket_bytes
+    starts = choose_regions(slots, region_bytes=bucket_bytes)
+    ends = dict(itertools.pairwise([*starts, len(slots)]))
     for group, following in itertools.pairwise(groups):
         first = slots[following[0]]
-        longer = sum(slots[i].bytes for i in group) + first.bytes
-        assert first.dtype != slots[group[0]].dtype or longer > bucket_bytes, "the two could have been one"
+        if first.dtype == slots[group[0]].dtype:
+            assert following[0] in ends, "a region of one type was cut"
+            region = range(following[0], ends[following[0]])
+            part = itertools.takewhile(lambda i, dtype=first.dtype: slots[i].dtype == dtype, region)
+            longer = sum(slots[i].bytes for i in (*group, *part))
+            assert longer > bucket_bytes, "the next region would have fitted"
 
 
 def test_groups_by_hand() -> None:
     sizes = [16, 16, 40, 8, 8, 8]  # elements of four bytes
     assert choose_groups([slot(i, "w", n) for i, n in enumerate(sizes)], bucket_bytes=128) == [[0, 1], [2], [3, 4, 5]]
+
+
+def test_a_block_is_not_cut_where_the_next_group_can_hold_it() -> None:
+    units = [slot(i, name, 8) for i, name in enumerate(["wte", "h.0.up", "h.0.down", "h.1.up", "h.1.down"])]
+    assert choose_groups(units, bucket_bytes=4 * 8 * 4) == [[0, 1, 2], [3, 4]]
