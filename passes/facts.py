@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile import ops
 from zinf_compile.program import Slot
@@ -79,6 +80,12 @@ def set_group(node: fx.Node, group: int) -> None:
     """Write the group number of an all_gather or reduce_scatter."""
     position = 1 if node.target is ops.all_gather else 2
     node.args = (*node.args[:position], group)
+
+
+def policy_of(node: fx.Node) -> str:
+    """Return what the partitioner is told about a node of a joint graph, such as `must_recompute`; empty for nothing."""
+    policy = node.meta.get("recompute")
+    return policy.name.lower() if isinstance(policy, CheckpointPolicy) else ""
 
 
 def fake_value(node: fx.Node) -> torch.Tensor:

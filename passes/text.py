@@ -10,11 +10,15 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import display_name, unit_of
+from .facts import display_name, policy_of, unit_of
 
 
-def graph_text(gm: fx.GraphModule, *, sizes: bool = False) -> str:
-    """Print the graph with short names; with `sizes`, transfers show the parameter's name and its bytes."""
+def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False) -> str:
+    """Print the graph with short names.
+
+    With `sizes`, transfers show the parameter's name and its bytes; with `policies`, other operators show what the partitioner
+    is told about them.
+    """
     lines = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -23,6 +27,8 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False) -> str:
         if sizes and node.target in ops.SCHEDULE_OPS:
             unit = unit_of(node)
             line = f"{line:<60}  # {unit.name} {unit.bytes:,} B"
+        elif policies and policy_of(node):
+            line = f"{line:<60}  # {policy_of(node)}"
         lines.append(line)
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import unit_of
+from .facts import group_of, unit_of
 from .verify import peak_gathered_bytes
 
 
@@ -35,6 +35,33 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
             units.add(unit_of(node).index)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(len(units), moved[ops.all_gather], moved[ops.reduce_scatter], live)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One unit's part in a transfer."""
+
+    operator: str
+    """all_gather or reduce_scatter."""
+    group: int
+    """Collectives of one operator and group are issued as one; -1: alone."""
+    unit: Slot
+    moved: int
+    """Bytes that this rank receives (and sends)."""
+
+
+def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, ...]:
+    """Return the graph's collectives in order, for one of `world_size` ranks."""
+    return tuple(
+        Collective(
+            "all_gather" if node.target is ops.all_gather else "reduce_scatter",
+            group_of(node),
+            unit_of(node),
+            bytes_moved(unit_of(node), world_size=world_size),
+        )
+        for node in graph.nodes
+        if node.target in (ops.all_gather, ops.reduce_scatter)
+    )
 
 
 def bytes_moved(slot: Slot, *, world_size: int) -> int:

@@ -20,6 +20,12 @@ def test_the_graph_shown_is_the_graph_dumped(capsys: pytest.CaptureFixture[str])
     assert f"rank 0 of 4\n{shown}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", re.findall(r"`\.venv/bin/zinf (dump mlp .*?)`", README))
+def test_small_dumps_of_the_table_work(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(command)) == 0
+    assert "up.weight" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
 def test_links_lead_to_files(link: str) -> None:
     assert (ROOT / link).is_file()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -14,6 +16,8 @@ from .config import Config
 from .dump import DumpError, Scheduled, load_target, pass_names, trace
 from .errors import ZinfError
 from .passes import joint_passes, pass_name
+from .passes.traffic import Traffic
+from .passes.transfer_graph import COMPUTE, find_critical_path, transfer_dot
 from .program import digest_of
 from .targets import TARGETS
 
@@ -32,30 +36,77 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dump(options: argparse.Namespace) -> str:
-    """Return what `zinf dump` prints: the graphs, then the table."""
-    found = trace(load_target(options.target), options=_json(options.options), world_size=options.world, after=options.after)
-    joint = options.after in map(pass_name, joint_passes())
-    wanted = "both" if joint else options.graph
-    shown = [s for s in found if s.text and (wanted == "both" or (s.kind == "backward") == (wanted == "backward"))]
-    titles = [s.name.replace("forward", "joint forward and backward") if joint else s.name for s in shown]
-    parts = [f"# {title}, rank 0 of {options.world}\n{s.text}" for title, s in zip(titles, shown, strict=True)]
+    """Return what `zinf dump` prints: the graphs and the table, or what was asked for instead."""
+    for name in ("after", "diff", "hash"):
+        if getattr(options, name) and options.format != "text":
+            raise DumpError(f"--{name} and --format {options.format} exclude each other; accepted: --format text")
+    given, around = _json(options.options), options.after or options.diff
+    found = trace(load_target(options.target), options=given, world_size=options.world, after=around)
+    if options.hash:
+        return f"{schedule_hash(found):016x}"
+    joint = around in map(pass_name, joint_passes())
+    shown = [s for s in found if joint or options.graph == "both" or (s.kind == "backward") == (options.graph == "backward")]
+    if options.format == "dot":
+        return transfer_dot([(f"{s.name}, rank 0 of {options.world}", s.transfers) for s in shown])
+    if options.format == "json":
+        return json.dumps(report(found, shown, options=given, world_size=options.world), indent=2)
+    seen = [s for s in shown if s.text]
+    titles = [s.name.replace("forward", "joint forward and backward") if joint else s.name for s in seen]
+    if options.diff:
+        parts = [_difference(s, title, options.diff) for s, title in zip(seen, titles, strict=True)]
+        return "\n".join(parts) or f"# no graph goes through {options.diff}"
+    parts = [f"# {title}, rank 0 of {options.world}\n{s.text}" for s, title in zip(seen, titles, strict=True)]
     return "\n".join([*parts, table(found), f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
     """Return the account of all graphs, bytes moved per rank and step."""
-    rows: list[list[Any]] = [[s.name, s.traffic.units, s.traffic.gathered, s.traffic.reduced, s.traffic.live] for s in found]
-    rows.append(
-        [
-            "all",
-            len({name for s in found for name in _unit_names(s)}),
-            sum(s.traffic.gathered for s in found),
-            sum(s.traffic.reduced for s in found),
-            max((s.traffic.live for s in found), default=0),
-        ]
-    )
-    headers = ["graph", "units", "bytes gathered", "bytes reduce-scattered", "largest live set"]
+    rows: list[list[Any]] = [[s.name, *dataclasses.astuple(s.traffic), _critical(s)["bytes"]] for s in found]
+    rows.append(["all", *dataclasses.astuple(_total(found)), sum(row[-1] for row in rows)])
+    headers = ["graph", "units", "bytes gathered", "bytes reduce-scattered", "largest live set", "critical path"]
     return tabulate(rows, headers, intfmt=",")
+
+
+def report(
+    found: Sequence[Scheduled], shown: Sequence[Scheduled], *, options: Mapping[str, Any], world_size: int
+) -> dict[str, Any]:
+    """Return the content of `--format json`: the account of all graphs found, and those shown one by one.
+
+    Keys are added in later versions, never renamed. All bytes are per rank and step.
+
+        schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
+        world           number of ranks
+        options         the options in force, as they are written for torch.compile; defaults included
+        traffic         of all graphs: units, gathered, reduced, live (the most bytes of full units held at once)
+        graphs          in order of compilation; of each:
+            name, kind      forward, backward or inference
+            collectives     in order; of each: operator (all_gather or reduce_scatter), group (those of one operator and group are
+                            issued as one; -1: alone), unit (the parameter's name), bytes (of the full unit), moved (per rank)
+            traffic         as above
+            critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
+                            (a stretch of compute has that of its first operator), lane (compute, gather or reduce) and bytes
+    """
+    config = Config.from_options(options)
+    in_force = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        "schedule_hash": f"{schedule_hash(found):016x}",
+        "world": world_size,
+        "options": {name: value for name, value in in_force.items() if value is not None},
+        "traffic": dataclasses.asdict(_total(found)),
+        "graphs": [
+            {
+                "name": s.name,
+                "kind": s.kind,
+                "collectives": [
+                    {"operator": c.operator, "group": c.group, "unit": c.unit.name, "bytes": c.unit.bytes, "moved": c.moved}
+                    for c in s.collectives
+                ],
+                "traffic": dataclasses.asdict(s.traffic),
+                "critical_path": _critical(s),
+            }
+            for s in shown
+        ],
+    }
 
 
 def schedule_hash(found: Sequence[Scheduled]) -> int:
@@ -63,8 +114,26 @@ def schedule_hash(found: Sequence[Scheduled]) -> int:
     return digest_of([line for s in found for line in s.program.sequence])
 
 
-def _unit_names(scheduled: Scheduled) -> set[str]:
-    return {slot.name for slot in scheduled.program.slots.values()}
+def _difference(scheduled: Scheduled, title: str, changed_by: str) -> str:
+    before, after = scheduled.before.splitlines(keepends=True), scheduled.text.splitlines(keepends=True)
+    lines = difflib.unified_diff(before, after, f"{title} before {changed_by}", f"{title} after {changed_by}")
+    return "".join(lines) or f"# {title}: unchanged by {changed_by}\n"
+
+
+def _total(found: Sequence[Scheduled]) -> Traffic:
+    return Traffic(
+        units=len({slot.name for s in found for slot in s.program.slots.values()}),
+        gathered=sum(s.traffic.gathered for s in found),
+        reduced=sum(s.traffic.reduced for s in found),
+        live=max((s.traffic.live for s in found), default=0),
+    )
+
+
+def _critical(scheduled: Scheduled) -> dict[str, Any]:
+    facts = scheduled.transfers.nodes
+    nodes = [{"name": n, "lane": facts[n]["lane"], "bytes": facts[n]["bytes"]} for n in find_critical_path(scheduled.transfers)]
+    moved = sum(node["bytes"] for node in nodes if node["lane"] != COMPUTE)
+    return {"bytes": sum(node["bytes"] for node in nodes), "moved": moved, "nodes": nodes}
 
 
 def _json(text: str | None) -> dict[str, Any]:
@@ -91,7 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     dumping.add_argument("--options", metavar="JSON", help="the options of torch.compile, as JSON")
     dumping.add_argument("--graph", choices=["forward", "backward", "both"], default="both", help="default: both")
-    dumping.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass: {', '.join(pass_names(Config()))}")
+    dumping.add_argument("--format", choices=["text", "dot", "json"], default="text", help="default: text")
+    known = ", ".join(pass_names(Config()))
+    instead = dumping.add_mutually_exclusive_group()
+    instead.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass: {known}")
+    instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
+    instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
     dumping.add_argument("--world", metavar="N", type=_world, default=1, help="as one of N ranks (default 1)")
     return parser
 

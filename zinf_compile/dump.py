@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import fx, nn
 
 from ._torch import fake_mode, fake_process_group
 from .backend import Compiled, GraphCompiler
 from .config import Config
-from .passes import graph_passes, joint_passes, pass_name, run_passes, verify
+from .passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from .passes.lower import lower
 from .passes.text import graph_text
-from .passes.traffic import Traffic, measure_traffic
+from .passes.traffic import Collective, Traffic, list_collectives, measure_traffic
+from .passes.transfer_graph import build_transfer_graph
 from .program import Program
 from .runtime.context import Context
 from .targets import TARGETS
@@ -35,8 +37,13 @@ class Scheduled:
     kind: str
     """forward, backward or inference."""
     text: str
-    """The graph after all passes, or after the one asked for; empty for a backward that was still part of the joint graph."""
+    """The graph after all passes, or after the one asked for: the joint graph, if that is a joint pass. Empty for a graph that
+    isn't there at that pass: a backward is still part of the joint graph, an inference graph never is."""
+    before: str
+    """The graph before the pass asked for; empty if none is."""
+    collectives: tuple[Collective, ...]
     traffic: Traffic
+    transfers: nx.DiGraph
     program: Program
 
 
@@ -70,8 +77,9 @@ def trace(
 ) -> list[Scheduled]:
     """Run the target's forward on fake tensors, as one of `world_size` ranks, and return every scheduled graph.
 
-    Graphs come in the order of compilation, each forward followed by its backward. `after` names the pass whose result is kept
-    as text. Raises `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad options.
+    Graphs come in the order of compilation, each forward followed by its backward. `after` names the pass around which graphs
+    are kept as text. Raises `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad
+    options.
     """
     config = Config.from_options(options)
     known = pass_names(config)
@@ -111,11 +119,11 @@ class _Recorder(GraphCompiler):
         self._found = found
         self._world_size = world_size
         self._after = after
-        self._joint_text = ""
+        self._joint_texts: tuple[str, str] | None = None
         self._graphs: dict[str, fx.GraphModule] = {}
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
-        run_passes(joint, joint_passes(), observe=self._note_joint)
+        self._joint_texts = _run(joint, joint_passes(), around=self._after, policies=True)
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super().cut(joint, inputs, **kwargs)
@@ -141,25 +149,40 @@ class _Recorder(GraphCompiler):
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _note_joint(self, name: str, gm: fx.GraphModule) -> None:
-        if name == self._after:
-            self._joint_text = graph_text(gm, sizes=True)
-
     def _schedule(self, graph: fx.GraphModule, kind: str) -> None:
-        texts: dict[str, str] = {}
-
-        def note(name: str, gm: fx.GraphModule) -> None:
-            if name == self._after:
-                texts[name] = graph_text(gm, sizes=True)
-
-        run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes), observe=note)
+        texts = _run(graph, graph_passes(bucket_bytes=self.config.bucket_bytes), around=self._after)
+        if texts is None and self._after is not None:  # a joint pass
+            texts = self._joint_texts if kind == "forward" else None
+            texts = texts or ("", "")
         verify(graph)
-        program = lower(graph, name=f"{kind} of graph {self.number}")
-        text = texts.get(self._after or "") or graph_text(graph, sizes=True)
-        if self._joint_text:
-            text = self._joint_text if kind == "forward" else ""
-        traffic = measure_traffic(graph.graph, world_size=self._world_size)
-        self._found.append(Scheduled(program.name, kind, text, traffic, program))
+        program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=_leave)
+        before, text = texts or ("", graph_text(graph, sizes=True))
+        self._found.append(
+            Scheduled(
+                name=program.name,
+                kind=kind,
+                text=text,
+                before=before,
+                collectives=list_collectives(graph.graph, world_size=self._world_size),
+                traffic=measure_traffic(graph.graph, world_size=self._world_size),
+                transfers=build_transfer_graph(graph.graph, world_size=self._world_size),
+                program=program,
+            )
+        )
+
+
+def _leave(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    return region.forward  # never called: a dump compiles no region, which at 70B would be a tenth of its time
+
+
+def _run(gm: fx.GraphModule, passes: Sequence[Pass], *, around: str | None, policies: bool = False) -> tuple[str, str] | None:
+    """Run the passes; return the graph as text before and after the one called `around`, None if it is not among them."""
+    if around is None or around not in map(pass_name, passes):
+        run_passes(gm, passes)
+        return None
+    texts = [("", graph_text(gm, sizes=True, policies=policies))]
+    run_passes(gm, passes, observe=lambda name, gm: texts.append((name, graph_text(gm, sizes=True, policies=policies))))
+    return next((before, after) for (_, before), (name, after) in itertools.pairwise(texts) if name == around)
 
 
 @contextmanager

@@ -58,6 +58,58 @@ def _gpt(*, layers: int, width: int, heads: int) -> Callable[[], Example]:
     return build
 
 
+class _LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = (nn.Linear(width, kv_heads * self.size, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        y = self.norm_1(x)
+        q, k, v = (part(y).unflatten(2, (-1, self.size)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attention = F.scaled_dot_product_attention(_rotate(q, angles), _rotate(k, angles), v, is_causal=True, enable_gqa=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
+        y = self.norm_2(x)
+        out: torch.Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Llama(nn.Module):
+    """A Llama shaped model: rotary positions, grouped keys and values, SwiGLU; `forward(tokens, targets)` returns the loss."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([_LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers)])
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        size = x.shape[2] // self.heads
+        steps = torch.arange(size // 2, device=x.device) * (2 / size)
+        angles = torch.arange(tokens.shape[1], device=x.device)[:, None] * 500_000.0**-steps
+        for layer in self.layers:
+            x = layer(x, angles)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def _llama_70b() -> Example:
+    model = Llama(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256)
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    return model, (tokens, tokens)
+
+
 class MLP(nn.Module):
     """Two linear layers without biases."""
 
@@ -79,5 +131,6 @@ TARGETS: dict[str, Callable[[], Example]] = {
     "gpt2-small": _gpt(layers=12, width=768, heads=12),
     "gpt2-medium": _gpt(layers=24, width=1024, heads=16),
     "gpt2-xl": _gpt(layers=48, width=1600, heads=25),
+    "llama-70b": _llama_70b,
 }
-"""Two linear layers; and GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens."""
+"""Two linear layers; GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens; Llama 3 in 70.6B on one of 2048."""

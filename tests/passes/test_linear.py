@@ -16,6 +16,7 @@ from torch import fx
 from zinf_compile.passes import graph_passes, pass_name, verify
 from zinf_compile.passes.lower import lower
 from zinf_compile.passes.recompute_unit_views import recompute_unit_views
+from zinf_compile.passes.transfer_graph import build_transfer_graph, transfer_dot
 
 SIZE = 40
 
@@ -56,22 +57,30 @@ def all_at_once(n: int) -> str:
 
 
 SHAPES = [all_at_once, layers, one_weight, two_weights_in_turn, parts_of_one_gradient, returned]
+
+
+def look(gm: fx.GraphModule) -> str:
+    """Find the critical path, and draw it."""
+    return transfer_dot([("", build_transfer_graph(gm.graph, world_size=2))])
+
+
 STEPS: list[Callable[[fx.GraphModule], Any]] = [
     *graph_passes(bucket_bytes=256),
     partial(verify, limit_bytes=2**30),
     partial(lower, name="test"),
+    look,
 ]
 
 
 def instructions(function: Callable[[], Any]) -> int:
-    """Count the Python instructions that a call takes in the passes and in FX."""
+    """Count the Python instructions that a call takes in the passes, in FX and in networkx."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal count
         if event == "call":
             file = frame.f_code.co_filename
-            if "passes" not in file and "/fx/" not in file:
+            if not any(part in file for part in ("passes", "/fx/", "/networkx/")):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         count += event == "opcode"

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from irtext import graph_of, unit
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.passes.facts import mark_slot, slot_of
 from zinf_compile.passes.text import graph_text
@@ -39,6 +40,13 @@ def test_sizes_stand_behind_transfers_only() -> None:
         f"{'release(v)':<60}  # w 4,800 B\n"
         "return (a,)\n"
     )
+
+
+def test_what_the_partitioner_is_told_stands_behind_operators() -> None:
+    gm = graph_of("t = t(w); a = relu(t); return (a,)", w=unit(3, 4))
+    next(node for node in gm.graph.nodes if node.name == "t").meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert graph_text(gm, policies=True) == f"{'t = t(w)':<60}  # must_recompute\na = relu(t)\nreturn (a,)\n"
+    assert "must" not in graph_text(gm)
 
 
 def test_parameters_print_by_the_users_name() -> None:

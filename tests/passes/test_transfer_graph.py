@@ -58,6 +58,10 @@ def test_a_stretch_counts_each_memory_once_and_views_not_at_all() -> None:
     assert bytes_of(transfers)["e"] == 64 * 3  # a, c and e
 
 
+def test_what_stays_inside_a_stretch_weighs_nothing() -> None:
+    assert bytes_of(transfers_of("a = relu(x); b = relu(a); return (b,)", x=torch.empty(8))) == {"a": 64}
+
+
 def test_names_of_hollow_parameters_and_sizes_weigh_nothing() -> None:
     transfers = transfers_of("s = sym_size(w, 0); a = relu(x); return (a,)", x=torch.empty(2), w=unit(100))
     assert bytes_of(transfers) == {"s": 16}

@@ -1,0 +1,169 @@
+"""What waits for what in a scheduled graph: transfers, waits, releases and stretches of compute as a networkx graph.
+
+For looking at, never for running: the executor performs the schedule in the order it is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.errors import IllegalGraphError
+
+from .alias import METADATA_OPS, aliased_inputs
+from .facts import group_of, unit_of
+from .traffic import bytes_moved
+
+COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
+_LANES = {ops.all_gather: GATHER, ops.reduce_scatter: REDUCE}
+_COLOURS = {COMPUTE: "white", GATHER: "lightblue", REDUCE: "lightsalmon"}
+
+
+def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
+    """Build the transfer graph of one rank of `world_size`; raise `IllegalGraphError` if it has a cycle.
+
+        graph:  g = all_gather(w);  v = wait(g);  t = t(v);  a = mm(x, t);  release(v);  r = reduce_scatter(a, w)
+        nodes:  g, v, t (the stretch t, mm), release(v), r
+        edges:  g -> v -> t -> release(v),  v -> release(v),  t -> r,  release(v) -> r
+
+    A node is called as its first operator is in the graph's text, and has a `lane` (compute, gather or reduce), a `label` and
+    `bytes`: what the rank moves for a transfer, all members of a group together; for a stretch of compute the memory that it
+    reads from outside and that is read after it, each once, sizes unknown until run time as 0; 0 for a wait or a release. An
+    edge's `kind` is `data`, or `order`: of two neighbours on a lane, and of a transfer with the last of the compute lane before
+    it, after which it is issued.
+    """
+    found: nx.DiGraph = nx.DiGraph()
+    home: dict[fx.Node, str] = {}
+    latest: dict[str, str] = {}
+    stretches: dict[str, list[fx.Node]] = {}
+    for node, name, lane in _named(graph):
+        home[node] = name
+        if name not in found:
+            found.add_node(name, lane=lane, bytes=0, label="")
+        if node.target in ops.SCHEDULE_OPS:
+            _describe(found.nodes[name], node, world_size=world_size)
+        else:
+            stretches.setdefault(name, []).append(node)
+        for source in node.all_input_nodes:
+            if home.get(source, name) != name:
+                found.add_edge(home[source], name, kind="data")
+        for place in (lane, COMPUTE):
+            earlier = latest.get(place, name)
+            if earlier != name and not found.has_edge(earlier, name):
+                found.add_edge(earlier, name, kind="order")
+        latest[lane] = name
+    owners = _owners(graph)
+    for name, nodes in stretches.items():
+        count = f"{len(nodes)} operators" if len(nodes) > 1 else "1 operator"
+        found.add_node(name, label=f"{name}: {count}", bytes=_bytes_of_stretch(nodes, owners))
+    _check_acyclic(found)
+    return found
+
+
+def find_critical_path(transfers: nx.DiGraph) -> list[str]:
+    """Return the chain of nodes with the most bytes, first to last: what no overlap of the lanes can shorten."""
+    reached: dict[str | None, int] = {None: 0}
+    before: dict[str, str | None] = {}
+    for node in nx.topological_sort(transfers):
+        before[node] = max(transfers.predecessors(node), key=reached.__getitem__, default=None)
+        reached[node] = transfers.nodes[node]["bytes"] + reached[before[node]]
+    path: list[str] = []
+    last = max(reached, key=reached.__getitem__)
+    while last is not None:
+        path.append(last)
+        last = before[last]
+    return path[::-1]
+
+
+def transfer_dot(graphs: Sequence[tuple[str, nx.DiGraph]]) -> str:
+    """Write titled transfer graphs as one DOT graph, for `dot -Tsvg`: order dashed, critical paths bold."""
+    lines = ["digraph zinf {", "  rankdir=LR;", "  node [shape=box, style=filled];"]
+    for number, (title, transfers) in enumerate(graphs):
+        path = find_critical_path(transfers)
+        bold_nodes, bold_edges = set(path), set(itertools.pairwise(path))
+        lines += [f"  subgraph cluster_{number} {{", f"    label={_quoted(title)};"]
+        for node, facts in transfers.nodes.items():
+            label = f"{facts['label']}\n{facts['bytes']:,} B" if facts["bytes"] else facts["label"]
+            look = f"fillcolor={_COLOURS[facts['lane']]}" + (", penwidth=3" if node in bold_nodes else "")
+            lines.append(f"    {_quoted(f'{number} {node}')} [label={_quoted(label)}, {look}];")
+        for source, target in transfers.edges:
+            look = "style=dashed" if transfers.edges[source, target]["kind"] == "order" else "style=solid"
+            look += ", penwidth=3" if (source, target) in bold_edges else ""
+            lines.append(f"    {_quoted(f'{number} {source}')} -> {_quoted(f'{number} {target}')} [{look}];")
+        lines.append("  }")
+    return "\n".join([*lines, "}"])
+
+
+def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
+    groups: dict[tuple[str, int], str] = {}
+    stretch = ""
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        lane = _LANES.get(node.target, COMPUTE)
+        if node.target not in ops.SCHEDULE_OPS:
+            stretch = stretch or node.name
+            yield node, stretch, lane
+            continue
+        stretch = ""
+        name = f"release({node.args[0]})" if node.target is ops.release else node.name
+        if lane != COMPUTE and group_of(node) != ops.LONE_GROUP:
+            name = groups.setdefault((lane, group_of(node)), name)
+        yield node, name, lane
+
+
+def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
+    if node.target in _LANES:
+        facts["bytes"] += bytes_moved(unit_of(node), world_size=world_size)
+    operator = str(node.target).split(".")[1]
+    facts["label"] = f"{facts['label']}\n{unit_of(node).name}" if facts["label"] else f"{operator} {unit_of(node).name}"
+
+
+def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    owners: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        sources = aliased_inputs(node)
+        owners[node] = owners.get(sources[0], sources[0]) if len(sources) == 1 else node
+    return owners
+
+
+def _bytes_of_stretch(nodes: Sequence[fx.Node], owners: dict[fx.Node, fx.Node]) -> int:
+    inside = set(nodes)
+    moved: dict[fx.Node, None] = {}
+    for node in nodes:
+        if owners[node] is node and node.target not in METADATA_OPS:
+            moved.update((owners[s], None) for s in node.all_input_nodes if owners[s] not in inside)
+        if owners[node] in inside and any(user not in inside for user in node.users):
+            moved[owners[node]] = None
+    return sum(_bytes_of(node.meta.get("val")) for node in moved)
+
+
+def _bytes_of(value: object) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(_bytes_of(item) for item in value)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    elements = value.numel()
+    hint = elements.node.hint if isinstance(elements, torch.SymInt) else elements
+    return int(hint or 0) * value.dtype.itemsize
+
+
+def _check_acyclic(found: nx.DiGraph) -> None:
+    if nx.is_directed_acyclic_graph(found):
+        return
+    cycle = [source for source, _ in nx.find_cycle(found)]
+    raise IllegalGraphError(
+        "illegal schedule (a defect of zinf-compile, please report it): each of these waits for the one before it, in a circle: "
+        + " -> ".join([*cycle, cycle[0]])
+    )
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

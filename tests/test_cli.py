@@ -1,0 +1,184 @@
+"""What `zinf dump` prints other than text, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zinf_compile._torch import fake_mode
+from zinf_compile.cli import main, schedule_hash
+from zinf_compile.config import Config
+from zinf_compile.dump import load_target, pass_names, trace
+from zinf_compile.targets import Llama
+
+SMALL = ["--world", "4", "--options", '{"bucket": "4MiB"}']
+
+
+class Eval(nn.Module):
+    """Has no parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def inference() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose only graph is an inference graph."""
+    return Eval(), torch.zeros(2, 4)
+
+
+def tiny_llama() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return a Llama of two layers."""
+    model = Llama(layers=2, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=50)
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    return model, (tokens, tokens)
+
+
+def zinf(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command in this process and return what it prints."""
+    assert main(["dump", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))
+    traffic = {"units", "gathered", "reduced", "live"}
+    assert set(found) == {"schedule_hash", "world", "options", "traffic", "graphs"}
+    assert set(found["traffic"]) == traffic
+    for graph in found["graphs"]:
+        assert set(graph) == {"name", "kind", "collectives", "traffic", "critical_path"}
+        assert set(graph["traffic"]) == traffic
+        assert set(graph["critical_path"]) == {"bytes", "moved", "nodes"}
+        assert {key for node in graph["critical_path"]["nodes"] for key in node} == {"name", "lane", "bytes"}
+
+
+def test_json_says_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))
+    full, moved = 4 * 512 * 2048, 3 * 512 * 512 * 4
+    assert found["world"] == 4
+    assert found["options"].items() >= {"bucket": "4MiB", "timeout_s": 600.0}.items()
+    assert found["traffic"] == {"units": 2, "gathered": 3 * moved, "reduced": 2 * moved, "live": 2 * full}
+    forward, backward = found["graphs"]
+    assert (forward["name"], forward["kind"], backward["kind"]) == ("forward of graph 0", "forward", "backward")
+    assert forward["collectives"] == [
+        {"operator": "all_gather", "group": 0, "unit": "up.weight", "bytes": full, "moved": moved},
+        {"operator": "all_gather", "group": 1, "unit": "down.weight", "bytes": full, "moved": moved},
+    ]
+    assert backward["collectives"][1:] == [
+        {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "bytes": full, "moved": moved},
+        {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "bytes": full, "moved": moved},
+    ]
+    assert backward["traffic"] == {"units": 2, "gathered": moved, "reduced": 2 * moved, "live": full}
+
+
+def test_the_critical_path_is_in_the_table_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))
+    full, moved, x, hidden = 4 * 512 * 2048, 3 * 512 * 512 * 4, 4 * 8 * 512, 4 * 8 * 2048
+    path = found["graphs"][0]["critical_path"]
+    assert path["nodes"][0] == {"name": "gather", "lane": "gather", "bytes": moved}
+    assert path["moved"] == moved  # the second gather travels beside compute
+    assert path["bytes"] == moved + 2 * full + 2 * (x + hidden)
+    table = zinf(capsys, "mlp", *SMALL)
+    both = sum(graph["critical_path"]["bytes"] for graph in found["graphs"])
+    assert re.search(rf"forward of graph 0 .* {path['bytes']:,}\n", table)
+    assert re.search(rf"all .* {both:,}\n", table)
+
+
+def test_json_and_dot_show_the_graphs_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(zinf(capsys, "mlp", "--graph", "backward", "--format", "json"))
+    assert [graph["kind"] for graph in found["graphs"]] == ["backward"]
+    assert found["traffic"]["units"] == 2
+    dot = zinf(capsys, "mlp", "--graph", "backward", "--world", "3", "--format", "dot")
+    assert re.findall(r'    label="(.*)";', dot) == ["backward of graph 0, rank 0 of 3"]
+    assert dot.startswith("digraph zinf {\n")
+    assert dot.endswith("\n}\n")
+
+
+def test_the_hash_is_that_of_the_text_and_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = zinf(capsys, "mlp", *SMALL, "--hash")
+    assert re.fullmatch(r"[0-9a-f]{16}\n", alone)
+    assert zinf(capsys, "mlp", *SMALL).endswith(f"schedule hash: {alone}")
+    assert json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))["schedule_hash"] == alone.strip()
+    assert zinf(capsys, "mlp", "--hash") != alone
+
+
+def test_diff_shows_what_a_pass_changed_in_each_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = zinf(capsys, "mlp", *SMALL, "--diff", "prefetch")
+    moved = [line for line in shown.splitlines() if re.match(r"[+-](?![+-])", line)]
+    assert [line.split("  ")[0] for line in moved] == [
+        "+gather_1 = all_gather(down.weight, 1)",
+        "-gather_1 = all_gather(down.weight, 1)",
+    ]
+    assert shown.startswith("--- forward of graph 0 before prefetch\n+++ forward of graph 0 after prefetch\n@@ ")
+    assert shown.endswith("\n# backward of graph 0: unchanged by prefetch\n\n")
+
+
+def test_diff_of_a_joint_pass_is_of_the_joint_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = zinf(capsys, "mlp", "--diff", "recompute_unit_views")
+    assert shown.startswith("--- joint forward and backward of graph 0 before recompute_unit_views\n")
+    assert re.search(r"\n-t = t\(up.weight\)\n", shown)
+    assert re.search(r"\n\+t = t\(up.weight\) +# must_recompute\n", shown)
+    assert shown.count("\n--- ") == 0
+    assert re.search(r"\n\+shard = reduce_scatter\(.*\) +# up.weight ", zinf(capsys, "mlp", "--diff", "insert_reduce_scatters"))
+
+
+def test_an_inference_graph_never_was_a_joint_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = zinf(capsys, "test_cli:inference", "--diff", "insert_reduce_scatters")
+    assert shown == "# no graph goes through insert_reduce_scatters\n"
+    assert "all_gather(layer.weight" in zinf(capsys, "test_cli:inference", "--diff", "insert_gathers")
+
+
+def test_each_pass_starts_from_what_the_one_before_left() -> None:
+    names = pass_names(Config())[2:]
+    traced: dict[str, Any] = {name: trace(tiny_llama, after=name) for name in names}
+    for earlier, later in itertools.pairwise(names):
+        for before, after in zip(traced[earlier], traced[later], strict=True):
+            assert after.before == before.text
+    assert [s.text for s in traced[names[-1]]] == [s.text for s in trace(tiny_llama)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "svg"], "invalid choice: 'svg' (choose from"),
+        (["--diff", "prefetches"], "pass 'prefetches' is not known; accepted: recompute_unit_views"),
+        (["--hash", "--diff", "prefetch"], "not allowed with argument"),
+        (["--after", "prefetch", "--diff", "prefetch"], "not allowed with argument"),
+        (["--hash", "--format", "json"], "--hash and --format json exclude each other; accepted: --format text"),
+        (["--diff", "prefetch", "--format", "dot"], "--diff and --format dot exclude each other"),
+        (["--after", "prefetch", "--format", "json"], "--after and --format json exclude each other"),
+    ],
+)
+def test_what_cannot_be_answered_ends_with_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: Any = main(["dump", "mlp", *arguments])
+    except SystemExit as ended:  # argparse's own
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_llama_70b_has_the_published_number_of_parameters() -> None:
+    with fake_mode():
+        model, _ = load_target("llama-70b")()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 70_553_706_496
+
+
+def test_a_llama_moves_each_parameter_three_times_at_most() -> None:
+    model, _ = tiny_llama()
+    psi = sum(p.numel() * p.element_size() for p in model.parameters())
+    found = trace(tiny_llama, world_size=2)
+    assert sum(s.traffic.reduced for s in found) * 2 == psi
+    assert psi < sum(s.traffic.gathered for s in found) * 2 <= 2 * psi
+    assert schedule_hash(found) == schedule_hash(trace(tiny_llama, world_size=8))
