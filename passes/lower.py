@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zinf_compile import ops
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Step, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
 
 from .alias import alias_closure, aliased_inputs
 from .facts import buffer_of, group_of, positions, slot_of, unit_of
@@ -119,26 +119,30 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
         return Release(at(nodes[0], 0))
-    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], ownership.ends_with(n)) for n in nodes))
+    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], ownership.of(n)) for n in nodes))
 
 
 class _Ownership:
-    """Whether a reduce-scatter is the last to see its gradient's memory, and may keep it."""
+    """Who sees a gradient's memory besides its reduce-scatter."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._place = positions(graph)
+        self._end = len(self._place) - 1  # the output's place
         self._last: dict[fx.Node, int] = {}  # by the value that owns the memory: many gradients may be slices of one
 
-    def ends_with(self, reduction: fx.Node) -> bool:
+    def of(self, reduction: fx.Node) -> Sight:
+        """Return who else can see the memory of this reduction's gradient."""
         root = reduction.args[0]
         assert isinstance(root, fx.Node)
         while inputs := aliased_inputs(root):
             if len(inputs) > 1:
-                return False
+                return Sight.CALLER
             root = inputs[0]
         if root not in self._last:
             self._last[root] = max(self._place[user] for node in alias_closure(root) for user in node.users)
-        return root.op == "call_function" and self._last[root] <= self._place[reduction]
+        if root.op != "call_function" or self._last[root] == self._end:
+            return Sight.CALLER
+        return Sight.NOBODY if self._last[root] <= self._place[reduction] else Sight.GRAPH
 
 
 def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:

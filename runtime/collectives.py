@@ -26,6 +26,9 @@ class Collectives(Protocol):
     def scatter(self, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> None:
         """Fill each rank's shard from rank 0's full unit (`full` is read on rank 0 only)."""
 
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Fill rank 0's full unit from all ranks' shards (`full` is written on rank 0 only)."""
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill the tensor with rank 0's values."""
 
@@ -91,6 +94,17 @@ class PeerToPeer:
         shard[: end - start].copy_(full[start:end])
         _finish(works)
 
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None) -> None:
+        """See `Collectives.gather`; the others send their padding too, which rank 0 leaves out."""
+        if full is None:
+            _finish([self._send(shard, 0, 0)])
+            return
+        parts = {peer: torch.empty_like(shard) for peer in self._peers}
+        _finish([self._receive(part, peer, 0) for peer, part in parts.items()])
+        for rank, part in {**parts, self._rank: shard}.items():
+            start, end = self._range(full, rank)
+            full[start:end].copy_(part[: end - start])
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See `Collectives.broadcast`."""
         if self._rank == 0:
@@ -130,10 +144,7 @@ class DeviceCollectives:
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """See `Collectives.reduce_scatter`; the order of the sum is NCCL's."""
-        padded = [
-            torch.nn.functional.pad(grad, (0, shard.numel() * self._size - grad.numel()))
-            for grad, shard in zip(grads, shards, strict=True)
-        ]
+        padded = [self._padded(grad, shard) for grad, shard in zip(grads, shards, strict=True)]
         self._group.reduce_scatter_tensor_coalesced(list(shards), padded).wait()
         for shard in shards:
             shard.div_(self._size)
@@ -143,9 +154,17 @@ class DeviceCollectives:
         parts = None
         if self._rank == 0:
             assert full is not None
-            padded = torch.nn.functional.pad(full, (0, shard.numel() * self._size - numel))
+            padded = self._padded(full, shard)
             parts = list(padded.split(shard.numel())) if shard.numel() else [shard] * self._size
         dist.scatter(shard, parts, group=self._group, group_src=0)
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None) -> None:
+        """See `Collectives.gather`."""
+        parts = [torch.empty_like(shard) for _ in range(self._size)] if full is not None else None
+        if shard.numel():
+            dist.gather(shard, parts, group=self._group, group_dst=0)
+        if full is not None and parts:
+            full.copy_(torch.cat(parts)[: full.numel()])
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """See `Collectives.broadcast`."""
@@ -153,6 +172,10 @@ class DeviceCollectives:
         dist.broadcast(whole, group=self._group, group_src=0)
         if whole is not tensor:
             tensor.copy_(whole)
+
+    def _padded(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        missing = shard.numel() * self._size - full.numel()
+        return torch.nn.functional.pad(full, (0, missing)) if missing else full
 
 
 class SingleRank:
@@ -176,6 +199,11 @@ class SingleRank:
         """Copy."""
         assert full is not None
         shard.copy_(full)
+
+    def gather(self, shard: torch.Tensor, full: torch.Tensor | None) -> None:
+        """Copy."""
+        assert full is not None
+        full.copy_(shard)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Do nothing."""

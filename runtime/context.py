@@ -5,8 +5,11 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+import re
 import struct
+import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,19 +22,25 @@ from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
 
+if TYPE_CHECKING:
+    from .unit import Unit
+
 
 class Context:
     """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float) -> None:
         self.group = group
         self.device = device
         self.timeout_s = timeout_s
-        self.signature = signature
+        self._signatures: set[str] = set()
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.ledger = Ledger()
         self.serials = itertools.count()
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.synchronised: set[tuple[int, str]] = set()
+        """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()
         self.reduce_lane: Lane = InlineLane()
         self.gathers: Collectives = SingleRank()
@@ -58,7 +67,6 @@ class Context:
             return made[0]
 
         self._control = new_group("gloo")
-        self.agree([f"options {self.signature}"], what="starting", mismatch=OptionError)
         if device.type == "cpu":
             self.gathers, self.reductions = PeerToPeer(new_group("gloo")), PeerToPeer(new_group("gloo"))
             self.gather_lane, self.reduce_lane = ThreadLane("zinf-gather"), ThreadLane("zinf-reduce")
@@ -66,6 +74,17 @@ class Context:
             backend = dist.get_default_backend_for_device(device)
             self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
             self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
+
+    def admit(self, signature: str) -> None:
+        """Check, the first time these options are used, that all ranks use them."""
+        if signature not in self._signatures:
+            self.agree([f"options {signature}"], what="starting", mismatch=OptionError)
+            self._signatures.add(signature)
+
+    def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.gathers.full_buffer(numel, dtype, device)
 
     def agree(
         self,
@@ -113,11 +132,13 @@ class Context:
         return torch.stack(out)
 
     def finish(self, pending: Pending, what: str) -> None:
-        """Wait for a transfer; one that broke or took too long raises `RankMismatchError` naming `what`."""
+        """Wait for a transfer; one that got no answer or took too long raises `RankMismatchError` naming `what`."""
         try:
             pending.wait()
         except RuntimeError as error:
-            raise self.failed(what, error) from error
+            if _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError):
+                raise self.failed(what, error) from error
+            raise RuntimeError(f"rank {self.rank} of {self.size} failed while {what}: {error}") from error
 
     def failed(self, what: str, error: BaseException) -> RankMismatchError:
         """Turn a broken or timed-out transfer into the error a user can act on."""
@@ -135,7 +156,10 @@ class Context:
             raise self.failed(what, error) from error
 
 
-_contexts: dict[tuple[object, str, str], Context] = {}
+_TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
+"""What the messages of broken transfers have in common; they have no class of their own."""
+
+_contexts: dict[tuple[object, str], Context] = {}
 
 
 def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> Context:
@@ -146,10 +170,17 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
             "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
         )
-    key = (group, str(device), signature)
+    key = (group, str(device))
     if key not in _contexts:
-        _contexts[key] = Context(group, device, timeout_s=timeout_s, signature=signature)
-    return _contexts[key]
+        _contexts[key] = Context(group, device, timeout_s=timeout_s)
+    context = _contexts[key]
+    if context.size > 1 and timeout_s != context.timeout_s:
+        raise OptionError(
+            f"option timeout_s={timeout_s:g} differs from the {context.timeout_s:g} of an earlier model on the same ranks; use "
+            "one value, or a process group of its own"
+        )
+    context.admit(signature)
+    return context
 
 
 def _first_difference(described: list[list[str]]) -> str:

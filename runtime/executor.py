@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Wait
 
 from .context import Context
 from .lanes import Done, Pending
@@ -58,9 +58,7 @@ def execute(
                 values = [registers[r] for r in inputs]
                 for r in frees:
                     registers[r] = None
-                results = fn(values)
-                for r, result in zip(outputs, results, strict=True):
-                    registers[r] = result
+                _store(registers, outputs, fn(values))
                 continue
             case Wait(handle, out):
                 gathered = registers[handle]
@@ -73,12 +71,18 @@ def execute(
                 _start_gather(program, group, [(units[unit], out) for unit, out in members], registers, context)
             case Reduce(group, reductions):
                 _start_reduce(
-                    program, group, [(registers[g], units[u], out, owned) for g, u, out, owned in reductions],
+                    program, group, [(registers[g], units[u], out, sight) for g, u, out, sight in reductions],
                     registers, context, make_gradient=make_gradient,
                 )  # fmt: skip
         for r in frees:
             registers[r] = None
     return [None if r is None else registers[r] for r in program.outputs]
+
+
+def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
+    """Put a region's results into their registers; nothing else holds them afterwards."""
+    for place, value in zip(places, values, strict=True):
+        registers[place] = value
 
 
 def _start_gather(
@@ -89,7 +93,7 @@ def _start_gather(
             registers[out] = _Gathered(unit.whole(), Done(), "")
         return
     shards = [unit.shard for unit, _ in members]
-    flats = [context.gathers.full_buffer(unit.numel, unit.dtype, unit.device) for unit, _ in members]
+    flats = [context.full_buffer(unit.numel, unit.dtype, unit.device) for unit, _ in members]
     pending = context.gather_lane.submit(lambda: context.gathers.all_gather(shards, flats))
     what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
     for (unit, out), flat in zip(members, flats, strict=True):
@@ -101,21 +105,19 @@ def _start_gather(
 def _start_reduce(
     program: Program,
     group: int,
-    members: Sequence[tuple[torch.Tensor, Unit, int, bool]],
+    members: Sequence[tuple[torch.Tensor, Unit, int, Sight]],
     registers: list[Any],
     context: Context,
     *,
     make_gradient: GradientMaker,
 ) -> None:
     if context.size == 1:
-        for grad, unit, out, owned in members:
-            shard = unit.flat(grad)
-            if not owned and shard.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr():
-                shard = shard.clone()
+        for grad, unit, out, sight in members:
+            shard = _own(unit.flat(grad), grad, copy=sight != Sight.NOBODY)
             context.ledger.track("grads", shard)
             registers[out] = make_gradient(unit, shard, Done())
         return
-    grads = [unit.flat(grad) for grad, unit, _, _ in members]
+    grads = [_own(unit.flat(grad), grad, copy=sight == Sight.CALLER) for grad, unit, _, sight in members]
     shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
     pending = context.reduce_lane.submit(lambda: context.reductions.reduce_scatter(grads, shards))
     what = f"reducing the gradients of {_names([unit for _, unit, _, _ in members])} (group {group}) in {program.name}"
@@ -123,6 +125,11 @@ def _start_reduce(
     for (_, unit, out, _), shard in zip(members, shards, strict=True):
         context.ledger.track("grads", shard)
         registers[out] = make_gradient(unit, shard, reduction)
+
+
+def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """Return `flat`, or where `copy` is needed and laying it out made none, a copy."""
+    return flat.clone() if copy and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
 
 
 def _names(units: Sequence[Unit]) -> str:

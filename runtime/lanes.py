@@ -122,19 +122,19 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._under_way: collections.deque[tuple[torch.cuda.Event, Callable[[], None]]] = collections.deque()
+        self._under_way: collections.deque[_Event] = collections.deque()
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Issue `transfer` on the lane's stream."""
         compute = torch.cuda.current_stream(self._device)
-        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0][0].query()):
-            compute.wait_event(self._under_way.popleft()[0])
+        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].over()):
+            self._under_way.popleft().wait()
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
             transfer()
-            event = self._stream.record_event()
-        self._under_way.append((event, transfer))
-        return _Event(event, self._device)
+            job = _Event(self._stream.record_event(), self._device, transfer)
+        self._under_way.append(job)
+        return job
 
     def close(self) -> None:
         """Wait for the stream."""
@@ -142,9 +142,16 @@ class StreamLane:
 
 
 class _Event:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+    """A transfer on a stream; holds the buffers it works on, in its closure, until compute has waited for it."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, transfer: Callable[[], None]) -> None:
         self._event = event
         self._device = device
+        self._transfer: Callable[[], None] | None = transfer
+
+    def over(self) -> bool:
+        return self._transfer is None or self._event.query()
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._transfer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ class Unit:
     def __init__(self, parameter: torch.Tensor, shard: torch.Tensor, *, name: str, context: Context) -> None:
         self.name = name
         self.context = context
+        self.parameter = weakref.ref(parameter)
+        context.units.add(self)
         self.serial = next(context.serials)
         """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
         self.shape = tuple(parameter.shape)

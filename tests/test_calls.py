@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, WORDS, Attention, Blocks, Mlp, MutatedBuffers, TiedWords, tokens, vectors
+from models import CASES, WORDS, Attention, Blocks, Case, Mlp, MutatedBuffers, TiedWords, tokens, vectors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from training import (
@@ -172,3 +172,15 @@ def test_a_failing_forward_leaves_the_model_usable() -> None:
     sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
     for number in range(3):
         train_step_on(sides, [eager, ours], plain_step, vectors(number), number)
+
+
+class Converting(Mlp):
+    """Converts one of its layers, in each forward, to the data type that it has."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.first = self.first.to(x.dtype)
+        return super().forward(x, y)
+
+
+def test_a_layer_may_be_converted_to_what_it_is_inside_the_forward() -> None:
+    train_both(Case(Converting, vectors))

@@ -27,6 +27,7 @@ from torch._guards import (  # is this a function's first compilation; AOTAutogr
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # how many process groups there are has no public name
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
+from torch.utils import checkpoint
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
@@ -79,7 +80,7 @@ def captured_name(placeholder: torch.fx.Node) -> str:
 
 def _prettified(name: str) -> str:
     for kind in ("_modules", "_parameters", "_buffers"):
-        name = name.replace(f".{kind}['", ".").replace(f"{kind}['", "")
+        name = name.replace(f".__dict__['{kind}']['", ".").replace(f".{kind}['", ".").replace(f"{kind}['", "")
     name = name.replace("']", "")
     head, _, rest = name.partition(".")
     if not head.startswith(("L['", "G['")):
@@ -99,6 +100,15 @@ def limited_frame() -> str | None:
             return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def packs_for_recomputation() -> bool:
+    """Say whether torch.utils.checkpoint is putting away what its recomputed forward saved."""
+    frame = sys._getframe(2)
+    return frame is not None and any(
+        f is not None and f.f_code.co_name == "pack_hook" and f.f_code.co_filename == checkpoint.__file__
+        for f in (frame, frame.f_back, frame.f_back and frame.f_back.f_back)
+    )
 
 
 def is_first_variant() -> bool:

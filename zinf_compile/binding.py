@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from ._torch import PARAMETER_TYPES, no_torch_function
 from .companions import average_the_rest, stop_averaging
 from .errors import PartitionedParameterError, UnsupportedModelError
-from .parameter import ShardedParameter, hollow_out
+from .parameter import ShardedParameter, hollow_out, unit_behind
 from .program import Program, Slot, digest_of
 from .runtime.context import Context
 from .runtime.partition import is_dense
@@ -31,7 +31,7 @@ class Binder:
     def __init__(self, program: Program, context: Context) -> None:
         self._program = program
         self._context = context
-        self._digests: dict[tuple[int, ...], int] = {}
+        self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
 
     def bind(self, args: Sequence[Any]) -> Mapping[int, Unit]:
         """Return the unit behind each slot, after all ranks have agreed on what they are about to run."""
@@ -39,13 +39,15 @@ class Binder:
         if not program.slots and not (program.buffers and context.size > 1):
             return {}
         fresh = self._whole(args)
-        buffers = [r for r in program.buffers if context.size > 1 and not _is_synchronised(args[r])]
+        buffers = self._unsynchronised(args, fresh) if context.size > 1 else ()
         if context.size > 1:
             self._agree(args, fresh, buffers)
         self._partition(args, fresh)
+        units = {r: _home(args[r]) for r in program.slots}
         for r in buffers:
             _synchronise(args[r], context)
-        return {r: args[r]._zinf_unit for r in program.slots}
+        context.synchronised.update((_first_of(units.values()), name) for name in program.buffers.values())
+        return units
 
     def partition_ahead(self, inputs: Sequence[Any]) -> None:
         """Partition the parameters that the captured graph was compiled with, given its inputs.
@@ -59,6 +61,13 @@ class Binder:
             self._agree(args, fresh, ())
         self._partition(args, fresh)
 
+    def _unsynchronised(self, args: Arguments, fresh: Sequence[int]) -> Sequence[int]:
+        """Return the buffers that never had rank 0's values. One that the model replaced meanwhile is not among them."""
+        program, context = self._program, self._context
+        model = _first_of(unit for r in program.slots if (unit := unit_behind(args[r])) is not None)
+        known = set() if fresh else {name for number, name in context.synchronised if number == model}
+        return [r for r, name in program.buffers.items() if name not in known and not _is_synchronised(args[r])]
+
     def _whole(self, args: Arguments) -> list[int]:
         with no_torch_function():
             return [r for r, slot in self._program.slots.items() if _check(args[r], slot, self._context)]
@@ -69,17 +78,13 @@ class Binder:
 
     def _agree(self, args: Arguments, fresh: Sequence[int], buffers: Sequence[int]) -> None:
         program = self._program
-        serials = tuple(args[r]._zinf_unit.serial for r in program.slots if r not in fresh)
+        serials = tuple(_home(args[r]).serial for r in program.slots if r not in fresh)
         key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
-        lines = None
-        if key not in self._digests:
+        if key not in self._described:
             lines = self._describe(fresh, buffers, serials)
-            self._digests[key] = digest_of(lines)
-        self._context.agree(
-            lines or self._describe(fresh, buffers, serials),
-            what=f"starting the {program.name}",
-            digest=self._digests[key],
-        )
+            self._described[key] = (lines, digest_of(lines))
+        lines, digest = self._described[key]
+        self._context.agree(lines, what=f"starting the {program.name}", digest=digest)
 
     def _describe(self, fresh: Sequence[int], buffers: Sequence[int], serials: Sequence[int]) -> list[str]:
         program = self._program
@@ -132,13 +137,32 @@ def _scatter(context: Context, full: torch.Tensor | None, unit: Unit) -> Any:
     return lambda: context.gathers.scatter(full, unit.shard, unit.numel)
 
 
+def _home(parameter: torch.Tensor) -> Unit:
+    unit = unit_behind(parameter)
+    assert unit is not None, "every parameter of a call was checked or partitioned"
+    return unit
+
+
+def _first_of(units: Iterable[Unit]) -> int:
+    """Number the model that units belong to, by its first one."""
+    return min((unit.serial for unit in units), default=-1)
+
+
 def _check(parameter: Any, slot: Slot, context: Context) -> bool:
     """Check that the parameter is what the graph was compiled for; return whether it is still whole."""
-    found = f"shape {list(parameter.shape)}, {parameter.dtype}, requires_grad={parameter.requires_grad}"
+    kind = type(parameter)
+    if kind is not ShardedParameter and kind not in PARAMETER_TYPES:  # what autograd or torch.utils.checkpoint saved
+        if unit_behind(parameter) is None:
+            raise PartitionedParameterError(
+                f"parameter {slot.name} came back to the backward as a copy: saved_tensors_hooks that replace tensors, such as "
+                "save_on_cpu, can't hold a partitioned parameter; let them return parameters as they are"
+            )
+        return False
     if parameter.requires_grad != slot.requires_grad or parameter.dtype != slot.dtype or tuple(parameter.shape) != slot.shape:
         raise PartitionedParameterError(
             f"parameter {slot.name} changed after it was compiled: the graph has shape {list(slot.shape)}, {slot.dtype}, "
-            f"requires_grad={slot.requires_grad}, found {found}. Call torch.compiler.reset() after such a change"
+            f"requires_grad={slot.requires_grad}, found shape {list(parameter.shape)}, {parameter.dtype}, "
+            f"requires_grad={parameter.requires_grad}. Call torch.compiler.reset() after such a change"
         )
     if type(parameter) is ShardedParameter:
         home = parameter._zinf_unit.context

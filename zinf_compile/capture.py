@@ -14,6 +14,9 @@ from .errors import UnsupportedModelError
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
 from .program import Slot
 
+_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
+"""Methods that return a tensor itself where it is already what they make of it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Captured:
@@ -80,12 +83,29 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
 
 
 def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
-    """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `parameter.data = value`."""
+    """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `parameter.data = value`.
+
+    Assigning a parameter to itself is dropped: a forward that calls `module.to(...)` does so where nothing is to convert.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slots = {placeholders[index]: slot for index, slot in captured.slots.items()}
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         if node.target is torch.Tensor.set_ and node.args[0] in slots:
-            raise _mutation(slots[node.args[0]], node)
+            if not _assigns_itself(node, slots[node.args[0]]):
+                raise _mutation(slots[node.args[0]], node)
+            for bookkeeping in [*node.users, node]:  # Dynamo makes up for the version that set_ counts
+                gm.graph.erase_node(bookkeeping)
+    gm.recompile()
+
+
+def _assigns_itself(assignment: fx.Node, slot: Slot) -> bool:
+    """Say whether what is assigned is the parameter, converted to what it is: `parameter.data = parameter.to(...)`."""
+    parameter, value = assignment.args[:2]
+    if not isinstance(value, fx.Node) or value.target not in _CONVERSIONS or value.args[0] is not parameter:
+        return False
+    found = value.meta["example_value"]
+    unchanged = (found.dtype, found.device, found.stride()) == (slot.dtype, slot.device, slot.stride)
+    return unchanged and not any(user.users or user.op == "output" for user in assignment.users)
 
 
 def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:

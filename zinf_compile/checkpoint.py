@@ -60,14 +60,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     found = _partitioned(model)
     context = _agree(found, "saving the model", "")
     keep = context is None or context.rank == 0
-    skeleton = model.state_dict(keep_vars=True) if keep else {}
+    skeleton = _skeleton(model, context) if keep else {}
+    if not keep and context is not None and context.agree(_SKELETON, what="saving the model")[0]:
+        raise PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = _names(model)
     copies: dict[int, torch.Tensor] = {}
     for parameter in found.values():
-        full = parameter._zinf_unit.logical(_full(parameter._zinf_unit))
-        if keep:
-            copies[id(parameter)] = full.to("cpu", copy=context is None or context.size == 1)
+        full = _on_first_rank(parameter._zinf_unit)
+        if full is not None:
+            copies[id(parameter)] = full.to("cpu")
         del full
     for name, value in skeleton.items():
         owner = names.get(name)
@@ -105,6 +107,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
             _broadcast_into(target, value, context)
 
 
+_SKELETON = ["saving the model: has rank 0 its state_dict"]
+
+
+def _skeleton(model: nn.Module, context: Context | None) -> dict[str, Any]:
+    """Return the state dict with the parameters themselves in it; a hook that fails must fail on all ranks."""
+    failed = True
+    try:
+        skeleton: dict[str, Any] = model.state_dict(keep_vars=True)
+        failed = False
+    finally:
+        if context is not None:
+            context.agree(_SKELETON, what="saving the model", value=float(failed))
+    return skeleton
+
+
 def _plain(model: nn.Module) -> nn.Module:
     """Return the module behind `torch.compile(model)`: its names are the ones users know."""
     inner = getattr(model, "_orig_mod", model)
@@ -131,10 +148,11 @@ def _agree(found: Mapping[str, ShardedParameter], what: str, detail: str) -> Con
 def _full(unit: Unit) -> torch.Tensor:
     """Gather one unit whole, on every rank, into memory of its own."""
     context = unit.context
-    full = context.gathers.full_buffer(unit.numel, unit.dtype, unit.device)
-    shard = unit.shard[: unit.numel] if context.size == 1 else unit.shard
+    full = context.full_buffer(unit.numel, unit.dtype, unit.device)
     with torch.no_grad():
-        context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])), f"gathering {unit.name}")
+        context.finish(
+            context.gather_lane.submit(lambda: context.gathers.all_gather([unit.shard], [full])), f"gathering {unit.name}"
+        )
     return full
 
 
@@ -153,6 +171,16 @@ def _converted(found: Mapping[str, ShardedParameter]) -> str:
         if (tuple(parameter.shape), parameter.dtype, parameter.device) != (unit.shape, unit.dtype, unit.device):
             return f"{name} became {list(parameter.shape)} {parameter.dtype} on {parameter.device}"
     return ""
+
+
+def _on_first_rank(unit: Unit) -> torch.Tensor | None:
+    """Gather one unit whole on rank 0 alone, into memory of its own."""
+    context = unit.context
+    full = context.full_buffer(unit.numel, unit.dtype, unit.device) if context.rank == 0 else None
+    with torch.no_grad():
+        pending = context.gather_lane.submit(lambda: context.gathers.gather(unit.shard, full))
+        context.finish(pending, f"gathering {unit.name} on rank 0")
+    return unit.logical(full) if full is not None else None
 
 
 def _leave(found: Mapping[str, ShardedParameter], *, write: bool) -> None:

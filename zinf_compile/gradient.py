@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from .errors import PartitionedParameterError
+from .norms import global_norms
 from .runtime.lanes import Done, Pending
 from .runtime.unit import Unit
 
@@ -93,7 +93,7 @@ class ShardedGradient(torch.Tensor):
         if context.size == 1:
             return self._unit.logical(shard.clone())
         context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
-        full = context.gathers.full_buffer(self._unit.numel, shard.dtype, shard.device)
+        full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
         pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
         context.finish(pending, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)
@@ -175,7 +175,10 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _whole(func, args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
     result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
-    return args[0] if func._schema.is_mutable else _wrapped(unit, result)
+    if not func._schema.is_mutable:
+        return _wrapped(unit, result)
+    _changed([args[0]])
+    return args[0]
 
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -191,8 +194,16 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     result = func(*[localised(a) for a in args], **{k: localised(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
+        _changed(owners)
         return None
     return [_wrapped(o._unit, r) if isinstance(o, ShardedGradient) else r for o, r in zip(owners, result, strict=True)]
+
+
+def _changed(gradients: Sequence[Any]) -> None:
+    """Count a change of each shard, which PyTorch doesn't below autograd; on every rank alike, also where all is padding."""
+    for gradient in gradients:
+        if isinstance(gradient, ShardedGradient):
+            torch.autograd.graph.increment_version(gradient.local())
 
 
 def _wrapped(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
@@ -225,7 +236,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if context.size == 1 or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
-    return _global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
+    return global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
 
 
 def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -234,41 +245,15 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
     if sharded[0]._unit.context.size == 1:
         return _whole(func, args, kwargs)
-    norms = iter(_global_norms(sharded, order, dtype))
+    norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
-
-
-def _global_norms(gradients: Sequence[ShardedGradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of whole gradients, from the shards of all ranks in one exchange, combined in double precision in rank order."""
-    context = gradients[0]._unit.context
-    order = float(order)
-    empty = math.inf if order == -math.inf else 0.0
-    local = []
-    for gradient in gradients:
-        valid = gradient.local()[: gradient._unit.valid]
-        local.append(torch.linalg.vector_norm(valid, order, dtype=dtype).double() if valid.numel() else _scalar(empty, valid))
-    ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0]._unit.name}")
-    if order == math.inf:
-        combined = ranks.amax(0)
-    elif order == -math.inf:
-        combined = ranks.amin(0)
-    elif order == 0:
-        combined = ranks.sum(0)
-    else:
-        combined = ranks.pow(order).sum(0).pow(1 / order)
-    return [
-        norm.to(device=gradient.device, dtype=dtype or gradient.dtype)
-        for norm, gradient in zip(combined.unbind(), gradients, strict=True)
-    ]
-
-
-def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=like.device)
 
 
 def _unscale(func: Any, args: Sequence[Any]) -> None:
     gradients, found_inf, inverse_scale = args
-    func([g.local() if isinstance(g, ShardedGradient) else g for g in gradients], found_inf, inverse_scale)
+    local = [g.local()[: g._unit.valid] if isinstance(g, ShardedGradient) else g for g in gradients]  # padding may hold anything
+    func([g for g in local if g.numel()], found_inf, inverse_scale)
+    _changed(gradients)
     context = next(g for g in gradients if isinstance(g, ShardedGradient))._unit.context
     if context.size > 1:
         everyone = context.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ._torch import limited_frame, no_torch_function
+from ._torch import limited_frame, no_torch_function, packs_for_recomputation
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -47,7 +48,6 @@ _METADATA = frozenset(
         "new_zeros",
         "new_ones",
         "new_full",
-        "new_tensor",
         "new_empty_strided",
         "result_type",
         "increment_version",
@@ -57,6 +57,9 @@ _METADATA = frozenset(
 """Functions that read a parameter's metadata, never its value; `is_*` and `_is_*` besides."""
 
 _READS_DESPITE_ITS_NAME = frozenset({"is_nonzero", "_is_all_true", "_is_any_true"})
+_homes: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+"""Unit by the address of its parameter's hollow storage."""
+
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _CONVERSIONS = {
@@ -123,6 +126,7 @@ def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
     """Make the parameter hollow: same object, shape, strides, type and device, 0 bytes of storage."""
     with torch.no_grad(), no_torch_function():
         parameter.data = hollow_tensor(unit)
+        _homes[parameter.untyped_storage()._cdata] = unit
     parameter._zinf_unit = unit  # type: ignore[attr-defined]
     parameter.__class__ = ShardedParameter
 
@@ -147,6 +151,14 @@ def unit_of(tensor: object) -> Unit | None:
     return unit if isinstance(unit, Unit) else None
 
 
+def unit_behind(tensor: torch.Tensor) -> Unit | None:
+    """Return the unit of a hollow parameter, or of a hollow alias of one that autograd keeps."""
+    if isinstance(tensor, ShardedParameter):
+        return tensor._zinf_unit
+    storage = tensor.untyped_storage()
+    return _homes.get(storage._cdata) if storage.nbytes() == 0 else None
+
+
 def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -166,6 +178,9 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         return args[0]
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
         return func(*tree_map(_gradient_edge, tuple(args)), **tree_map(_gradient_edge, kwargs))
+    if func is torch.Tensor.detach and packs_for_recomputation():
+        with no_torch_function():
+            return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
     limited = limited_frame()
     if limited is not None:
         raise PartitionedParameterError(

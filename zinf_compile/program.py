@@ -7,6 +7,7 @@ described by a `Slot`. Steps are performed in order, exactly as written.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -64,14 +65,24 @@ class Release:
     full: int
 
 
+class Sight(enum.IntEnum):
+    """Who can see a gradient's memory besides its reduction: what decides whether it must be copied."""
+
+    NOBODY = 0
+    """It may become the shard."""
+    GRAPH = 1
+    """Later operators of the graph, which change nothing: it may be read while they run, also after the graph has returned."""
+    CALLER = 2
+    """Code outside, which may write to it once the graph has returned: a tangent, or memory that the graph also returns."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduce:
     """Start reduce-scattering gradients, all in one transfer."""
 
     group: int
-    members: tuple[tuple[int, int, int, bool], ...]
-    """(register of the gradient, register of the hollow parameter, register of the result, whether nothing else can see the
-    gradient's memory, so that it may be kept instead of copied)."""
+    members: tuple[tuple[int, int, int, Sight], ...]
+    """(register of the gradient, of the hollow parameter, of the result, and who else can see the gradient's memory)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

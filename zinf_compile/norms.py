@@ -1,0 +1,115 @@
+"""Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+
+from .errors import PartitionedParameterError
+from .runtime.context import Context
+from .runtime.unit import Unit
+
+
+class Gradient(Protocol):
+    """What this file needs of a `ShardedGradient`."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def unit(self) -> Unit:
+        """The partitioned parameter."""
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's shard."""
+
+
+_Settings = tuple[float, torch.dtype | None]
+
+
+class _Known:
+    """The last norms taken over some ranks."""
+
+    def __init__(self, settings: _Settings) -> None:
+        self.settings = settings
+        self.by_shard: dict[int, tuple[weakref.ref[torch.Tensor], int, float]] = {}
+
+    def recall(self, gradients: Sequence[Gradient]) -> list[float] | None:
+        """Return the norms, if all are known and no gradient was changed since."""
+        norms = []
+        for gradient in gradients:
+            shard = gradient.local()
+            reference, version, norm = self.by_shard.get(id(shard), (None, 0, 0.0))
+            if reference is None or reference() is not shard or version != shard._version:
+                return None
+            norms.append(norm)
+        return norms
+
+
+_known: weakref.WeakKeyDictionary[Context, _Known] = weakref.WeakKeyDictionary()
+
+
+def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the norm of each whole gradient, the same on all ranks. A collective operation.
+
+    `clip_grad_norm_` asks for one gradient after the other. The first question is answered for all parameters of these ranks at
+    once, and the next ones from memory, as long as no gradient was changed. Combined in double precision, in rank order.
+    """
+    context = gradients[0].unit.context
+    if any(gradient.unit.context is not context for gradient in gradients):
+        raise PartitionedParameterError(
+            "norms of gradients that are partitioned over different process groups can't be taken together: clip each model's "
+            "parameters by themselves"
+        )
+    settings = (float(order), dtype)
+    known = _known.get(context)
+    norms = known.recall(gradients) if known is not None and known.settings == settings else None
+    if norms is None:
+        model = _gradients_of(context)
+        held = {id(gradient.local()) for gradient in model}
+        together = model if all(id(gradient.local()) in held for gradient in gradients) else gradients
+        known = _known[context] = _take(context, settings, together)
+        norms = known.recall(gradients)
+    assert norms is not None, "the norms were taken a moment ago"
+    return [
+        torch.tensor(norm, dtype=torch.float64).to(device=gradient.device, dtype=dtype or gradient.dtype)
+        for norm, gradient in zip(norms, gradients, strict=True)
+    ]
+
+
+def _gradients_of(context: Context) -> list[Gradient]:
+    found: list[Gradient] = []
+    for unit in sorted(context.units, key=lambda unit: unit.serial):
+        parameter = unit.parameter()
+        gradient = parameter.grad if parameter is not None else None
+        if gradient is not None and getattr(gradient, "unit", None) is unit:
+            found.append(cast(Gradient, gradient))
+    return found
+
+
+def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) -> _Known:
+    order, dtype = settings
+    empty = math.inf if order == -math.inf else 0.0
+    local = []
+    for gradient in gradients:
+        valid = gradient.local()[: gradient.unit.valid]
+        norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
+        local.append(norm.double())
+    ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
+    if order == math.inf:
+        combined = ranks.amax(0)
+    elif order == -math.inf:
+        combined = ranks.amin(0)
+    elif order == 0:
+        combined = ranks.sum(0)
+    else:
+        combined = ranks.pow(order).sum(0).pow(1 / order)
+    known = _Known(settings)
+    for gradient, norm in zip(gradients, combined.tolist(), strict=True):
+        shard = gradient.local()
+        known.by_shard[id(shard)] = (weakref.ref(shard), shard._version, norm)
+    return known
