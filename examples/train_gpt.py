@@ -100,17 +100,16 @@ parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--learning-rate", type=float, default=2e-3)
 parser.add_argument("--losses", metavar="FILE", help="write one loss per line")
 args = parser.parse_args()
-
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 if "RANK" in os.environ:
     dist.init_process_group()
 rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
-if args.eager and ranks > 1:
-    raise SystemExit("--eager trains on one process; start it without torchrun")
-if args.batch % ranks:
-    raise SystemExit(f"--batch {args.batch} can't be divided over {ranks} ranks")
+if args.batch % ranks or (args.eager and ranks > 1):
+    parser.error(f"{ranks} ranks: --batch must be divisible by them, and --eager trains on one process")
 
 torch.manual_seed(1337)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 text = load_text(args.text)
 model = GPT(args.layers, args.width, heads=args.width // 64, length=args.length).to(device)
 parameters = sum(p.numel() for p in model.parameters())

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from zinf_compile import ops
+from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
 
 from .alias import alias_closure, aliased_inputs
@@ -24,7 +24,7 @@ RegionCompiler = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]
 
 def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """Run a region operator by operator, with eager PyTorch's own kernels."""
-    region.graph.set_codegen(torch.fx.graph._BoxedCodeGen())
+    region.graph.set_codegen(BoxedCodeGen())
     region.recompile()
     forward: Callable[[list[Any]], Sequence[Any]] = region.forward
     return forward

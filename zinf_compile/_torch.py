@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd as aot_autograd  # documented, in a private module
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # `donated_buffer` has no public switch
 from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
@@ -26,11 +27,21 @@ from torch._guards import (  # is this a function's first compilation; AOTAutogr
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # how many process groups there are has no public name
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves as tree_leaves  # the public one is slower
+from torch.utils._pytree import tree_map as tree_map
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
+
+
+no_override = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
+
+BoxedCodeGen = torch.fx.graph._BoxedCodeGen
+"""Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
 
 
 def raise_through_dynamo(error: Exception) -> Exception:
@@ -109,6 +120,11 @@ def packs_for_recomputation() -> bool:
         f is not None and f.f_code.co_name == "pack_hook" and f.f_code.co_filename == checkpoint.__file__
         for f in (frame, frame.f_back, frame.f_back and frame.f_back.f_back)
     )
+
+
+def inside_ddp() -> bool:
+    """Say whether a DistributedDataParallel module's forward is running."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def is_first_variant() -> bool:

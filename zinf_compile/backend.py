@@ -11,11 +11,10 @@ from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import inductor_decompositions, is_first_variant, keep_buffers, raise_through_dynamo
+from ._torch import aot_autograd, inductor_decompositions, inside_ddp, is_first_variant, keep_buffers, raise_through_dynamo
 from .binding import Binder
 from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
 from .config import Config
@@ -43,8 +42,8 @@ def zero_infinity(
 ) -> Compiled:
     """Compile one captured graph so that its parameters, their gradients and optimizer states are partitioned over the ranks.
 
-    Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow at the first call, after compilation;
-    an error before that leaves the model as it was.
+    Registered as `torch.compile(..., backend="zero_infinity")`. Parameters become hollow once their graph is compiled; an
+    error before that leaves them as they were.
     """
     try:
         if mode not in (None, "default"):
@@ -131,7 +130,7 @@ class GraphCompiler:
         self._binder = self._binder or binder  # the forward's, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
-            if DistributedDataParallel._get_active_ddp_module() is not None:  # wrapped after this graph was compiled
+            if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
             units = binder.bind(args)
             return execute(program, units, context, args, ShardedGradient)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ._torch import no_override
 from .errors import PartitionedParameterError
 from .norms import global_norms
 from .runtime.lanes import Done, Pending
@@ -127,7 +128,7 @@ class ShardedGradient(torch.Tensor):
             f"rank {context.rank} of {context.size})"
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_override  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

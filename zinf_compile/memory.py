@@ -10,7 +10,7 @@ from .parameter import ShardedParameter
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states and gathered.
 
-    `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over the same ranks;
+    `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
     `gathered` are full units in use or on their way. Empty counts before the first compiled call.
     """
     for parameter in model.parameters():

@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from ._torch import limited_frame, no_torch_function, packs_for_recomputation
+from ._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -302,4 +301,4 @@ def _converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[s
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    return torch.utils._pytree.tree_leaves((args, kwargs))
+    return tree_leaves((args, kwargs))

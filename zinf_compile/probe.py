@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
+from ._torch import tree_leaves
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
 from .runtime.unit import Unit
