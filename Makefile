@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: setup train test lint bench clean
+.PHONY: setup train test zoo lint bench clean
 
 setup: $(INSTALLED)
 
@@ -20,7 +20,10 @@ train: setup
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: setup
-	$(BIN)/pytest -m "not gpu" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not zoo" $(ARGS)
+
+zoo: setup
+	$(BIN)/pytest -m zoo tests/zoo $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import dump_targets
 import pytest
 import torch
 from ranks import run_ranks
 
+from zinf_compile._torch import captured_name
 from zinf_compile.cli import schedule_hash
 from zinf_compile.dump import DumpError, load_target, trace
 from zinf_compile.errors import OptionError
@@ -124,6 +126,20 @@ def test_the_command_prints_graphs_table_and_hash() -> None:
     assert "# h.3.up.weight 9,437,184 B" in done.stdout
     assert "bytes reduce-scattered" in done.stdout
     assert "schedule hash: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("L['self']._modules['h']._modules['0']._parameters['weight']", "h.0.weight"),
+        ("L['self'].router.__dict__['_modules']['classifier']._parameters['weight']", "router.classifier.weight"),
+        ("L['x']", "x"),
+    ],
+)
+def test_names_are_the_users(source: str, name: str) -> None:
+    placeholder = torch.fx.Graph().placeholder("argument")
+    placeholder.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=source))
+    assert captured_name(placeholder) == name
 
 
 @pytest.mark.parametrize(
