@@ -1,6 +1,6 @@
 """The private names of PyTorch that this package can't do without, in one place.
 
-Checked on 2.11.0 and 2.13.0; each line says why a public name doesn't serve.
+Checked on 2.11.0, 2.13.0 and 2.15.0; each line says why a public name doesn't serve.
 """
 
 from __future__ import annotations
