@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from zinf_compile.passes.facts import mark_buffer
 from zinf_compile.passes.lower import lower
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Wait
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "u": unit(4, 4)}
 
@@ -121,23 +121,27 @@ def test_buffers_are_named() -> None:
     assert lower(gm, name="test").buffers == {0: "norm.running_mean"}
 
 
-def owned(text: str) -> list[bool]:
-    """Return for each reduction whether it may keep its gradient's memory."""
-    return [
-        member[-1] for step in lowered(text, **INPUTS).steps if isinstance(step, Reduce) for member in step.members
-    ]  # fmt: skip
+def seen(text: str) -> list[Sight]:
+    program = lowered(text, **INPUTS)
+    return [member[3] for step in program.steps if isinstance(step, Reduce) for member in step.members]
 
 
 def test_a_gradient_that_nothing_sees_later_may_be_kept() -> None:
-    assert owned("a = relu(x); t = t(a); r = reduce_scatter(t, w); return (r,)") == [True]
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(t, w); return (r,)") == [Sight.NOBODY]
 
 
-def test_a_gradient_seen_later_may_not() -> None:
-    assert owned("a = relu(x); r = reduce_scatter(a, w); return (a, r)") == [False]
-    assert owned("a = relu(x); t = t(a); r = reduce_scatter(a, w); b = relu(t); return (r, b)") == [False]
-    assert owned("r = reduce_scatter(x, w); return (r,)") == [False], "it is the caller's"
-    assert owned("a = relu(x); r = reduce_scatter(a, w, 0); s = reduce_scatter(a, u, 0); return (r, s)") == [False, True]
-    assert owned("g = all_gather(u); v = wait(g); t = t(v); r = reduce_scatter(t, w); release(v); return (r,)") == [False]
+def test_a_gradient_that_the_graph_reads_later_must_not_change() -> None:
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); b = relu(t); return (r, b)") == [Sight.GRAPH]
+    text = "a = relu(x); r = reduce_scatter(a, w, 0); s = reduce_scatter(a, u, 0); return (r, s)"
+    assert seen(text) == [Sight.GRAPH, Sight.NOBODY]
+    text = "g = all_gather(u); v = wait(g); t = t(v); r = reduce_scatter(t, w); release(v); return (r,)"
+    assert seen(text) == [Sight.GRAPH]
+
+
+def test_a_gradient_that_the_caller_can_write_to_must_be_copied() -> None:
+    assert seen("a = relu(x); r = reduce_scatter(a, w); return (a, r)") == [Sight.CALLER]
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); return (r, t)") == [Sight.CALLER]
+    assert seen("r = reduce_scatter(x, w); return (r,)") == [Sight.CALLER]
 
 
 def test_constants_of_the_module_reach_their_regions() -> None:
