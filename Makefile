@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: setup train test zoo lint bench clean
+.PHONY: setup train test test-core zoo lint bench clean
 
 setup: $(INSTALLED)
 
@@ -21,6 +21,10 @@ train: setup
 
 test: setup
 	$(BIN)/pytest -m "not gpu and not zoo" $(ARGS)
+
+# What is quick and needs one process.
+test-core: setup
+	$(BIN)/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 zoo: setup
 	$(BIN)/pytest -m zoo tests/zoo $(ARGS)
