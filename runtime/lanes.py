@@ -28,9 +28,6 @@ class Lane(Protocol):
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Start `transfer` after everything submitted before it."""
 
-    def close(self) -> None:
-        """Let what was submitted finish, and stop."""
-
 
 class Done:
     """A transfer that is over."""
@@ -107,9 +104,6 @@ class InlineLane:
         transfer()
         return Done()
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class StreamLane:
     """A CUDA stream. Ordered after the compute issued before `submit`, which makes buffers from its allocator safe to fill.
@@ -135,10 +129,6 @@ class StreamLane:
             job = _Event(self._stream.record_event(), self._device, transfer)
         self._under_way.append(job)
         return job
-
-    def close(self) -> None:
-        """Wait for the stream."""
-        self._stream.synchronize()
 
 
 class _Event:

@@ -129,10 +129,22 @@ def test_a_region_inductor_refuses_runs_by_operator_with_one_warning(monkeypatch
     assert len(caught) == 1
 
 
-def region_of(function: Any, *inputs: torch.Tensor) -> fx.GraphModule:
+def region_of(function: Any, *inputs: torch.Tensor, mode: str = "fake") -> fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
 
-    return make_fx(function, tracing_mode="fake")(*inputs)
+    return make_fx(function, tracing_mode=mode)(*inputs)
+
+
+@pytest.mark.parametrize(("mode", "compilations"), [("fake", 1), ("symbolic", 2)])
+def test_graphs_share_what_no_symbol_ties_to_one_of_them(mode: str, compilations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[fx.GraphModule] = []
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda region, backward: built.append(region))
+    monkeypatch.setattr(inductor, "_compiled", {})
+    for _ in range(2):
+        regions = InductorRegions(backward=False)
+        for _ in range(3):
+            regions(region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5), mode=mode))
+    assert len(built) == compilations
 
 
 @pytest.mark.parametrize(

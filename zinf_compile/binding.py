@@ -46,7 +46,9 @@ class Binder:
         units = {r: _home(args[r]) for r in program.slots}
         for r in buffers:
             _synchronise(args[r], context)
-        context.synchronised.update((_first_of(units.values()), name) for name in program.buffers.values())
+        if program.buffers and context.size > 1:
+            model = _first_of(units.values())
+            context.synchronised.update((model, name) for name in program.buffers.values())
         return units
 
     def partition_ahead(self, inputs: Sequence[Any]) -> None:
@@ -63,10 +65,13 @@ class Binder:
 
     def _unsynchronised(self, args: Arguments, fresh: Sequence[int]) -> Sequence[int]:
         """Return the buffers that never had rank 0's values. One that the model replaced meanwhile is not among them."""
-        program, context = self._program, self._context
+        program, known = self._program, self._context.synchronised
+        if not program.buffers:
+            return ()
         model = _first_of(unit for r in program.slots if (unit := unit_behind(args[r])) is not None)
-        known = set() if fresh else {name for number, name in context.synchronised if number == model}
-        return [r for r, name in program.buffers.items() if name not in known and not _is_synchronised(args[r])]
+        return [
+            r for r, name in program.buffers.items() if (fresh or (model, name) not in known) and not _is_synchronised(args[r])
+        ]
 
     def _whole(self, args: Arguments) -> list[int]:
         with no_torch_function():

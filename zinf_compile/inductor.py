@@ -21,19 +21,24 @@ _warned: set[str] = set()
 
 
 class InductorRegions:
-    """Compiles the regions of one graph. Equal regions, of this graph or an earlier one, share one compilation."""
+    """Compiles the regions of one graph. Equal regions, of this graph or an earlier one, share one compilation.
+
+    Symbolic sizes and attributes mean something in their own graph only: regions that have them share within it.
+    """
 
     def __init__(self, *, backward: bool) -> None:
         self._backward = backward
+        self._own: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(self, region: fx.GraphModule) -> Compiled:
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
             return run_by_operator(region)
         key = (self._backward, *structure(region))
+        known = self._own if _belongs_to_its_graph(region) else _compiled
         with _lock:
-            if key not in _compiled:
-                _compiled[key] = self._compile(region)
-            return _compiled[key]
+            if key not in known:
+                known[key] = self._compile(region)
+            return known[key]
 
     def _compile(self, region: fx.GraphModule) -> Compiled:
         try:
@@ -57,7 +62,7 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
         if node.op == "placeholder":
             key.append(_form(node.meta.get("val")))
         elif node.op == "get_attr":
-            key.append(("attribute", id(getattr(region, str(node.target), None)), str(node.target)))
+            key.append(("attribute", str(node.target)))
         else:
             wired = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
             key.append((node.op, str(node.target), repr(wired), _form(node.meta.get("val"))))
@@ -66,15 +71,19 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
 
 def _form(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        symbols = any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
-        home = _home_of(value.shape) or _home_of(value.stride()) if symbols else None  # symbols mean something in one graph only
-        return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(tuple(value.stride())), home)
+        return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(tuple(value.stride())))
     if isinstance(value, (list, tuple)):
         return tuple(_form(item) for item in value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (str(value), _home_of([value]))
     return repr(value)
 
 
-def _home_of(sizes: Sequence[Any]) -> int | None:
-    return next((id(size.node.shape_env) for size in sizes if hasattr(size, "node")), None)
+def _belongs_to_its_graph(region: fx.GraphModule) -> bool:
+    return any(node.op == "get_attr" or _is_symbolic(node.meta.get("val")) for node in region.graph.nodes)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
+    if isinstance(value, (list, tuple)):
+        return any(_is_symbolic(item) for item in value)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
