@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from zinf_compile import inductor
-from zinf_compile.inductor import InductorRegions, structure
+from zinf_compile.inductor import InductorRegions, SharedRegion, structure
 from zinf_compile.passes.lower import run_by_operator
 from zinf_compile.targets import GPT
 
@@ -31,19 +31,19 @@ class Counts:
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     """Count regions, from an empty cache."""
     found = Counts()
-    call, build = InductorRegions.__call__, InductorRegions._compile
+    collect, resolve = InductorRegions.collect, SharedRegion.resolve
 
-    def counting_call(self: InductorRegions, region: fx.GraphModule) -> Any:
+    def counting_collect(self: InductorRegions, region: fx.GraphModule, *, backward: bool) -> Any:
         found.asked += 1
-        return call(self, region)
+        return collect(self, region, backward=backward)
 
-    def counting_build(self: InductorRegions, region: fx.GraphModule) -> Any:
+    def counting_resolve(self: SharedRegion, fn: Any) -> None:
         found.compiled += 1
-        return build(self, region)
+        resolve(self, fn)
 
-    monkeypatch.setattr(inductor, "_compiled", {})
-    monkeypatch.setattr(InductorRegions, "__call__", counting_call)
-    monkeypatch.setattr(InductorRegions, "_compile", counting_build)
+    monkeypatch.setattr(inductor, "_shared", {})
+    monkeypatch.setattr(InductorRegions, "collect", counting_collect)
+    monkeypatch.setattr(SharedRegion, "resolve", counting_resolve)
     return found
 
 
@@ -108,7 +108,7 @@ def test_depth_adds_no_compilation(counts: Counts) -> None:
     compiled = []
     for layers in (3, 6):
         torch.compiler.reset()
-        inductor._compiled.clear()
+        inductor._shared.clear()
         counts.compiled = counts.asked = 0
         torch.compile(gpt(layers), backend="zero_infinity", options=OPTIONS)(tokens(0), tokens(1)).backward()
         compiled.append(counts.compiled)
@@ -117,11 +117,11 @@ def test_depth_adds_no_compilation(counts: Counts) -> None:
 
 
 def test_a_region_inductor_refuses_runs_by_operator_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(region: fx.GraphModule, *, backward: bool) -> Any:
+    def refuse(region: fx.GraphModule, **settings: Any) -> Any:
         raise NotImplementedError("no such lowering: addmm")
 
     monkeypatch.setattr(inductor, "compile_with_inductor", refuse)
-    monkeypatch.setattr(inductor, "_compiled", {})
+    monkeypatch.setattr(inductor, "_shared", {})
     monkeypatch.setattr(inductor, "_warned", set())
     model = gpt(2)
     with pytest.warns(UserWarning, match=r"NotImplementedError: no such lowering: addmm.*runs operator by operator") as caught:
@@ -138,12 +138,14 @@ def region_of(function: Any, *inputs: torch.Tensor, mode: str = "fake") -> fx.Gr
 @pytest.mark.parametrize(("mode", "compilations"), [("fake", 1), ("symbolic", 2)])
 def test_graphs_share_what_no_symbol_ties_to_one_of_them(mode: str, compilations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[fx.GraphModule] = []
-    monkeypatch.setattr(inductor, "compile_with_inductor", lambda region, backward: built.append(region))
-    monkeypatch.setattr(inductor, "_compiled", {})
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda region, **settings: built.append(region))
+    monkeypatch.setattr(inductor, "_shared", {})
     for _ in range(2):
-        regions = InductorRegions(backward=False)
+        regions = InductorRegions()
         for _ in range(3):
-            regions(region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5), mode=mode))
+            region = region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5), mode=mode)
+            regions.collect(region, backward=False)
+        regions.compile()
     assert len(built) == compilations
 
 

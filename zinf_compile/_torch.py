@@ -6,15 +6,17 @@ Checked on 2.11.0, 2.13.0 and 2.15.0; each line says why a public name doesn't s
 from __future__ import annotations
 
 import contextlib
+import functools
+import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # documented, in a private module
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
-from torch._functorch import config as functorch_config  # `donated_buffer` has no public switch
+from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -147,9 +149,12 @@ def level_group_names(group: torch.distributed.ProcessGroup) -> None:
 
 
 @contextlib.contextmanager
-def keep_buffers() -> Iterator[None]:
-    """Context for compiling: the backward may run twice (`retain_graph=True`), as it may in eager PyTorch."""
-    with functorch_config.patch(donated_buffer=False):
+def aot_settings(*, backward_ahead: bool) -> Iterator[None]:
+    """Context for compiling: the backward may run twice (`retain_graph=True`), as it may in eager PyTorch.
+
+    With `backward_ahead` it is compiled with its forward rather than when it first runs.
+    """
+    with functorch_config.patch(donated_buffer=False, force_non_lazy_backward_lowering=backward_ahead):
         yield
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if metadata is not None:
@@ -185,11 +190,13 @@ PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
 """Exact types of whole parameters: a fake one is traced for a dump, where nothing is partitioned."""
 
 
-def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool) -> Any:
-    """Compile one region; the result takes a list of inputs, empties it, and returns the outputs in a tuple.
+def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool, threads: int, symbolic: bool) -> Any:
+    """Compile one region for `threads` threads; the result takes a list of inputs, empties it, and returns the outputs.
 
     Each region is compiled in a context of its own (else the strides of one leak into another), with all outputs visible to the
     user, so that they keep the strides that the rest of the graph was traced with. Random operators run as in eager PyTorch.
+    Inductor's cache of graphs can't tell the guards of a `symbolic` region from those of its graph and is left out (the one of
+    compiled C++ is not).
     """
     from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415  (Inductor without AOTAutograd around it)
@@ -200,8 +207,41 @@ def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool) -> An
     values = [node.meta["val"] for node in placeholders]
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode()
-    with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
+    settings = {
+        "fallback_random": True,
+        "cpp.threads": threads,
+        "fx_graph_cache": inductor_config.fx_graph_cache and not symbolic,
+    }
+    with tracing(TracingContext(mode)), inductor_config.patch(settings):
         return compile_fx_inner(region, values, is_backward=backward)
+
+
+def inductor_processes() -> int:
+    """Return on how many cores the user lets Inductor compile (TORCHINDUCTOR_COMPILE_THREADS; by default all)."""
+    from torch._inductor.async_compile import get_compile_threads  # noqa: PLC0415
+
+    return get_compile_threads()
+
+
+def caches_compiled_regions() -> bool:
+    """Say whether what Inductor compiles is found on disk by who compiles the same again."""
+    from torch._inductor import config as inductor_config  # noqa: PLC0415
+
+    return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
+
+
+def vector_isa_probes() -> list[Callable[[], bool]]:
+    """Return the checks of vector instruction sets that Inductor makes one after the other before it generates C++.
+
+    Their results stay with the objects they are bound to.
+    """
+    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401, PLC0415  (all of Inductor, before any thread needs it)
+
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return [lambda: bool(cpu_vec_isa.valid_vec_isa_list())]
+    flags = cpu_vec_isa.x86_isa_checker()
+    isas = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
+    return [functools.partial(bool, isa) for isa in isas]
 
 
 def inductor_decompositions() -> dict[Any, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import fx
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import aot_autograd, inductor_decompositions, inside_ddp, is_first_variant, keep_buffers, raise_through_dynamo
+from ._torch import aot_autograd, aot_settings, inductor_decompositions, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
 from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
 from .config import Config
 from .errors import OptionError, UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
-from .inductor import InductorRegions
+from .inductor import InductorRegions, prepare
 from .optimizer import install
 from .passes import graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
@@ -56,10 +57,14 @@ def zero_infinity(
 class GraphCompiler:
     """Takes one captured graph through the passes. Subclassed where the result is looked at rather than run."""
 
+    backward_ahead = True
+    """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.number = next(_numbers)
         self._binder: Binder | None = None
+        self._regions = InductorRegions()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
@@ -73,6 +78,8 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         install()
+        if self.config.compute == "inductor":
+            prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
 
@@ -100,8 +107,9 @@ class GraphCompiler:
             partition_fn=partition,
             decompositions=inductor_decompositions() if self.config.compute == "inductor" else None,
         )
-        with keep_buffers():
+        with aot_settings(backward_ahead=self.backward_ahead):
             compiled: Compiled = compiler(gm, example_inputs)
+        self._regions.compile()
         if self._binder is not None and is_first_variant():
             self._binder.partition_ahead(example_inputs)
         return compiled
@@ -120,7 +128,7 @@ class GraphCompiler:
         run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes))
         verify(graph)
         inductor = self.config.compute == "inductor"
-        compile_region = InductorRegions(backward=kind == "backward") if inductor else run_by_operator
+        compile_region = partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 

@@ -113,6 +113,8 @@ def pass_names(config: Config) -> list[str]:
 class _Recorder(GraphCompiler):
     """Schedules both halves as soon as they are cut, and runs nothing but the forward, on fake tensors."""
 
+    backward_ahead = False
+
     def __init__(self, config: Config, number: int, found: list[Scheduled], *, world_size: int, after: str | None) -> None:
         super().__init__(config)
         self.number = number

@@ -1,56 +1,105 @@
-"""Compile regions through Inductor, each distinct structure once."""
+"""Compile regions through Inductor: each distinct structure once, several at a time."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import functools
+import os
 import threading
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import fx
 
-from ._torch import compile_with_inductor
+from ._torch import caches_compiled_regions, compile_with_inductor, inductor_processes, vector_isa_probes
+from .forked import run_forked
 from .passes.lower import run_by_operator
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 
-_compiled: dict[tuple[Any, ...], Compiled] = {}
+
+class SharedRegion:
+    """All regions of one structure: a callable once they are compiled."""
+
+    __slots__ = ("_fn", "backward", "graph", "threads")
+
+    def __init__(self, graph: fx.GraphModule, *, backward: bool) -> None:
+        self.graph: fx.GraphModule | None = graph
+        self.backward = backward
+        self.threads = torch.get_num_threads()
+        self._fn: Compiled | None = None
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run on `args`, which is emptied."""
+        assert self._fn is not None, "a region is compiled before its graph runs"
+        return self._fn(args)
+
+    def compile(self) -> Compiled:
+        """Compile the graph through Inductor."""
+        assert self.graph is not None
+        symbolic = any(_is_symbolic(node.meta.get("val")) for node in self.graph.graph.nodes)
+        compiled: Compiled = compile_with_inductor(self.graph, backward=self.backward, threads=self.threads, symbolic=symbolic)
+        return compiled
+
+    def resolve(self, fn: Compiled) -> None:
+        """Take the compiled code; the graph is needed no longer."""
+        self._fn, self.graph = fn, None
+
+
+_shared: dict[tuple[Any, ...], SharedRegion] = {}
 _lock = threading.Lock()
 _warned: set[str] = set()
+_compiling_s = 0.0
 
 
 class InductorRegions:
-    """Compiles the regions of one graph. Equal regions, of this graph or an earlier one, share one compilation.
+    """The regions of one captured graph, forward and backward. Equal regions, of this graph or an earlier one, are one.
 
-    Symbolic sizes and attributes mean something in their own graph only: regions that have them share within it.
+    Symbolic sizes and attributes mean something in their own graph only: regions that have them are shared within it.
     """
 
-    def __init__(self, *, backward: bool) -> None:
-        self._backward = backward
-        self._own: dict[tuple[Any, ...], Compiled] = {}
+    def __init__(self) -> None:
+        self._own: dict[tuple[Any, ...], SharedRegion] = {}
+        self._waiting: dict[SharedRegion, None] = {}
 
-    def __call__(self, region: fx.GraphModule) -> Compiled:
+    def collect(self, region: fx.GraphModule, *, backward: bool) -> Compiled:
+        """Take a region; what is returned may be called after `compile`."""
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
             return run_by_operator(region)
-        key = (self._backward, *structure(region))
-        known = self._own if _belongs_to_its_graph(region) else _compiled
+        key = (backward, torch.get_num_threads(), *structure(region))
+        known = self._own if _belongs_to_its_graph(region) else _shared
         with _lock:
-            if key not in known:
-                known[key] = self._compile(region)
-            return known[key]
+            shared = known.setdefault(key, SharedRegion(region, backward=backward))
+        if shared.graph is not None:
+            self._waiting[shared] = None
+        return shared
 
-    def _compile(self, region: fx.GraphModule) -> Compiled:
-        try:
-            return compile_with_inductor(region, backward=self._backward)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if reason not in _warned:
-                _warned.add(reason)
-                warnings.warn(
-                    f"Inductor can't compile a region of the model ({reason}); it runs operator by operator", stacklevel=2
-                )
-            return run_by_operator(region)
+    def compile(self) -> None:
+        """Compile what was collected."""
+        waiting = [shared for shared in self._waiting if shared.graph is not None]
+        self._waiting.clear()
+        if not waiting:
+            return
+        concurrent.futures.wait(_probe_vector_isa())
+        with _counted():
+            for number in _in_order_of_readiness(waiting):
+                waiting[number].resolve(_compile(waiting[number]))
+
+
+def prepare(device: torch.device) -> None:
+    """Begin, in the background, what compiling for a device needs before the first region is known."""
+    if device.type == "cpu":
+        _probe_vector_isa()
+
+
+def seconds_compiling() -> float:
+    """Return the wall seconds that this process has spent compiling regions."""
+    return _compiling_s
 
 
 def structure(region: fx.GraphModule) -> tuple[Any, ...]:
@@ -87,3 +136,49 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_is_symbolic(item) for item in value)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _compile(shared: SharedRegion) -> Compiled:
+    assert shared.graph is not None
+    try:
+        return shared.compile()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(f"Inductor can't compile a region of the model ({reason}); it runs operator by operator", stacklevel=2)
+        return run_by_operator(shared.graph)
+
+
+def _in_order_of_readiness(waiting: Sequence[SharedRegion]) -> Iterator[int]:
+    """Yield the regions' numbers as they get cheap to compile here, since a copy of this process has filled the caches."""
+    processes = inductor_processes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
+    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or not caches_compiled_regions():
+        return iter(range(len(waiting)))
+    return run_forked([shared.compile for shared in waiting], processes=processes)
+
+
+def _tensors(graph: fx.GraphModule | None) -> Iterator[fx.Node]:
+    assert graph is not None
+    return (node for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+
+
+@functools.cache
+def _probe_vector_isa() -> tuple[Future[bool], ...]:
+    """Have Inductor find out which vector instructions work here: it builds and loads a library for each, ten seconds in all."""
+    probes = vector_isa_probes()
+    threads = ThreadPoolExecutor(max(1, len(probes)), thread_name_prefix="zinf-probe")
+    futures = tuple(threads.submit(probe) for probe in probes)
+    threads.shutdown(wait=False)
+    return futures
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    global _compiling_s  # noqa: PLW0603
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _compiling_s += time.perf_counter() - start
