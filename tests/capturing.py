@@ -31,6 +31,6 @@ def capturing_backend(
     """Return a backend for torch.compile that appends each program it compiles to `programs`."""
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return Capturing(Config.from_options(options), programs).compile(gm, inputs)
+        return Capturing(Config.from_options({"compute": "fx", **(options or {})}), programs).compile(gm, inputs)
 
     return backend

@@ -124,7 +124,7 @@ def traced(module: nn.Module, *inputs: Any, dynamic: bool | None = None) -> dict
             return super().schedule(graph, kind)
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return Recorder(Config()).compile(gm, examples)
+        return Recorder(Config(compute="fx")).compile(gm, examples)
 
     compiled = torch.compile(module, backend=backend, dynamic=dynamic)
     output = compiled(*inputs)

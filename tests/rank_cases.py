@@ -17,6 +17,7 @@ from models import CASES, IN, WORDS, ReturnsParameters, generator, loss_of, vect
 from rank_compare import Loss, Ranks, assert_equal, compare_training, compare_values, sgd
 from rank_models import Normed, Pair, Table, Transformer, tiny_gpt2, tiny_llama
 from torch import nn
+from training import BACKEND
 
 import zinf_compile
 
@@ -98,7 +99,7 @@ def returned(ranks: Ranks) -> None:
 def compiled_by_block(ranks: Ranks) -> None:
     def prepare(ranks: Ranks, model: Any) -> Any:
         for block in model.blocks:
-            block.compile(backend="zero_infinity", options=ranks.options)
+            block.compile(backend=BACKEND, options=ranks.options)
         return model
 
     compare_training(ranks, CASES["blocks"].build, of_vectors, prepare=prepare, whole=OUTER)
@@ -106,8 +107,8 @@ def compiled_by_block(ranks: Ranks) -> None:
 
 def two_of_one_class(ranks: Ranks) -> None:
     def prepare(ranks: Ranks, model: Any) -> Any:
-        model.first.compile(backend="zero_infinity", options=ranks.options)
-        model.second.compile(backend="zero_infinity", options=ranks.options)
+        model.first.compile(backend=BACKEND, options=ranks.options)
+        model.second.compile(backend=BACKEND, options=ranks.options)
         return model
 
     compare_training(ranks, Pair, of_vectors, prepare=prepare)

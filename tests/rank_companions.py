@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from training import BACKEND
 
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.gradient import ShardedGradient
@@ -57,9 +58,9 @@ def train(rank: int, world_size: int, way: str) -> list[str]:
     eager = copy.deepcopy(model)
     if way == "regional":
         for block in model.blocks:
-            block.compile(backend="zero_infinity")
+            block.compile(backend=BACKEND)
     else:
-        model.compile(backend="zero_infinity")
+        model.compile(backend=BACKEND)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, eager)]
     wrong = []
     for step in range(3):
@@ -93,7 +94,7 @@ def other_seeds(rank: int, world_size: int) -> str:
     torch.manual_seed(rank)
     model = Stack(broken=False)
     for block in model.blocks:
-        block.compile(backend="zero_infinity")
+        block.compile(backend=BACKEND)
     try:
         _loss(model, rank, 0).backward()
     except RankMismatchError as error:

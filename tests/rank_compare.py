@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from training import BACKEND
 
 import zinf_compile
 from zinf_compile.gradient import ShardedGradient
@@ -27,7 +28,7 @@ class Ranks:
 
     def compile(self, model: Any) -> Any:
         """Wrap a model or function with the backend."""
-        return torch.compile(model, backend="zero_infinity", options=self.options)
+        return torch.compile(model, backend=BACKEND, options=self.options)
 
 
 @dataclasses.dataclass

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import Branches, Mlp, vectors
 from torch import nn
+from training import BACKEND
 
 import zinf_compile
 
@@ -40,7 +41,7 @@ def errors_of(rank: int, size: int, names: list[str]) -> dict[str, str]:
 
 def trained(model: nn.Module, options: dict[str, Any], rank: int, *more: Any) -> Any:
     """Take one step with a model; return its compiled form."""
-    compiled = torch.compile(model, backend="zero_infinity", options=options)
+    compiled = torch.compile(model, backend=BACKEND, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled(*vectors(0, rank), *more).backward()
     optimizer.step()

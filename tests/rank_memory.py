@@ -25,7 +25,7 @@ def training_bytes(rank: int, size: int, backend: str) -> int:
 
 
 def _train(model: nn.Module, backend: str, x: torch.Tensor) -> object:
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend, options=None if backend == "eager" else {"compute": "fx"})
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         optimizer.zero_grad()

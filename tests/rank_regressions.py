@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import BACKEND
 
 import zinf_compile
 from zinf_compile.runtime.context import Context
@@ -18,7 +19,7 @@ TIMEOUT_S = 30.0
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="zero_infinity", options={"timeout_s": TIMEOUT_S, **options})
+    return torch.compile(model, backend=BACKEND, options={"timeout_s": TIMEOUT_S, **options})
 
 
 class AddWeight(nn.Module):
@@ -104,7 +105,7 @@ def checkpoint_around_compiled_blocks(rank: int) -> str:
     model = nn.ModuleList([Block() for _ in range(3)])
     eager = copy.deepcopy(model)
     for block in model:
-        block.compile(backend="zero_infinity", options={"timeout_s": TIMEOUT_S})
+        block.compile(backend=BACKEND, options={"timeout_s": TIMEOUT_S})
     x = torch.randn(2, 5, requires_grad=True)
     for blocks in (model, eager):
         y: Any = x

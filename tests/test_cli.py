@@ -125,8 +125,8 @@ def test_diff_shows_what_a_pass_changed_in_each_graph(capsys: pytest.CaptureFixt
 def test_diff_of_a_joint_pass_is_of_the_joint_graph(capsys: pytest.CaptureFixture[str]) -> None:
     shown = zinf(capsys, "mlp", "--diff", "recompute_unit_views")
     assert shown.startswith("--- joint forward and backward of graph 0 before recompute_unit_views\n")
-    assert re.search(r"\n-t = t\(up.weight\)\n", shown)
-    assert re.search(r"\n\+t = t\(up.weight\) +# must_recompute\n", shown)
+    assert re.search(r"\n-permute = permute\(up.weight, \[1, 0\]\)\n", shown)
+    assert re.search(r"\n\+permute = permute\(up.weight, \[1, 0\]\) +# must_recompute\n", shown)
     assert shown.count("\n--- ") == 0
     assert re.search(r"\n\+shard = reduce_scatter\(.*\) +# up.weight ", zinf(capsys, "mlp", "--diff", "insert_reduce_scatters"))
 

@@ -17,12 +17,14 @@ from zinf_compile.cli import schedule_hash
 from zinf_compile.dump import DumpError, load_target, trace
 from zinf_compile.errors import OptionError
 
-OPTIONS = {"bucket": "4KiB"}
+OPTIONS = {"bucket": "4KiB", "compute": "fx"}
 
 
-def test_dump_has_the_schedule_of_a_real_run_on_one_rank() -> None:
-    dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=OPTIONS))
-    digest, lines = dump_targets.real_run(0, 1, OPTIONS)
+@pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_dump_has_the_schedule_of_a_real_run_on_one_rank(compute: str) -> None:
+    options = OPTIONS | {"compute": compute}
+    dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=options))
+    digest, lines = dump_targets.real_run(0, 1, options)
     assert len(lines) > 60
     assert dumped == digest
 

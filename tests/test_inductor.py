@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._inductor.async_compile import AsyncCompile
 
 from zinf_compile import inductor
 from zinf_compile.inductor import InductorRegions, SharedRegion, structure
@@ -102,6 +104,17 @@ def test_dropout_draws_eagers_numbers() -> None:
     model = Dropping()
     assert_near_eager(model, [(torch.randn(5, 9),) for _ in range(3)])
     assert model.count == 3
+
+
+def test_copies_compile_without_inductors_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor starts threads when it first compiles; a copy of the process doesn't have them."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    AsyncCompile.pool().submit(int).result()
+    x = torch.randn(3, 7)
+    model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(3)))
+    expected = model(x).exp()
+    found = torch.compile(lambda x: model(x).exp(), backend="zero_infinity", options={"bucket": "64B"})(x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_depth_adds_no_compilation(counts: Counts) -> None:

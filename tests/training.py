@@ -8,13 +8,24 @@ from typing import Any
 
 import torch
 from models import Case, loss_of
-from torch import nn
+from torch import fx, nn
+from torch._dynamo import register_backend
 from torch.optim import Optimizer
 
+from zinf_compile.backend import zero_infinity
 from zinf_compile.gradient import ShardedGradient
 from zinf_compile.parameter import ShardedParameter
 
-BACKEND = "zero_infinity"
+BACKEND = "zero_infinity_fx"
+
+
+@register_backend(name=BACKEND)
+def zero_infinity_fx(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Any = None, mode: str | None = None) -> Any:
+    """The backend with `compute="fx"` where a test doesn't say otherwise: eager PyTorch's own kernels, to be compared bitwise."""
+    given = {"compute": "fx", **(options or {})} if isinstance(options, dict | None) else options
+    return zero_infinity(gm, inputs, options=given, mode=mode)
+
+
 MOST_VARIANTS = 2
 """Dynamo compiles a graph for whole parameters and again for hollow ones; never for each model or block."""
 

@@ -190,13 +190,15 @@ PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
 """Exact types of whole parameters: a fake one is traced for a dump, where nothing is partitioned."""
 
 
-def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool, threads: int, symbolic: bool) -> Any:
+def compile_with_inductor(
+    region: torch.fx.GraphModule, *, backward: bool, threads: int, symbolic: bool, alone: bool = False
+) -> Any:
     """Compile one region for `threads` threads; the result takes a list of inputs, empties it, and returns the outputs.
 
     Each region is compiled in a context of its own (else the strides of one leak into another), with all outputs visible to the
     user, so that they keep the strides that the rest of the graph was traced with. Random operators run as in eager PyTorch.
     Inductor's cache of graphs can't tell the guards of a `symbolic` region from those of its graph and is left out (the one of
-    compiled C++ is not).
+    compiled C++ is not). With `alone` nothing is handed to Inductor's own threads, which a forked process doesn't have.
     """
     from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415  (Inductor without AOTAutograd around it)
@@ -207,11 +209,13 @@ def compile_with_inductor(region: torch.fx.GraphModule, *, backward: bool, threa
     values = [node.meta["val"] for node in placeholders]
     modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode()
-    settings = {
+    settings: dict[str, Any] = {
         "fallback_random": True,
         "cpp.threads": threads,
         "fx_graph_cache": inductor_config.fx_graph_cache and not symbolic,
     }
+    if alone:
+        settings["compile_threads"] = 1
     with tracing(TracingContext(mode)), inductor_config.patch(settings):
         return compile_fx_inner(region, values, is_backward=backward)
 

@@ -47,9 +47,9 @@ def parse_bytes(value: int | str, *, option: str) -> int:
 class Config:
     """What the user declares; everything else is decided from the graph."""
 
-    compute: str = "fx"
-    """How the stretches between transfers run. `"fx"`: operator by operator, with eager PyTorch's own kernels and bits;
-    `"inductor"`: compiled, each distinct stretch once, within rounding of eager and with its random numbers."""
+    compute: str = "inductor"
+    """How the stretches between transfers run. `"inductor"`: compiled, each distinct stretch once, within rounding of eager and
+    with its random numbers; `"fx"`: operator by operator, with eager PyTorch's own kernels and bits."""
 
     bucket: int | str = "32MiB"
     """Transfers that follow each other in use are issued together up to this many bytes of full parameters."""

@@ -39,11 +39,16 @@ class SharedRegion:
         assert self._fn is not None, "a region is compiled before its graph runs"
         return self._fn(args)
 
-    def compile(self) -> Compiled:
-        """Compile the graph through Inductor."""
+    def compile(self, *, alone: bool = False) -> Compiled:
+        """Compile the graph through Inductor; `alone`: in a copy of the process."""
         assert self.graph is not None
-        symbolic = any(_is_symbolic(node.meta.get("val")) for node in self.graph.graph.nodes)
-        compiled: Compiled = compile_with_inductor(self.graph, backward=self.backward, threads=self.threads, symbolic=symbolic)
+        compiled: Compiled = compile_with_inductor(
+            self.graph,
+            backward=self.backward,
+            threads=self.threads,
+            symbolic=any(_is_symbolic(node.meta.get("val")) for node in self.graph.graph.nodes),
+            alone=alone,
+        )
         return compiled
 
     def resolve(self, fn: Compiled) -> None:
@@ -156,7 +161,7 @@ def _in_order_of_readiness(waiting: Sequence[SharedRegion]) -> Iterator[int]:
     devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
     if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or not caches_compiled_regions():
         return iter(range(len(waiting)))
-    return run_forked([shared.compile for shared in waiting], processes=processes)
+    return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
 
 
 def _tensors(graph: fx.GraphModule | None) -> Iterator[fx.Node]:
