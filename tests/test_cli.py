@@ -70,12 +70,12 @@ def test_json_says_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
     forward, backward = found["graphs"]
     assert (forward["name"], forward["kind"], backward["kind"]) == ("forward of graph 0", "forward", "backward")
     assert forward["collectives"] == [
-        {"operator": "all_gather", "group": 0, "unit": "up.weight", "bytes": full, "moved": moved},
-        {"operator": "all_gather", "group": 1, "unit": "down.weight", "bytes": full, "moved": moved},
+        {"operator": "all_gather", "group": 0, "unit": "up.weight", "dtype": "float32", "bytes": full, "moved": moved},
+        {"operator": "all_gather", "group": 1, "unit": "down.weight", "dtype": "float32", "bytes": full, "moved": moved},
     ]
     assert backward["collectives"][1:] == [
-        {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "bytes": full, "moved": moved},
-        {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "bytes": full, "moved": moved},
+        {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "dtype": "float32", "bytes": full, "moved": moved},
+        {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "dtype": "float32", "bytes": full, "moved": moved},
     ]
     assert backward["traffic"] == {"units": 2, "gathered": moved, "reduced": 2 * moved, "live": full}
 
