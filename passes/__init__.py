@@ -12,6 +12,7 @@ from .group_units import group_units
 from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
 from .insert_releases import insert_releases
+from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
 from .recompute_unit_views import recompute_unit_views
 from .sink_unit_views import sink_unit_views
@@ -40,6 +41,7 @@ def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
     return (
         sink_unit_views,
         partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
+        narrow_gathers,
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),

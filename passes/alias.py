@@ -36,6 +36,13 @@ def is_cast(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in CASTS
 
 
+def is_view(node: fx.Node) -> bool:
+    """Say whether the node's result is another view of a tensor's memory, or several."""
+    if node.op != "call_function" or node.target in METADATA_OPS:
+        return False
+    return not isinstance(node.target, torch._ops.HigherOrderOperator) and bool(aliased_inputs(node))
+
+
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the node's result may share."""
     if node.op != "call_function" or node.target in ops.SCHEDULE_OPS:
@@ -76,7 +83,7 @@ def derived_from(roots: Iterable[fx.Node]) -> set[fx.Node]:
     while stack:
         current = stack.pop()
         for user in current.users:
-            if user in derived or not _is_view_or_cast(user):
+            if user in derived or not (is_cast(user) or is_view(user)):
                 continue
             tensors = [n for n in user.all_input_nodes if not isinstance(n.meta.get("val"), (torch.SymInt, int))]
             if all(n in known for n in tensors):
@@ -84,14 +91,6 @@ def derived_from(roots: Iterable[fx.Node]) -> set[fx.Node]:
                 known.add(user)
                 stack.append(user)
     return derived
-
-
-def _is_view_or_cast(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target in METADATA_OPS:
-        return False
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return False
-    return is_cast(node) or bool(aliased_inputs(node))
 
 
 def _nodes(value: object) -> list[fx.Node]:

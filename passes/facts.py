@@ -68,6 +68,25 @@ def unit_of(node: fx.Node) -> Slot:
     return slot
 
 
+def wire_type(node: fx.Node) -> torch.dtype:
+    """Return the data type in which a schedule operator moves its unit and holds it whole: the unit's, or a narrower one."""
+    source = node
+    while source.target in (ops.wait, ops.release):
+        source = source.args[0]  # type: ignore[assignment]
+    dtype = source.kwargs.get("dtype")
+    return dtype if isinstance(dtype, torch.dtype) else unit_of(node).dtype
+
+
+def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
+    """Write the data type as which an all_gather moves its unit."""
+    gather.kwargs = {"dtype": dtype}
+
+
+def wire_bytes(node: fx.Node) -> int:
+    """Return the bytes of the whole unit in a schedule operator's data type."""
+    return unit_of(node).numel * wire_type(node).itemsize
+
+
 def group_of(node: fx.Node) -> int:
     """Return the group number of an all_gather or reduce_scatter."""
     position = 1 if node.target is ops.all_gather else 2
@@ -93,6 +112,23 @@ def fake_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node.name} is not a tensor"
     return value
+
+
+def data_types(node: fx.Node) -> set[torch.dtype]:
+    """Return the data types of the tensors that the node's result is or consists of."""
+    value = node.meta["val"]
+    return {part.dtype for part in (value if isinstance(value, (list, tuple)) else (value,))}
+
+
+def set_type(node: fx.Node, dtype: torch.dtype) -> None:
+    """Say that the tensors of the node's result are of another data type."""
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty_strided(tensor.size(), tensor.stride(), dtype=dtype)
+
+    value = node.meta["val"]
+    node.meta["val"] = changed(value) if isinstance(value, torch.Tensor) else type(value)(map(changed, value))
+    node.meta.pop("tensor_meta", None)  # a second record of the same
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import set_group, unit_of
+from .facts import set_group, unit_of, wire_type
 from .regions import choose_regions
 
 
@@ -21,7 +22,7 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
         after:   g = all_gather(w0, 0);  h = all_gather(w1, 0);  v = wait(g);  a = mm(x, v);  u = wait(h);  b = mm(a, u)
 
     A gather moves up to the first of its group, a reduce-scatter down to the last of its group. Groups follow from order,
-    sizes and types of the units alone, so ranks with other batch shapes form the same ones.
+    sizes and types of what moves alone, so ranks with other batch shapes form the same ones.
     """
     gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
     for number, group in enumerate(_groups(gathers, bucket_bytes)):
@@ -38,30 +39,30 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
     return gm
 
 
-def choose_groups(units: Sequence[Slot], *, bucket_bytes: int) -> list[list[int]]:
-    """Cut the sequence of units into runs of one data type and at most `bucket_bytes`; a larger unit is alone.
+def choose_groups(units: Sequence[Slot], types: Sequence[torch.dtype], *, bucket_bytes: int) -> list[list[int]]:
+    """Divide the sequence of units into groups of one data type and at most `bucket_bytes`; a larger unit is alone.
 
-    A run ends where a region does, so that no region waits for two transfers where one would do.
+    `types` are those in which the units move. What a region has of one type stays together, so that no region waits for two
+    transfers of a type where one would do; and each type fills a group of its own across the others, so that the few
+    parameters that stay in full precision under autocast don't cut every block's transfer into pieces.
     """
     starts = choose_regions(units, region_bytes=bucket_bytes)
     groups: list[list[int]] = []
-    open_bytes = 0
+    latest: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
     for start, end in itertools.pairwise([*starts, len(units)]):
-        for position, part in enumerate(_by_type(units, start, end)):
-            size = sum(units[index].bytes for index in part)
-            fits = groups and units[groups[-1][0]].dtype == units[start].dtype and open_bytes + size <= bucket_bytes
-            if position == 0 and fits:
-                groups[-1] += part
-                open_bytes += size
+        for dtype in dict.fromkeys(types[start:end]):
+            part = [index for index in range(start, end) if types[index] == dtype]
+            size = sum(units[index].numel * dtype.itemsize for index in part)
+            if dtype in latest and filled[dtype] + size <= bucket_bytes:
+                latest[dtype] += part
+                filled[dtype] += size
             else:
                 groups.append(part)
-                open_bytes = size
+                latest[dtype], filled[dtype] = part, size
     return groups
 
 
-def _by_type(units: Sequence[Slot], start: int, end: int) -> list[list[int]]:
-    return [list(run) for _, run in itertools.groupby(range(start, end), key=lambda index: units[index].dtype)]
-
-
 def _groups(nodes: list[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:
-    return [[nodes[i] for i in run] for run in choose_groups([unit_of(n) for n in nodes], bucket_bytes=bucket_bytes)]
+    chosen = choose_groups([unit_of(n) for n in nodes], [wire_type(n) for n in nodes], bucket_bytes=bucket_bytes)
+    return [[nodes[i] for i in group] for group in chosen]

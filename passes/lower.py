@@ -13,7 +13,7 @@ from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
 
 from .alias import alias_closure, aliased_inputs
-from .facts import buffer_of, group_of, positions, slot_of, unit_of
+from .facts import buffer_of, group_of, positions, slot_of, unit_of, wire_type
 
 _Stretch = list[fx.Node]
 
@@ -79,13 +79,18 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
 
 
 def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
-    """Return the collectives in order, one line each: kind, group, parameter, elements and type."""
+    """Return the collectives in order, one line each: kind, group, parameter, elements, type, and the type on the wire."""
     return tuple(
         f"{'all_gather' if node.target is ops.all_gather else 'reduce_scatter'} group {group_of(node)}: "
-        f"{unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {str(unit_of(node).dtype).removeprefix('torch.')}"
+        f"{unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {_types(node)}"
         for node in graph.nodes
         if node.target in (ops.all_gather, ops.reduce_scatter)
     )
+
+
+def _types(node: fx.Node) -> str:
+    own, wire = (str(dtype).removeprefix("torch.") for dtype in (unit_of(node).dtype, wire_type(node)))
+    return own if wire == own else f"{own} as {wire}"
 
 
 def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
@@ -114,7 +119,7 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         return register[argument]
 
     if kind == "gather":
-        return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes))
+        return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes), wire_type(nodes[0]))
     if kind == "wait":
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
@@ -184,7 +189,7 @@ def _frees(steps: list[Step], kept: set[int]) -> tuple[tuple[int, ...], ...]:
 
 def _reads(step: Step) -> tuple[int, ...]:
     match step:
-        case Gather(_, members):
+        case Gather(_, members, _):
             return tuple(unit for unit, _ in members)
         case Wait(handle, _):
             return (handle,)
@@ -198,7 +203,7 @@ def _reads(step: Step) -> tuple[int, ...]:
 
 def _writes(step: Step) -> tuple[int, ...]:
     match step:
-        case Gather(_, members):
+        case Gather(_, members, _):
             return tuple(out for _, out in members)
         case Wait(_, out):
             return (out,)

@@ -9,7 +9,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import group_of, unit_of
+from .facts import wire_bytes
 
 
 def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.GraphModule:
@@ -21,11 +21,12 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int) -> fx.Gra
                  u = wait(h);  b = mm(a, u)
 
     The first group starts with the graph. A later one starts early only as far as what is gathered and not yet released stays
-    within `limit_bytes`. The order of the gathers never changes.
+    within `limit_bytes`. The order of the gathers never changes. Groups that stand together (a block's, in two data types) start
+    together and count as one.
     """
     groups, released = _stages(gm.graph)
     anchors = [group[-1].next for group in groups]  # where a stage's compute begins
-    sizes = [sum(unit_of(node).bytes for node in group) for group in groups]
+    sizes = [sum(wire_bytes(node) for node in group) for group in groups]
     chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=limit_bytes)
     first = next(node for node in gm.graph.nodes if node.op != "placeholder")
     if groups and groups[0][0] is not first:
@@ -69,13 +70,12 @@ def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, 
     owner: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.target is ops.all_gather:
-            joins = groups and group_of(node) != ops.LONE_GROUP and group_of(node) == group_of(groups[-1][0])
-            if not joins:
+            if not groups or node.prev is not groups[-1][-1]:
                 groups.append([])
                 released.append([])
             groups[-1].append(node)
             owner[node] = len(groups) - 1
         elif node.target is ops.release:
             owned = owner[node.args[0].args[0]]
-            released[owned].append((len(groups) - 1, unit_of(node).bytes))
+            released[owned].append((len(groups) - 1, wire_bytes(node)))
     return groups, released

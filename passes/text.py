@@ -10,14 +10,14 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import display_name, policy_of, unit_of
+from .facts import display_name, policy_of, unit_of, wire_bytes
 
 
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False) -> str:
     """Print the graph with short names.
 
-    With `sizes`, transfers show the parameter's name and its bytes; with `policies`, other operators show what the partitioner
-    is told about them.
+    With `sizes`, transfers show the parameter's name and the bytes it has whole; with `policies`, other operators show what the
+    partitioner is told about them.
     """
     lines = []
     for node in gm.graph.nodes:
@@ -25,8 +25,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             continue
         line = _line(node)
         if sizes and node.target in ops.SCHEDULE_OPS:
-            unit = unit_of(node)
-            line = f"{line:<60}  # {unit.name} {unit.bytes:,} B"
+            line = f"{line:<60}  # {unit_of(node).name} {wire_bytes(node):,} B"
         elif policies and policy_of(node):
             line = f"{line:<60}  # {policy_of(node)}"
         lines.append(line)
@@ -36,9 +35,10 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_value(node.args[0])}"
-    arguments = [_value(a) for a in node.args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
-    if node.target in (ops.all_gather, ops.reduce_scatter) and node.args[-1] == ops.LONE_GROUP:
-        arguments.pop()
+    args = node.args
+    if node.target in (ops.all_gather, ops.reduce_scatter) and args[-1] == ops.LONE_GROUP:
+        args = args[:-1]
+    arguments = [_value(a) for a in args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     if node.target is operator.getitem:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
 from torch import fx
 
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import group_of, unit_of
+from .facts import group_of, unit_of, wire_bytes, wire_type
 from .verify import peak_gathered_bytes
 
 
@@ -31,7 +32,7 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
     units = set()
     for node in graph.nodes:
         if node.target in moved:
-            moved[node.target] += bytes_moved(unit_of(node), world_size=world_size)
+            moved[node.target] += bytes_moved(node, world_size=world_size)
             units.add(unit_of(node).index)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(len(units), moved[ops.all_gather], moved[ops.reduce_scatter], live)
@@ -46,6 +47,10 @@ class Collective:
     group: int
     """Collectives of one operator and group are issued as one; -1: alone."""
     unit: Slot
+    dtype: torch.dtype
+    """As which the unit moves."""
+    bytes: int
+    """Of the whole unit, in that type."""
     moved: int
     """Bytes that this rank receives (and sends)."""
 
@@ -57,13 +62,15 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
             "all_gather" if node.target is ops.all_gather else "reduce_scatter",
             group_of(node),
             unit_of(node),
-            bytes_moved(unit_of(node), world_size=world_size),
+            wire_type(node),
+            wire_bytes(node),
+            bytes_moved(node, world_size=world_size),
         )
         for node in graph.nodes
         if node.target in (ops.all_gather, ops.reduce_scatter)
     )
 
 
-def bytes_moved(slot: Slot, *, world_size: int) -> int:
-    """Return what one rank receives when the unit is gathered, or sends when its gradient is reduce-scattered."""
-    return math.ceil(slot.numel / world_size) * slot.dtype.itemsize * (world_size - 1)
+def bytes_moved(node: fx.Node, *, world_size: int) -> int:
+    """Return what one rank receives in a unit's gather, or sends in its gradient's reduce-scatter."""
+    return math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize * (world_size - 1)

@@ -120,7 +120,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
 
 def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
     if node.target in _LANES:
-        facts["bytes"] += bytes_moved(unit_of(node), world_size=world_size)
+        facts["bytes"] += bytes_moved(node, world_size=world_size)
     operator = str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{unit_of(node).name}" if facts["label"] else f"{operator} {unit_of(node).name}"
 

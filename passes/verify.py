@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from zinf_compile import ops
 from zinf_compile.errors import IllegalGraphError
 
 from .alias import METADATA_OPS, alias_closure
-from .facts import group_of, parameters, positions, slot_of, unit_of
+from .facts import fake_value, group_of, parameters, positions, slot_of, wire_bytes
 
 
 def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None = None) -> fx.GraphModule:
@@ -16,7 +17,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
 
     Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
     release, and it is released once; no value that shares a gathered unit's memory leaves the graph; a reduced gradient does
-    nothing but leave it; members of a group stand together; what is gathered and not yet released never exceeds `limit_bytes`.
+    nothing but leave it; members of a group stand together and are of one data type; a gather changes a unit's type to a
+    narrower one only; what is gathered and not yet released never exceeds `limit_bytes`.
     With `complete=False`, for a graph between two passes, units may still be hollow or unreleased.
     """
     place = positions(gm.graph)
@@ -48,11 +50,11 @@ def peak_gathered_bytes(graph: fx.Graph) -> tuple[int, str]:
     where = ""
     for node in graph.nodes:
         if node.target is ops.all_gather:
-            live += unit_of(node).bytes
+            live += wire_bytes(node)
             if live > peak:
                 peak, where = live, node.name
         elif node.target is ops.release:
-            live -= unit_of(node).bytes
+            live -= wire_bytes(node)
     return peak, where
 
 
@@ -61,8 +63,11 @@ def _target_of(node: object) -> object:
 
 
 def _check_gather(node: fx.Node, broken: list[str]) -> None:
-    if slot_of(node.args[0]) is None:  # type: ignore[arg-type]
+    slot, dtype = slot_of(node.args[0]), node.kwargs.get("dtype")  # type: ignore[arg-type]
+    if slot is None:
         broken.append(f"{node.name} gathers {node.args[0]}, which is not a parameter")
+    elif isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize < slot.dtype.itemsize):
+        broken.append(f"{node.name} gathers {slot.name} in {dtype}, which is no narrower form of its {slot.dtype}")
     waits = [user for user in node.users if user.target is ops.wait]
     if len(waits) != 1 or len(node.users) != 1:
         users = ", ".join(user.name for user in node.users) or "nothing"
@@ -106,6 +111,8 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
             together = previous is not None and group_of(previous) == group
             if together and previous is not node.prev:
                 broken.append(f"{node.name} stands apart from its group {group}")
+            if previous is not None and together and fake_value(previous).dtype != fake_value(node).dtype:
+                broken.append(f"{node.name} is of {fake_value(node).dtype}, others of its group {group} aren't")
             if not together and group in closed:
                 broken.append(f"{node.name} belongs to group {group}, which was already issued")
             closed.add(group)

@@ -18,7 +18,7 @@ class Collectives(Protocol):
         """Return an empty flat buffer of `numel` elements that `all_gather` can fill."""
 
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
-        """Fill each full unit from all ranks' shards."""
+        """Fill each full unit from all ranks' shards, cast before they travel where the full unit is of another type."""
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """Fill each shard with the mean over the ranks of its part of the full gradients."""
@@ -57,9 +57,14 @@ class PeerToPeer:
                 works.append(self._receive(full[slice(*self._range(full, peer))], peer, tag))
         for tag, (shard, full) in enumerate(zip(shards, fulls, strict=True)):
             start, end = self._range(full, self._rank)
+            own, sent = full[start:end], shard[: end - start]
+            narrows = full.dtype != shard.dtype
+            if narrows:
+                sent = own.copy_(sent)  # cast where it belongs, and sent from there
             for peer in self._peers:
-                works.append(self._send(shard[: end - start], peer, tag))
-            full[start:end].copy_(shard[: end - start])
+                works.append(self._send(sent, peer, tag))
+            if not narrows:
+                own.copy_(sent)
         _finish(works)
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
@@ -140,7 +145,11 @@ class DeviceCollectives:
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """See `Collectives.all_gather`; `fulls` come from `full_buffer`."""
         padded = [full.as_strided((shard.numel() * self._size,), (1,)) for shard, full in zip(shards, fulls, strict=True)]
-        self._group.allgather_into_tensor_coalesced(padded, list(shards)).wait()
+        sent = [
+            shard if whole.dtype == shard.dtype else whole.narrow(0, self._rank * shard.numel(), shard.numel()).copy_(shard)
+            for shard, whole in zip(shards, padded, strict=True)
+        ]  # a shard of another type is cast where it belongs, and gathered in place
+        self._group.allgather_into_tensor_coalesced(padded, sent).wait()
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """See `Collectives.reduce_scatter`; the order of the sum is NCCL's."""

@@ -67,8 +67,8 @@ def execute(
                 del gathered
             case Release():
                 pass  # the register is freed below; the ledger notices when the memory goes
-            case Gather(group, members):
-                _start_gather(program, group, [(units[unit], out) for unit, out in members], registers, context)
+            case Gather(group, members, dtype):
+                _start_gather(program, group, [(units[unit], out) for unit, out in members], dtype, registers, context)
             case Reduce(group, reductions):
                 _start_reduce(
                     program, group, [(registers[g], units[u], out, sight) for g, u, out, sight in reductions],
@@ -86,14 +86,23 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -
 
 
 def _start_gather(
-    program: Program, group: int, members: Sequence[tuple[Unit, int]], registers: list[Any], context: Context
+    program: Program,
+    group: int,
+    members: Sequence[tuple[Unit, int]],
+    dtype: torch.dtype,
+    registers: list[Any],
+    context: Context,
 ) -> None:
     if context.size == 1:
         for unit, out in members:
-            registers[out] = _Gathered(unit.whole(), Done(), "")
+            full = unit.whole()
+            if dtype != unit.dtype:
+                full = full.to(dtype)
+                context.ledger.track("gathered", full)
+            registers[out] = _Gathered(full, Done(), "")
         return
     shards = [unit.shard for unit, _ in members]
-    flats = [context.full_buffer(unit.numel, unit.dtype, unit.device) for unit, _ in members]
+    flats = [context.full_buffer(unit.numel, dtype, unit.device) for unit, _ in members]
     pending = context.gather_lane.submit(lambda: context.gathers.all_gather(shards, flats))
     what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
     for (unit, out), flat in zip(members, flats, strict=True):

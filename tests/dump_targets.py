@@ -22,6 +22,20 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(5, 24, requires_grad=True)
 
 
+class Half(nn.Sequential):
+    """Computes in half precision."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def half_mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Return the same model under autocast."""
+    model, x = mlp()
+    return Half(*model.children()), x
+
+
 def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a GPT with uneven sizes."""
     model = GPT(layers=3, width=20, heads=2, vocabulary=67, length=17)

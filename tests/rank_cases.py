@@ -13,13 +13,17 @@ import rank_cases_training
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import CASES, IN, WORDS, ReturnsParameters, generator, loss_of, vectors
-from rank_compare import Loss, Ranks, assert_equal, compare_training, compare_values, sgd
+from models import CASES, IN, WORDS, Mlp, ReturnsParameters, generator, loss_of, vectors
+from rank_compare import Loss, Ranks, assert_equal, backward, compare_training, compare_values, sgd
 from rank_models import Normed, Pair, Table, Transformer, tiny_gpt2, tiny_llama
 from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.parameter import unit_of
+from zinf_compile.runtime.collectives import DeviceCollectives, PeerToPeer
+from zinf_compile.runtime.partition import shard_numel
+from zinf_compile.targets import GPT
 
 LENGTHS = ((16, 16), (24, 16), (24, 32), (16, 24))
 """Sequence lengths of rank 0 and rank 1, by step."""
@@ -76,12 +80,76 @@ def sgd_momentum(ranks: Ranks) -> None:
     compare_training(ranks, CASES["odd_shapes"].build, loss_by_name("odd_shapes"), optimizer=sgd)
 
 
-def autocast(ranks: Ranks) -> None:
-    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_by_name("attention")(model, rank, step)
+def under_autocast(loss: Loss) -> Loss:
+    """Return the same loss, computed in half precision where autocast says so."""
 
-    compare_training(ranks, CASES["attention"].build, loss)
+    def half(model: Any, rank: int, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, rank, step)
+
+    return half
+
+
+def autocast(ranks: Ranks) -> None:
+    compare_training(ranks, CASES["attention"].build, under_autocast(loss_by_name("attention")))
+
+
+def autocast_gpt(ranks: Ranks) -> None:
+    """With small buckets a tied embedding travels in full precision for its lookup and in half for the head; sizes are uneven."""
+
+    def loss(model: Any, rank: int, step: int) -> torch.Tensor:
+        words = torch.randint(67, (2, 3, 17), generator=generator(step, rank))
+        return model(*words.unbind())  # type: ignore[no-any-return]
+
+    def build() -> nn.Module:
+        return GPT(layers=2, width=18, heads=2, vocabulary=67, length=17)
+
+    for bucket in ("4KiB", "32MiB"):
+        torch.compiler.reset()
+        compare_training(Ranks(ranks.rank, ranks.size, {**ranks.options, "bucket": bucket}), build, under_autocast(loss), steps=2)
+
+
+def autocast_halves_what_travels(ranks: Ranks) -> None:
+    """Count the bytes sent and held: of layers half, of the norm, which computes in full precision, all."""
+    torch.manual_seed(7)
+    model = Mlp()
+    compiled = ranks.compile(model)
+    found = []
+    for loss in (under_autocast(of_vectors), of_vectors):
+        backward(loss, compiled, ranks.rank, 0)  # partitions the model and makes the context
+        context = unit_of(model.first.weight).context
+        sent = 0
+
+        def send(tensor: torch.Tensor, peer: int, tag: int, original: Any = context.gathers._send) -> Any:
+            nonlocal sent
+            sent += tensor.numel() * tensor.element_size()
+            return original(tensor, peer, tag)
+
+        context.gathers._send = send
+        backward(loss, compiled, ranks.rank, 0)
+        del context.gathers._send
+        found.append((sent, zinf_compile.memory(model)["peak"]["gathered"]))
+    (half_sent, half_held), (sent, held) = found
+    layers = {name: p for name, p in model.named_parameters() if not name.startswith("norm")}
+    twice = [*layers.values(), layers["second.weight"]]  # the backward needs that one again
+    assert sent - half_sent == 2 * (ranks.size - 1) * sum(unit_of(p).valid for p in twice)
+    assert held == 4 * sum(p.numel() for p in model.parameters())
+    assert held - half_held == 2 * sum(p.numel() for p in layers.values())
+
+
+def collectives_cast_on_the_way(ranks: Ranks) -> None:
+    """Both kinds fill full units of a narrower type with the bits of the whole, cast; of padding there is more than of values."""
+    for kind in (PeerToPeer, DeviceCollectives):
+        collectives = kind(ranks.options["process_group"])
+        wholes = [torch.randn(numel, generator=generator(numel)) for numel in (0, 1, 7, 12)]
+        sizes = [shard_numel(whole.numel(), ranks.size) for whole in wholes]
+        padded = [F.pad(whole, (0, size * ranks.size - whole.numel())) for whole, size in zip(wholes, sizes, strict=True)]
+        shards = [whole[ranks.rank * size : (ranks.rank + 1) * size] for whole, size in zip(padded, sizes, strict=True)]
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            fulls = [collectives.full_buffer(whole.numel(), dtype, whole.device) for whole in wholes]
+            collectives.all_gather(shards, fulls)
+            for full, whole in zip(fulls, wholes, strict=True):
+                assert_equal(full, whole.to(dtype), f"{kind.__name__} of {whole.numel()} elements")
 
 
 def returned(ranks: Ranks) -> None:

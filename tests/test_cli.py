@@ -70,14 +70,21 @@ def test_json_says_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
     forward, backward = found["graphs"]
     assert (forward["name"], forward["kind"], backward["kind"]) == ("forward of graph 0", "forward", "backward")
     assert forward["collectives"] == [
-        {"operator": "all_gather", "group": 0, "unit": "up.weight", "bytes": full, "moved": moved},
-        {"operator": "all_gather", "group": 1, "unit": "down.weight", "bytes": full, "moved": moved},
+        {"operator": "all_gather", "group": 0, "unit": "up.weight", "dtype": "float32", "bytes": full, "moved": moved},
+        {"operator": "all_gather", "group": 1, "unit": "down.weight", "dtype": "float32", "bytes": full, "moved": moved},
     ]
     assert backward["collectives"][1:] == [
-        {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "bytes": full, "moved": moved},
-        {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "bytes": full, "moved": moved},
+        {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "dtype": "float32", "bytes": full, "moved": moved},
+        {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "dtype": "float32", "bytes": full, "moved": moved},
     ]
     assert backward["traffic"] == {"units": 2, "gathered": moved, "reduced": 2 * moved, "live": full}
+
+
+def test_json_says_in_what_type_a_unit_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(zinf(capsys, "dump_targets:half_mlp", "--world", "2", "--format", "json"))
+    forward, backward = (graph["collectives"] for graph in found["graphs"])
+    assert forward[0].items() >= {"unit": "0.weight", "dtype": "bfloat16", "bytes": 2 * 24 * 48, "moved": 24 * 48}.items()
+    assert backward[-1].items() >= {"operator": "reduce_scatter", "dtype": "float32", "bytes": 4 * 24 * 48}.items()
 
 
 def test_the_critical_path_is_in_the_table_and_in_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,11 +22,12 @@ ON_TWO = [
     "hooks", "gradients_without_backward", "closures", "fused_adamw", "eager_optimizer_state_loaded",
     "own_optimizer_state_loaded", "model_beside_that_is_not_compiled", "gathered_to_read", "gathered_to_write",
     "gathered_and_raising", "called_while_gathered", "eager_reads", "saved_and_loaded_whole", "loading_what_does_not_fit",
-    "account_of_memory",
+    "account_of_memory", "autocast_gpt", "autocast_halves_what_travels", "collectives_cast_on_the_way",
 ]  # fmt: skip
 ON_THREE = [
     "train odd_shapes", "train tied", "sgd_momentum", "seeds_differ", "some_ranks_idle", "clip_by_global_norm",
-    "scaler_finds_inf_on_one_rank", "saved_and_loaded_whole", "account_of_memory",
+    "scaler_finds_inf_on_one_rank", "saved_and_loaded_whole", "account_of_memory", "autocast_gpt",
+    "autocast_halves_what_travels", "collectives_cast_on_the_way",
 ]  # fmt: skip
 ON_FOUR = [
     "train odd_shapes",

@@ -50,6 +50,16 @@ def test_a_step_moves_three_times_the_parameters(world_size: int) -> None:
     assert moved * world_size == 3 * psi * (world_size - 1)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_under_autocast_a_step_moves_twice_the_parameters(world_size: int) -> None:
+    model, _ = dump_targets.half_mlp()
+    psi = sum(p.numel() * p.element_size() for p in model.parameters())
+    found = trace(dump_targets.half_mlp, world_size=world_size)
+    assert sum(s.traffic.gathered for s in found) * world_size == psi * (world_size - 1)
+    assert sum(s.traffic.reduced for s in found) * world_size == psi * (world_size - 1)
+    assert found[0].traffic.live == psi / 2
+
+
 def test_one_rank_moves_nothing() -> None:
     assert all(s.traffic.gathered == s.traffic.reduced == 0 for s in trace(dump_targets.mlp))
 

@@ -80,6 +80,9 @@ def test_collectives_fill_padded_buffers(nccl_group: dist.ProcessGroup) -> None:
     reduced = [torch.empty_like(shard) for shard in shards]
     collectives.reduce_scatter(fulls, reduced)
     assert all(torch.equal(mean, shard) for mean, shard in zip(reduced, shards, strict=True))
+    halves = [collectives.full_buffer(n, torch.bfloat16, device) for n in (7, 12)]
+    collectives.all_gather(shards, halves)
+    assert all(torch.equal(half, shard.bfloat16()) for half, shard in zip(halves, shards, strict=True))
     scattered = torch.empty(7, device=device)
     collectives.scatter(shards[0], scattered, 7)
     assert torch.equal(scattered, shards[0])

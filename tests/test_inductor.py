@@ -117,13 +117,16 @@ def test_copies_compile_without_inductors_threads(tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(found, expected)
 
 
-def test_depth_adds_no_compilation(counts: Counts) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_depth_adds_no_compilation(counts: Counts, half: bool) -> None:
     compiled = []
     for layers in (3, 6):
         torch.compiler.reset()
         inductor._shared.clear()
         counts.compiled = counts.asked = 0
-        torch.compile(gpt(layers), backend="zero_infinity", options=OPTIONS)(tokens(0), tokens(1)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = torch.compile(gpt(layers), backend="zero_infinity", options=OPTIONS)(tokens(0), tokens(1))
+        loss.backward()
         compiled.append(counts.compiled)
         assert counts.asked > 2 * layers
     assert compiled[0] == compiled[1]

@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, ReturnsParameters, vectors
+from capturing import capturing_backend
+from models import CASES, Case, ReturnsParameters, generator, vectors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import Optimizer
 from training import BACKEND, MOST_VARIANTS, train_both, wrapped
+
+import zinf_compile
+from zinf_compile.program import Gather, Program
+from zinf_compile.runtime.ledger import Kind, Ledger
+from zinf_compile.targets import GPT
 
 NOT_COMPILED = {
     "branches": {"never.weight", "never.bias"},
@@ -36,19 +42,48 @@ def test_graph_breaks_make_graphs_that_blocks_share(name: str, graphs: int) -> N
     assert graphs <= counter.frame_count <= MOST_VARIANTS * graphs
 
 
+def half_step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+    """Take one step whose forward runs under autocast."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 @pytest.mark.parametrize("name", ["mlp", "tied", "used_twice", "frozen", "checkpoint", "attention"])
 def test_autocast_is_bitwise_aot_eager(name: str) -> None:
     """Eager keeps one bfloat16 copy of a weight for all its uses and adds their gradients in it: compiled graphs don't."""
+    train_both(CASES[name], step=half_step, reference=lambda model: torch.compile(model, backend="aot_eager"))
 
-    def step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        return loss
 
-    train_both(CASES[name], step=step, reference=lambda model: torch.compile(model, backend="aot_eager"))
+def test_autocast_of_a_gpt_is_bitwise_eager_on_weights_cast_as_they_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[Program] = []
+    counted: list[torch.dtype] = []
+    track = Ledger.track
+
+    def note(self: Ledger, kind: Kind, tensor: torch.Tensor) -> None:
+        counted.extend([tensor.dtype] if kind == "gathered" else [])
+        track(self, kind, tensor)
+
+    monkeypatch.setattr(Ledger, "track", note)
+    case = Case(
+        lambda: GPT(layers=2, width=20, heads=2, vocabulary=67, length=17),
+        lambda step, rank: torch.randint(67, (2, 3, 17), generator=generator(step, rank)).unbind(),
+    )
+    backend = capturing_backend(programs, {"bucket": "4KiB"})
+    _, ours = train_both(case, step=half_step, compiled=lambda model: torch.compile(model, backend=backend))
+    assert len(programs) == 2
+    for program in programs:
+        gathers = [step for step in program.steps if isinstance(step, Gather)]
+        found = {(program.slots[unit].name, step.dtype) for step in gathers for unit, _ in step.members}
+        assert {dtype for name, dtype in found if "ln_" in name} == {torch.float32}
+        assert {dtype for name, dtype in found if name.startswith("h.") and "ln_" not in name} == {torch.bfloat16}
+        assert ("wte.weight", torch.bfloat16) in found  # the head's use
+        assert (("wte.weight", torch.float32) in found) == program.name.startswith("forward")  # the embedding's
+    assert set(counted) == {torch.bfloat16}  # on one rank the others take no memory
+    assert zinf_compile.memory(ours)["now"]["gathered"] == 0
 
 
 def test_a_parameter_returned_whole_is_the_parameter_and_takes_part_in_the_loss() -> None:

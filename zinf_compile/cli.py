@@ -81,7 +81,8 @@ def report(
         graphs          in order of compilation; of each:
             name, kind      forward, backward or inference
             collectives     in order; of each: operator (all_gather or reduce_scatter), group (those of one operator and group are
-                            issued as one; -1: alone), unit (the parameter's name), bytes (of the full unit), moved (per rank)
+                            issued as one; -1: alone), unit (the parameter's name), dtype (as which it moves), bytes (of the full
+                            unit in that type), moved (per rank)
             traffic         as above
             critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
                             (a stretch of compute has that of its first operator), lane (compute, gather or reduce) and bytes
@@ -98,7 +99,14 @@ def report(
                 "name": s.name,
                 "kind": s.kind,
                 "collectives": [
-                    {"operator": c.operator, "group": c.group, "unit": c.unit.name, "bytes": c.unit.bytes, "moved": c.moved}
+                    {
+                        "operator": c.operator,
+                        "group": c.group,
+                        "unit": c.unit.name,
+                        "dtype": str(c.dtype).removeprefix("torch."),
+                        "bytes": c.bytes,
+                        "moved": c.moved,
+                    }
                     for c in s.collectives
                 ],
                 "traffic": dataclasses.asdict(s.traffic),

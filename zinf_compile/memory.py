@@ -11,7 +11,8 @@ def memory(model: nn.Module) -> dict[str, dict[str, int]]:
     """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states and gathered.
 
     `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
-    `gathered` are full units in use or on their way. Empty counts before the first compiled call.
+    `gathered` are full units in use or on their way, in the type in which they travel. Empty counts before the first compiled
+    call.
     """
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):

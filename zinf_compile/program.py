@@ -48,6 +48,8 @@ class Gather:
     group: int
     members: tuple[tuple[int, int], ...]
     """(register of the hollow parameter, register of the handle)."""
+    dtype: torch.dtype
+    """As which the units travel and are held: theirs, or a narrower one, to which shards are cast on the way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,6 +33,16 @@ def one_weight(n: int) -> str:
     return "".join(f"t{i} = t(w0)\na{i + 1} = mm(a{i}, t{i})\n" for i in range(n)) + f"return (a{n},)"
 
 
+def cast(n: int) -> str:
+    """A weight for each layer, and one that all read, in a narrower type."""
+    text = "".join(
+        f"c{i} = _to_copy(w{i}, dtype=torch.float32)\nt{i} = t(c{i})\nd{i} = _to_copy(w0, dtype=torch.float32)\n"
+        f"b{i} = mm(a{i}, t{i})\na{i + 1} = mm(b{i}, d{i})\n"
+        for i in range(n)
+    )
+    return f"{text}return (a{n},)"
+
+
 def two_weights_in_turn(n: int) -> str:
     """Weights that come again, all layers long."""
     return "".join(f"a{i + 1} = mm(a{i}, w{i % 2})\n" for i in range(n)) + f"return (a{n},)"
@@ -56,7 +66,7 @@ def all_at_once(n: int) -> str:
     return f"c = cat([{', '.join(f'w{i}' for i in range(n))}])\nreturn (c,)"
 
 
-SHAPES = [all_at_once, layers, one_weight, two_weights_in_turn, parts_of_one_gradient, returned]
+SHAPES = [all_at_once, cast, layers, one_weight, two_weights_in_turn, parts_of_one_gradient, returned]
 
 
 def look(gm: fx.GraphModule) -> str:
@@ -96,7 +106,8 @@ def instructions(function: Callable[[], Any]) -> int:
 
 def work(shape: Callable[[int], str], n: int) -> dict[str, int]:
     """Return the instructions of each pass on a graph of n layers."""
-    gm = graph_of(shape(n), a0=torch.empty(4, 4), **{f"w{i}": unit(4, 4) for i in range(n)})
+    dtype = torch.float64 if shape is cast else torch.float32
+    gm = graph_of(shape(n), a0=torch.empty(4, 4), **{f"w{i}": unit(4, 4, dtype=dtype) for i in range(n)})
     steps = [recompute_unit_views, *STEPS]
     return {pass_name(step): instructions(partial(step, gm)) for step in steps}
 

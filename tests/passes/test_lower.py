@@ -38,8 +38,8 @@ def perform(program: Program, inputs: list[Any]) -> list[Any]:
     registers: dict[int, Any] = dict(enumerate(inputs)) | dict(program.constants)
     for step, frees in zip(program.steps, program.frees, strict=True):
         match step:
-            case Gather(_, members):
-                registers |= {out: torch.ops.zinf.all_gather(registers[unit]) for unit, out in members}
+            case Gather(_, members, dtype):
+                registers |= {out: torch.ops.zinf.all_gather(registers[unit], dtype=dtype) for unit, out in members}
             case Wait(handle, out):
                 registers[out] = registers[handle]
             case Release(full):
@@ -102,6 +102,18 @@ def test_the_collective_sequence_says_what_ranks_must_agree_on() -> None:
     )
     assert program.digest() == lowered(SCHEDULE.replace("relu", "sin"), **INPUTS).digest()
     assert program.digest() != lowered(SCHEDULE.replace("(u, 0)", "(u, 1)"), **INPUTS).digest()
+
+
+def test_what_travels_narrow_says_so_in_its_step_and_in_the_sequence() -> None:
+    text = SCHEDULE.replace("w, 0)\nh", "w, 0, dtype=torch.bfloat16)\nh").replace("(u, 0)", "(u, 0, dtype=torch.bfloat16)")
+    program = lowered(text.replace("relu(x)", "_to_copy(x, dtype=torch.bfloat16)"), **INPUTS)
+    assert [step.dtype for step in program.steps if isinstance(step, Gather)] == [torch.bfloat16]
+    assert [step.dtype for step in lowered(SCHEDULE, **INPUTS).steps if isinstance(step, Gather)] == [torch.float32]
+    assert program.sequence[:3] == (
+        "all_gather group 0: w [4, 4] float32 as bfloat16",
+        "all_gather group 0: u [4, 4] float32 as bfloat16",
+        "reduce_scatter group 0: w [4, 4] float32",
+    )
 
 
 def test_lone_transfers_are_issued_one_by_one() -> None:

@@ -17,6 +17,8 @@ from zinf_compile import ops
 from zinf_compile.passes import graph_passes, joint_passes, pass_name, verify
 from zinf_compile.passes.facts import parameters
 from zinf_compile.passes.lower import collective_sequence, lower
+from zinf_compile.program import Gather
+from zinf_compile.targets import GPT
 
 
 class Parameters(nn.Module):
@@ -51,10 +53,17 @@ def half(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.tanh(F.linear(x, a)), a.t(), b)
 
 
+def half_of_the_rows(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Use as many rows and columns of a parameter as there are inputs, in half precision."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, a[: x.shape[0]]).sum() + F.linear(x[:, : x.shape[0]], a[:, : x.shape[0]]).sum()
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
     "parts": lambda a, b, x: sum(torch.tanh(x * row) for row in a.unbind()) + a.split(4)[1].sum(),
     "expanded": lambda a, b, x: torch.tanh(x * b.expand(3, IN)).cumsum(0) * b.unsqueeze(0).expand(3, -1),
     "autocast": half,
+    "autocast_of_rows": half_of_the_rows,
     "returned": lambda a, b, x: (x @ a.t(), a, a.t(), a[:2].detach(), b),
     "cast_returned": lambda a, b, x: (x @ a.t(), a.to(torch.bfloat16), b.double()),
     "shape_only": lambda a, b, x: x * b * a.shape[0] + torch.zeros_like(a).sum(),
@@ -116,7 +125,7 @@ def assert_transfers(gm: fx.GraphModule) -> None:
     assert gathered <= {node for node, _ in parameters(gm.graph)}
 
 
-@pytest.mark.parametrize("name", ["positions", "mlp", "autocast"])
+@pytest.mark.parametrize("name", ["positions", "mlp", "autocast", "autocast_of_rows"])
 def test_dynamic_shapes_go_the_same_way(name: str) -> None:
     module, inputs = MODULES[name]()
     graphs = traced(module, *inputs, dynamic=True)
@@ -126,7 +135,7 @@ def test_dynamic_shapes_go_the_same_way(name: str) -> None:
         apply(graph, graph_passes(bucket_bytes=300), complete=True)
 
 
-@pytest.mark.parametrize("name", ["mlp", "autocast", "standardised", "checkpoint"])
+@pytest.mark.parametrize("name", ["mlp", "autocast", "autocast_of_rows", "standardised", "checkpoint"])
 def test_ranks_with_other_batch_sizes_or_dynamic_shapes_move_the_same(name: str) -> None:
     sequences = set()
     for rows, dynamic in ((3, False), (4000, False), (3, True)):
@@ -140,6 +149,22 @@ def test_ranks_with_other_batch_sizes_or_dynamic_shapes_move_the_same(name: str)
             parts.append(collective_sequence(graphs[kind].graph))
         sequences.add(tuple(parts))
     assert len(sequences) == 1
+
+
+def test_narrower_gathers_move_no_border_of_a_region() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        graphs = traced(GPT(layers=3, width=20, heads=2, vocabulary=67, length=17), *[torch.randint(67, (2, 17))] * 2)
+    for kind in ("forward", "backward"):
+        for bucket_bytes in (2**11, 2**14, 2**20):
+            cuts = []
+            for left_out in ("narrow_gathers", ""):
+                gm = copied(graphs[kind])
+                for step in graph_passes(bucket_bytes=bucket_bytes):
+                    gm = gm if pass_name(step) == left_out else step(gm)
+                steps = lower(gm, name=kind).steps
+                cuts.append([type(step).__name__ for step in steps if not isinstance(step, Gather)])
+            assert any(step.dtype == torch.bfloat16 for step in steps if isinstance(step, Gather))
+            assert cuts[0] == cuts[1]
 
 
 def test_passes_leave_a_graph_without_parameters_alone() -> None:

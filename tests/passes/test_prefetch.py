@@ -74,6 +74,22 @@ def test_nothing_fits_beside_the_unit_in_use() -> None:
     assert text_of(gm) == chain(3)
 
 
+def test_groups_that_stand_together_start_together_and_count_as_one() -> None:
+    stages = [
+        f"g{i} = all_gather(w{i}, {2 * i}); h{i} = all_gather(u{i}, {2 * i + 1}, dtype=torch.bfloat16)\n"
+        f"v{i} = wait(g{i}); z{i} = wait(h{i}); c{i} = mm(a{i}, v{i}); a{i + 1} = mul(c{i}, z{i}); release(v{i}); release(z{i})\n"
+        for i in range(3)
+    ]
+    inputs = {"a0": X, **{f"{name}{i}": W for name in "wu" for i in range(3)}}
+    gathers = {}
+    for limit in (3 * UNIT, 3 * UNIT - 1):  # two units, of which one in half its bytes, beside as many in use
+        gm = prefetch(graph_of("".join(stages) + "return (a3,)", **inputs), look_ahead=1, limit_bytes=limit)
+        verify(gm, limit_bytes=limit)
+        lines = text_of(gm).splitlines()
+        gathers[limit] = [sum("mm(" in line for line in lines[:i]) for i, line in enumerate(lines) if "all_gather" in line]
+    assert gathers == {3 * UNIT: [0, 0, 0, 0, 1, 1], 3 * UNIT - 1: [0, 0, 1, 1, 2, 2]}
+
+
 def test_the_first_group_starts_with_the_graph() -> None:
     gm = graph_of("a = relu(x); g = all_gather(w0, 0); h = all_gather(w1, 0); v = wait(g); u = wait(h); b = mm(a, v);"
                   "release(v); c = mm(b, u); release(u)", x=X, w0=W, w1=W)  # fmt: skip

@@ -13,6 +13,8 @@ from zinf_compile.passes.text import graph_text
 TEXT = """\
 g = all_gather(w)
 h = all_gather(u, 3)
+k = all_gather(u, dtype=torch.bfloat16)
+l = all_gather(w, 4, dtype=torch.float16)
 v = wait(g)
 f = wait(h)
 s = split(v, 2, dim=1)
@@ -40,6 +42,14 @@ def test_sizes_stand_behind_transfers_only() -> None:
         f"{'release(v)':<60}  # w 4,800 B\n"
         "return (a,)\n"
     )
+
+
+def test_sizes_are_those_of_what_travels() -> None:
+    gm = graph_of("g = all_gather(w, 0, dtype=torch.bfloat16); v = wait(g); release(v); r = reduce_scatter(w, w)", w=unit(30, 40))
+    assert [line.split("# ")[1] for line in graph_text(gm, sizes=True).splitlines()[:-1]] == [
+        *(["w 2,400 B"] * 3),
+        "w 4,800 B",
+    ]
 
 
 def test_what_the_partitioner_is_told_stands_behind_operators() -> None:

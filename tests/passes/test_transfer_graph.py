@@ -51,6 +51,17 @@ def test_bytes_are_what_moves_and_what_a_stretch_reads_and_leaves() -> None:
     assert bytes_of(transfers) == {"g": moved, "v": 0, "t": 4 * (7 * 5 + 2 * 5 + 2 * 7), "release(v)": 0, "r": moved}
 
 
+def test_a_gather_in_a_narrower_type_moves_its_bytes() -> None:
+    text = (
+        LAYER.replace("all_gather(w)", "all_gather(w, dtype=torch.bfloat16)")
+        .replace("mm(x, t)", "mm(z, t)")
+        .replace("(a, w)", "(x, w)")
+    )
+    inputs = {"x": torch.empty(7, 5), "z": torch.empty(2, 5, dtype=torch.bfloat16), "w": unit(7, 5)}
+    transfers = transfers_of(f"{text}; return (r, a)", world_size=3, **inputs)
+    assert bytes_of(transfers) == {"g": 2 * 12 * 2, "v": 0, "t": 2 * (7 * 5 + 2 * 5 + 2 * 7), "release(v)": 0, "r": 2 * 12 * 4}
+
+
 def test_a_stretch_counts_each_memory_once_and_views_not_at_all() -> None:
     text = "a = mul(x, x); b = t(a); c = mm(b, x); d = view(c, [16]); v = wait(all_gather(w)); e = mul(d, b); f = t(e)"
     transfers = transfers_of(f"{text.replace('mul(d, b)', 'mm(c, b)')}; return (f,)", x=torch.empty(4, 4), w=unit(3))

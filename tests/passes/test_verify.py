@@ -90,6 +90,18 @@ ILLEGAL = {
         "r = reduce_scatter(x, w, 0); a = relu(x); s = reduce_scatter(a, u, 0)",
         "s stands apart from its group 0",
     ),
+    "a group of two types": (
+        "g = all_gather(w, 0); h = all_gather(u, 0, dtype=torch.bfloat16); v = wait(g); f = wait(h); release(v); release(f)",
+        "h is of torch.bfloat16, others of its group 0 aren't",
+    ),
+    "a gather in a wider type": (
+        "g = all_gather(w, dtype=torch.float64); v = wait(g); release(v)",
+        "g gathers w in torch.float64, which is no narrower form of its torch.float32",
+    ),
+    "a gather as integers": (
+        "g = all_gather(w, dtype=torch.int16); v = wait(g); release(v)",
+        "g gathers w in torch.int16, which is no narrower form of its torch.float32",
+    ),
     "a group taken up again": (
         "g = all_gather(w, 0); h = all_gather(u, 1); i = all_gather(w, 0); "
         "v = wait(g); f = wait(h); z = wait(i); release(v); release(f); release(z)",
@@ -130,6 +142,13 @@ def test_the_limit_holds_from_the_start_of_a_gather_to_its_release() -> None:
     assert peak_gathered_bytes(gm.graph) == (2 * UNIT, "h")
     with pytest.raises(IllegalGraphError, match="128 bytes are gathered at h, more than the 127 allowed"):
         verify(gm, limit_bytes=2 * UNIT - 1)
+
+
+def test_what_travels_narrow_is_held_narrow() -> None:
+    text = "g = all_gather(w, dtype=torch.bfloat16); v = wait(g); h = all_gather(u); release(v); f = wait(h); release(f)"
+    gm = graph_of(text, **INPUTS)
+    assert verify(gm, limit_bytes=3 * UNIT // 2) is gm
+    assert peak_gathered_bytes(gm.graph) == (3 * UNIT // 2, "h")
 
 
 def test_it_shares_no_code_with_what_makes_schedules() -> None:
