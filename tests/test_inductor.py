@@ -161,8 +161,24 @@ def test_graphs_share_what_no_symbol_ties_to_one_of_them(mode: str, compilations
         for _ in range(3):
             region = region_of(lambda x, y: (x * y.relu(),), torch.zeros(3, 5), torch.zeros(3, 5), mode=mode)
             regions.collect(region, backward=False)
-        regions.compile()
+        regions.compile(rank=0, ranks=1)
     assert len(built) == compilations
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, [1, 2, 3, 4]), (1, [3, 4, 1, 2])])
+def test_ranks_begin_with_different_regions(rank: int, order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(inductor, "compile_with_inductor", lambda region, **settings: built.append(len(region.graph.nodes) - 2))
+    monkeypatch.setattr(inductor, "_shared", {})
+    monkeypatch.setattr(inductor, "inductor_processes", lambda: 1)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    regions = InductorRegions()
+    chains = [lambda x: (x.relu(),), lambda x: (x.relu().exp(),), lambda x: (x.relu().exp().sin(),)]
+    for chain in (*chains, lambda x: (x.relu().exp().sin().cos(),)):
+        regions.collect(region_of(chain, torch.zeros(3)), backward=False)
+    regions.compile(rank=rank, ranks=2)
+    assert built == order
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class GraphCompiler:
         )
         with aot_settings(backward_ahead=self.backward_ahead):
             compiled: Compiled = compiler(gm, example_inputs)
-        self._regions.compile()
+        self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
             self._binder.partition_ahead(example_inputs)
         return compiled

@@ -84,15 +84,18 @@ class InductorRegions:
             self._waiting[shared] = None
         return shared
 
-    def compile(self) -> None:
-        """Compile what was collected."""
+    def compile(self, *, rank: int, ranks: int) -> None:
+        """Compile what was collected; each of the `ranks` begins elsewhere, so that those of one node fill one cache together."""
         waiting = [shared for shared in self._waiting if shared.graph is not None]
         self._waiting.clear()
         if not waiting:
             return
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
+        waiting = waiting[first:] + waiting[:first]
         concurrent.futures.wait(_probe_vector_isa())
         with _counted():
-            for number in _in_order_of_readiness(waiting):
+            for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
                 waiting[number].resolve(_compile(waiting[number]))
 
 
@@ -155,9 +158,8 @@ def _compile(shared: SharedRegion) -> Compiled:
         return run_by_operator(shared.graph)
 
 
-def _in_order_of_readiness(waiting: Sequence[SharedRegion]) -> Iterator[int]:
+def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
     """Yield the regions' numbers as they get cheap to compile here, since a copy of this process has filled the caches."""
-    processes = inductor_processes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
     if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or not caches_compiled_regions():
         return iter(range(len(waiting)))
