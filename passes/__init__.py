@@ -12,6 +12,7 @@ from .group_units import group_units
 from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
 from .insert_releases import insert_releases
+from .merge_gathers import merge_gathers
 from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
 from .recompute_unit_views import recompute_unit_views
@@ -46,6 +47,7 @@ def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),
         partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=BUCKETS_GATHERED * bucket_bytes),
+        merge_gathers,
     )
 
 

@@ -6,7 +6,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import unit_of
+from .facts import mark_region, unit_of
 from .regions import choose_regions
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
@@ -49,6 +49,7 @@ def _align(region: list[fx.Node]) -> None:
     compute = [node for node in region if node.target not in _AT_START and node.target not in _AT_END]
     if not compute:
         return
+    mark_region(next((node for node in compute if node.op == "call_function"), compute[0]))
     for kind in (ops.all_gather, ops.wait):
         for node in region:
             if node.target is kind:

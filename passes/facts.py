@@ -14,6 +14,7 @@ from zinf_compile.program import Slot
 _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
 _NAME = "zinf_name"
+_REGION = "zinf_region"
 
 
 def mark_slot(node: fx.Node, slot: Slot) -> None:
@@ -46,6 +47,16 @@ def display_name(node: fx.Node) -> str:
     """Return the name to show for a node: the user's for parameters and inputs, the graph's for the rest."""
     slot = slot_of(node)
     return slot.name if slot is not None else str((node.op == "placeholder" and node.meta.get(_NAME)) or node.name)
+
+
+def mark_region(node: fx.Node) -> None:
+    """Say that a region starts at operator `node`, whether or not a transfer stands before it."""
+    node.meta[_REGION] = True
+
+
+def starts_region(node: fx.Node) -> bool:
+    """Say whether a region was marked to start at the operator."""
+    return bool(node.meta.get(_REGION))
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:

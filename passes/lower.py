@@ -13,7 +13,7 @@ from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
 
 from .alias import alias_closure, aliased_inputs
-from .facts import buffer_of, group_of, positions, slot_of, unit_of, wire_type
+from .facts import buffer_of, group_of, positions, slot_of, starts_region, unit_of, wire_type
 
 _Stretch = list[fx.Node]
 
@@ -102,7 +102,8 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
             continue
         kind = kinds.get(node.target, "region")
         group = group_of(node) if kind in ("gather", "reduce") else ops.LONE_GROUP
-        extends = kind == current_kind and (kind == "region" or (group != ops.LONE_GROUP and group == current_group))
+        together = not starts_region(node) if kind == "region" else group != ops.LONE_GROUP and group == current_group
+        extends = kind == current_kind and together
         if current and not extends:
             yield current_kind, current
             current = []

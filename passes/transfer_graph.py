@@ -17,7 +17,7 @@ from zinf_compile import ops
 from zinf_compile.errors import IllegalGraphError
 
 from .alias import METADATA_OPS, aliased_inputs
-from .facts import group_of, unit_of
+from .facts import group_of, starts_region, unit_of
 from .traffic import bytes_moved
 
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
@@ -108,7 +108,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
             continue
         lane = _LANES.get(node.target, COMPUTE)
         if node.target not in ops.SCHEDULE_OPS:
-            stretch = stretch or node.name
+            stretch = node.name if starts_region(node) else stretch or node.name
             yield node, stretch, lane
             continue
         stretch = ""

@@ -48,6 +48,11 @@ def two_weights_in_turn(n: int) -> str:
     return "".join(f"a{i + 1} = mm(a{i}, w{i % 2})\n" for i in range(n)) + f"return (a{n},)"
 
 
+def each_weight_twice(n: int) -> str:
+    """Weights that are released before they come again, and a large one that makes room to hold them all."""
+    return "".join(f"a{i + 1} = mm(a{i}, w{i % (n // 2)})\n" for i in range(n)) + f"c = mm(a{n}, head)\nreturn (c,)"
+
+
 def parts_of_one_gradient(n: int) -> str:
     """Gradients that are slices of one value."""
     text = "".join(f"p{i} = view(a0, [1, 4, 4])\ns{i} = select(q, 0, 0)\nr{i} = reduce_scatter(s{i}, w{i})\n" for i in range(n))
@@ -66,7 +71,7 @@ def all_at_once(n: int) -> str:
     return f"c = cat([{', '.join(f'w{i}' for i in range(n))}])\nreturn (c,)"
 
 
-SHAPES = [all_at_once, cast, layers, one_weight, two_weights_in_turn, parts_of_one_gradient, returned]
+SHAPES = [all_at_once, cast, layers, one_weight, two_weights_in_turn, each_weight_twice, parts_of_one_gradient, returned]
 
 
 def look(gm: fx.GraphModule) -> str:
@@ -107,7 +112,8 @@ def instructions(function: Callable[[], Any]) -> int:
 def work(shape: Callable[[int], str], n: int) -> dict[str, int]:
     """Return the instructions of each pass on a graph of n layers."""
     dtype = torch.float64 if shape is cast else torch.float32
-    gm = graph_of(shape(n), a0=torch.empty(4, 4), **{f"w{i}": unit(4, 4, dtype=dtype) for i in range(n)})
+    weights = {f"w{i}": unit(4, 4, dtype=dtype) for i in range(n)}
+    gm = graph_of(shape(n), a0=torch.empty(4, 4), **weights, head=unit(4, 4 * n))
     steps = [recompute_unit_views, *STEPS]
     return {pass_name(step): instructions(partial(step, gm)) for step in steps}
 

@@ -159,8 +159,8 @@ def test_narrower_gathers_move_no_border_of_a_region() -> None:
             cuts = []
             for left_out in ("narrow_gathers", ""):
                 gm = copied(graphs[kind])
-                for step in graph_passes(bucket_bytes=bucket_bytes):
-                    gm = gm if pass_name(step) == left_out else step(gm)
+                for step in graph_passes(bucket_bytes=bucket_bytes):  # merge_gathers drops waits as bytes allow, no border
+                    gm = gm if pass_name(step) in (left_out, "merge_gathers") else step(gm)
                 steps = lower(gm, name=kind).steps
                 cuts.append([type(step).__name__ for step in steps if not isinstance(step, Gather)])
             assert any(step.dtype == torch.bfloat16 for step in steps if isinstance(step, Gather))
