@@ -59,7 +59,8 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # see pyproject.toml
+    for accepted in ("The .grad attribute of a Tensor that is not a leaf", "`torch.jit.script_method` is deprecated"):
+        warnings.filterwarnings("ignore", accepted)  # see pyproject.toml
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group(
