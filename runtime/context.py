@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
@@ -21,6 +22,7 @@ from zinf_compile.program import digest_of
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
+from .overlap import Spans, Timed
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -43,6 +45,8 @@ class Context:
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()
         self.reduce_lane: Lane = InlineLane()
+        self.waits: Spans | None = None
+        """Where it is noted when compute stands still, see `overlap.recorded`; None: nowhere."""
         self.gathers: Collectives = SingleRank()
         self.reductions: Collectives = SingleRank()
         self._control: dist.ProcessGroup | None = None
@@ -131,10 +135,16 @@ class Context:
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
 
+    def start(self, lane: Lane, transfer: Callable[[], None]) -> Pending:
+        """Submit a transfer of a graph to a lane; what time that takes, compute stands still."""
+        with self._waiting():
+            return lane.submit(transfer)
+
     def finish(self, pending: Pending, what: str) -> None:
         """Wait for a transfer; one that got no answer or took too long raises `RankMismatchError` naming `what`."""
         try:
-            pending.wait()
+            with self._waiting():
+                pending.wait()
         except RuntimeError as error:
             if _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError):
                 raise self.failed(what, error) from error
@@ -151,11 +161,16 @@ class Context:
 
     def _patiently(self, exchange: Callable[[], object], what: str) -> None:
         try:
-            exchange()
+            with self._waiting():
+                exchange()
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(what, error) from error
 
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        return _UNTIMED if self.waits is None else Timed(self.waits)
 
+
+_UNTIMED = contextlib.nullcontext()
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
 """What the messages of broken transfers have in common; they have no class of their own."""
 

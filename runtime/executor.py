@@ -103,7 +103,7 @@ def _start_gather(
         return
     shards = [unit.shard for unit, _ in members]
     flats = [context.full_buffer(unit.numel, dtype, unit.device) for unit, _ in members]
-    pending = context.gather_lane.submit(lambda: context.gathers.all_gather(shards, flats))
+    pending = context.start(context.gather_lane, lambda: context.gathers.all_gather(shards, flats))
     what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
     for (unit, out), flat in zip(members, flats, strict=True):
         full = unit.logical(flat)
@@ -128,7 +128,7 @@ def _start_reduce(
         return
     grads = [_own(unit.flat(grad), grad, copy=sight == Sight.CALLER) for grad, unit, _, sight in members]
     shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
-    pending = context.reduce_lane.submit(lambda: context.reductions.reduce_scatter(grads, shards))
+    pending = context.start(context.reduce_lane, lambda: context.reductions.reduce_scatter(grads, shards))
     what = f"reducing the gradients of {_names([unit for _, unit, _, _ in members])} (group {group}) in {program.name}"
     reduction = Reduction(pending, context, what)
     for (_, unit, out, _), shard in zip(members, shards, strict=True):

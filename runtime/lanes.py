@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from .overlap import Spans, timed
+
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
 
@@ -24,6 +26,9 @@ class Pending(Protocol):
 
 class Lane(Protocol):
     """Where transfers are performed in order."""
+
+    log: Spans | None
+    """Where a lane of the CPU notes when each transfer submitted from now on started and ended; None: nowhere."""
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Start `transfer` after everything submitted before it."""
@@ -70,6 +75,7 @@ class ThreadLane:
     """
 
     def __init__(self, name: str) -> None:
+        self.log: Spans | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(MOST_UNDER_WAY)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -78,7 +84,7 @@ class ThreadLane:
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Queue `transfer`."""
-        job = _Job(transfer)
+        job = _Job(transfer if self.log is None else timed(transfer, self.log))
         self._room.acquire()
         self._jobs.put(job)
         return job
@@ -99,9 +105,12 @@ class ThreadLane:
 class InlineLane:
     """Performs each transfer at once; for a single rank, where nothing travels."""
 
+    log: Spans | None = None
+
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Perform `transfer` now."""
-        transfer()
+        run = transfer if self.log is None else timed(transfer, self.log)
+        run()
         return Done()
 
 
@@ -112,6 +121,8 @@ class StreamLane:
     for the lane's event before it reads. A transfer's closure holds the buffers it works on until compute has waited for it: so
     no memory is handed out anew under a transfer, without `record_stream`.
     """
+
+    log: Spans | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,0 +1,112 @@
+"""How much of the time that transfers took compute went on, from what lanes and waits noted of themselves."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .context import Context
+
+Span = tuple[float, float]
+"""Start and end, in seconds of `time.perf_counter`."""
+
+MOST_SPANS = 100_000
+"""What one log keeps; older spans are dropped."""
+
+
+class Spans(collections.deque[Span]):
+    """A bounded log of spans; any thread may append."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        super().__init__(spans, maxlen=MOST_SPANS)
+
+
+class Timed:
+    """Context that notes when it was entered and left."""
+
+    __slots__ = ("_spans", "_start")
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._spans.append((self._start, time.perf_counter()))
+
+
+def timed(transfer: Callable[[], None], spans: Spans) -> Callable[[], None]:
+    """Return `transfer` noting its time."""
+
+    def run() -> None:
+        with Timed(spans):
+            transfer()
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Log:
+    """What one rank noted."""
+
+    gathers: Spans = dataclasses.field(default_factory=Spans)
+    reductions: Spans = dataclasses.field(default_factory=Spans)
+    waits: Spans = dataclasses.field(default_factory=Spans)
+    """When compute stood still: for a transfer, for room on a lane, for an answer of another rank."""
+
+    def transfer_s(self) -> float:
+        """Return the seconds that transfers took, those of the two lanes added up; they wait for other ranks, too."""
+        return sum(end - start for start, end in (*self.gathers, *self.reductions))
+
+    def overlapped_s(self) -> float:
+        """Return those of them during which compute wasn't waiting."""
+        return overlapped_s((*self.gathers, *self.reductions), self.waits)
+
+
+@contextlib.contextmanager
+def recorded(context: Context) -> Iterator[Log]:
+    """Context in which a rank's lanes and waits are noted; off it, nothing is and nothing is spent.
+
+        with recorded(context) as log:
+            step()
+        print(log.overlapped_s() / log.transfer_s())
+
+    For lanes on the CPU; on a device, where they are streams, a profiler shows the same.
+    """
+    if context.device.type != "cpu":
+        raise ValueError(f"transfers of {context.device} run on streams and are not logged; use torch.profiler there")
+    log = Log()
+    context.gather_lane.log, context.reduce_lane.log, context.waits = log.gathers, log.reductions, log.waits
+    try:
+        yield log
+    finally:
+        context.gather_lane.log = context.reduce_lane.log = context.waits = None
+
+
+def overlapped_s(transfers: Iterable[Span], waits: Iterable[Span]) -> float:
+    """Return the seconds of `transfers`, added up, that lie in none of the `waits`."""
+    joined: list[Span] = []
+    for start, end in sorted(waits):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    ends = [end for _, end in joined]
+    total = 0.0
+    for start, end in transfers:
+        total += end - start
+        for position in range(bisect.bisect_right(ends, start), len(joined)):
+            wait_start, wait_end = joined[position]
+            if wait_start >= end:
+                break
+            total -= min(end, wait_end) - max(start, wait_start)
+    return total
