@@ -22,6 +22,14 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({3: 4}, "unknown option 3 "),
     ({"compute": "eager"}, "compute='eager' .*accepted: 'fx', 'inductor'"),
     ({"compute": None}, "compute=None .*accepted: 'fx'"),
+    ({"mode": "reduce-overhead"}, "mode='reduce-overhead' asks for CUDA graphs.*buffers that move.*accepted: 'default', 'max-"),
+    ({"mode": "max-autotune"}, "mode='max-autotune' asks for CUDA graphs.*; accepted: 'default', 'max-autotune-no-cudagraphs'"),
+    ({"mode": "fast"}, "mode='fast' is not known to backend 'zero_infinity'; accepted: 'default', 'max-autotune-no-cudagraphs'"),
+    ({"mode": None}, "mode=None is not known"),
+    (
+        {"mode": "max-autotune-no-cudagraphs", "compute": "fx"},
+        "compute='fx' uses none of them; leave the mode away or set compute",
+    ),
     ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
     ({"bucket": 0}, "bucket=0 is not a size"),
     ({"bucket": True}, "bucket=True is not a size"),
@@ -56,9 +64,11 @@ def test_options_are_a_mapping() -> None:
         ({"options": {"buckt": 1}}, "did you mean 'bucket'"),
         ({"options": {"bucket": "many"}}, "bucket='many' is not a size"),
         ({"options": ["bucket"]}, "accepted: a dict"),
-        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' is not supported by backend 'zero_infinity'; leave it away"),
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' asks for CUDA graphs"),
+        ({"mode": "max-autotune"}, "mode='max-autotune' asks for CUDA graphs"),
+        ({"mode": "lite"}, "mode='lite' is not known to backend 'zero_infinity'; accepted: 'default', 'max-autotune-no-cuda"),
     ],
-    ids=["name", "value", "list", "mode"],
+    ids=["name", "value", "list", "reduce-overhead", "max-autotune", "lite"],
 )
 def test_torch_compile_raises_the_refusal_itself_and_leaves_the_model(settings: dict[str, Any], message: str) -> None:
     model = Mlp()
@@ -69,6 +79,11 @@ def test_torch_compile_raises_the_refusal_itself_and_leaves_the_model(settings: 
     assert isinstance(raised.value, ValueError)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert_same_models(twin, model)
+
+
+def test_a_mode_is_an_option_that_torch_compile_passes_beside_the_others() -> None:
+    assert Config.from_options(None, mode="default") == Config()
+    assert Config.from_options({"bucket": 1}, mode=(mode := "max-autotune-no-cudagraphs")) == Config(bucket=1, mode=mode)
 
 
 def test_defaults_are_accepted_and_frozen() -> None:

@@ -191,7 +191,7 @@ PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
 
 
 def compile_with_inductor(
-    region: torch.fx.GraphModule, *, backward: bool, threads: int, symbolic: bool, alone: bool = False
+    region: torch.fx.GraphModule, *, backward: bool, threads: int, symbolic: bool, mode: str = "default", alone: bool = False
 ) -> Any:
     """Compile one region for `threads` threads; the result takes a list of inputs, empties it, and returns the outputs.
 
@@ -201,22 +201,23 @@ def compile_with_inductor(
     compiled C++ is not). With `alone` nothing is handed to Inductor's own threads, which a forked process doesn't have.
     """
     from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
+    from torch._inductor import list_mode_options  # noqa: PLC0415  (documented, in a private module)
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415  (Inductor without AOTAutograd around it)
 
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(region.graph.nodes) if node.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     values = [node.meta["val"] for node in placeholders]
-    modes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode()
+    fakes = [value.fake_mode for value in values if isinstance(value, FakeTensor)]
     settings: dict[str, Any] = {
+        **list_mode_options(mode),
         "fallback_random": True,
         "cpp.threads": threads,
         "fx_graph_cache": inductor_config.fx_graph_cache and not symbolic,
     }
     if alone:
         settings["compile_threads"] = 1
-    with tracing(TracingContext(mode)), inductor_config.patch(settings):
+    with tracing(TracingContext(fakes[0] if fakes else FakeTensorMode())), inductor_config.patch(settings):
         return compile_fx_inner(region, values, is_backward=backward)
 
 

@@ -19,7 +19,7 @@ from ._torch import aot_autograd, aot_settings, inductor_decompositions, inside_
 from .binding import Binder
 from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
 from .config import Config
-from .errors import OptionError, UnsupportedModelError, ZinfError
+from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, prepare
 from .optimizer import install
@@ -47,9 +47,7 @@ def zero_infinity(
     error before that leaves them as they were.
     """
     try:
-        if mode not in (None, "default"):
-            raise OptionError(f"mode={mode!r} is not supported by backend 'zero_infinity'; leave it away")
-        return GraphCompiler(Config.from_options(options)).compile(gm, example_inputs)
+        return GraphCompiler(Config.from_options(options, mode=mode)).compile(gm, example_inputs)
     except ZinfError as error:
         raise raise_through_dynamo(error) from error.__cause__
 
@@ -64,7 +62,7 @@ class GraphCompiler:
         self.config = config
         self.number = next(_numbers)
         self._binder: Binder | None = None
-        self._regions = InductorRegions()
+        self._regions = InductorRegions(mode=config.mode)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""

@@ -28,6 +28,9 @@ _UNITS = {
     "TB": 10**12,
 }
 
+MODES = ("default", "max-autotune-no-cudagraphs")
+_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
 
 def parse_bytes(value: int | str, *, option: str) -> int:
     """Turn `"32MiB"` or a number of bytes into bytes; raise `OptionError` naming `option` for anything else."""
@@ -54,6 +57,10 @@ class Config:
     bucket: int | str = "32MiB"
     """Transfers that follow each other in use are issued together up to this many bytes of full parameters."""
 
+    mode: str = "default"
+    """How long Inductor may search for fast kernels; `torch.compile(..., mode=...)` sets it too. `"default"`, or
+    `"max-autotune-no-cudagraphs"`, which tries them out while compiling; the modes with CUDA graphs are refused."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -64,12 +71,14 @@ class Config:
     """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone."""
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
-        """Validate the mapping given to `torch.compile`; raise `OptionError` for an unknown name or a bad value."""
+    def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None) -> Config:
+        """Validate the options or mode given to `torch.compile`; raise `OptionError` for an unknown name or a bad value."""
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(options, Mapping | None):
             raise OptionError(f"options={options!r} is a {type(options).__name__}; accepted: a dict of {', '.join(known)}")
         given = dict(options or {})
+        if mode is not None:
+            given["mode"] = mode
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
@@ -86,7 +95,7 @@ class Config:
 
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
-        return f"compute={self.compute} bucket={self.bucket_bytes} timeout_s={self.timeout_s}"
+        return f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} timeout_s={self.timeout_s}"
 
     def resolve_group(self) -> dist.ProcessGroup | None:
         """Return the group to partition over; None when torch.distributed is not initialised."""
@@ -99,6 +108,7 @@ class Config:
     def _validate(self) -> None:
         if self.compute not in ("fx", "inductor"):
             raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx', 'inductor'")
+        self._validate_mode()
         parse_bytes(self.bucket, option="bucket")
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
@@ -116,3 +126,18 @@ class Config:
             if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
                 found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
                 raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")
+
+    def _validate_mode(self) -> None:
+        accepted = "accepted: " + ", ".join(map(repr, MODES))
+        if self.mode in _WITH_CUDA_GRAPHS:
+            raise OptionError(
+                f"mode={self.mode!r} asks for CUDA graphs, which replay fixed addresses, while parameters are gathered into "
+                f"buffers that move from call to call; {accepted}"
+            )
+        if self.mode not in MODES:
+            raise OptionError(f"mode={self.mode!r} is not known to backend 'zero_infinity'; {accepted}")
+        if self.mode != "default" and self.compute != "inductor":
+            raise OptionError(
+                f"mode={self.mode!r} chooses among Inductor's kernels, and compute={self.compute!r} uses none of them; leave the "
+                "mode away or set compute='inductor'"
+            )

@@ -26,11 +26,12 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 class SharedRegion:
     """All regions of one structure: a callable once they are compiled."""
 
-    __slots__ = ("_fn", "backward", "graph", "threads")
+    __slots__ = ("_fn", "backward", "graph", "mode", "threads")
 
-    def __init__(self, graph: fx.GraphModule, *, backward: bool) -> None:
+    def __init__(self, graph: fx.GraphModule, *, backward: bool, mode: str = "default") -> None:
         self.graph: fx.GraphModule | None = graph
         self.backward = backward
+        self.mode = mode
         self.threads = torch.get_num_threads()
         self._fn: Compiled | None = None
 
@@ -47,6 +48,7 @@ class SharedRegion:
             backward=self.backward,
             threads=self.threads,
             symbolic=any(_is_symbolic(node.meta.get("val")) for node in self.graph.graph.nodes),
+            mode=self.mode,
             alone=alone,
         )
         return compiled
@@ -68,7 +70,8 @@ class InductorRegions:
     Symbolic sizes and attributes mean something in their own graph only: regions that have them are shared within it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, mode: str = "default") -> None:
+        self._mode = mode
         self._own: dict[tuple[Any, ...], SharedRegion] = {}
         self._waiting: dict[SharedRegion, None] = {}
 
@@ -76,10 +79,10 @@ class InductorRegions:
         """Take a region; what is returned may be called after `compile`."""
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
             return run_by_operator(region)
-        key = (backward, torch.get_num_threads(), *structure(region))
+        key = (backward, self._mode, torch.get_num_threads(), *structure(region))
         known = self._own if _belongs_to_its_graph(region) else _shared
         with _lock:
-            shared = known.setdefault(key, SharedRegion(region, backward=backward))
+            shared = known.setdefault(key, SharedRegion(region, backward=backward, mode=self._mode))
         if shared.graph is not None:
             self._waiting[shared] = None
         return shared
@@ -161,7 +164,8 @@ def _compile(shared: SharedRegion) -> Compiled:
 def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
     """Yield the regions' numbers as they get cheap to compile here, since a copy of this process has filled the caches."""
     devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
-    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or not caches_compiled_regions():
+    tried_out = waiting[0].mode != "default"  # alone on the machine, or the fastest kernel isn't the one that seems so
+    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or tried_out or not caches_compiled_regions():
         return iter(range(len(waiting)))
     return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
 
