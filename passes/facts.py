@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -140,6 +141,22 @@ def set_type(node: fx.Node, dtype: torch.dtype) -> None:
     value = node.meta["val"]
     node.meta["val"] = changed(value) if isinstance(value, torch.Tensor) else type(value)(map(changed, value))
     node.meta.pop("tensor_meta", None)  # a second record of the same
+
+
+def symbols_of(node: fx.Node) -> set[Any]:
+    """Return the symbols that the node's result, a number, or the form of its result, a tensor, depends on."""
+    return {symbol for expression in _expressions(node) for symbol in expression.free_symbols}
+
+
+def symbols_read_off(node: fx.Node) -> set[Any]:
+    """Return the symbols that are the node's result, or one of its sizes or strides, as they stand."""
+    return {expression for expression in _expressions(node) if expression.is_Symbol}
+
+
+def _expressions(node: fx.Node) -> list[Any]:
+    value = node.meta.get("val")
+    numbers = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    return [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat)) and n.node.is_symbolic()]
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

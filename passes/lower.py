@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from zinf_compile import ops
@@ -13,7 +14,7 @@ from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
 
 from .alias import alias_closure, aliased_inputs
-from .facts import buffer_of, group_of, positions, slot_of, starts_region, unit_of, wire_type
+from .facts import buffer_of, group_of, positions, slot_of, starts_region, symbols_of, symbols_read_off, unit_of, wire_type
 
 _Stretch = list[fx.Node]
 
@@ -37,11 +38,12 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     for node in placeholders:
         register[node] = len(register)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    ownership = _Ownership(gm.graph)
+    ownership, sizes = _Ownership(gm.graph), _Sizes(placeholders)
     steps: list[Step] = []
     for kind, nodes in _stretches(gm.graph):
         if kind == "region":
             inputs, outputs = _boundary(nodes)
+            inputs += sizes.missing(inputs)
             for node in outputs:
                 register[node] = len(register)
             fn = compile_region(_region_graph(gm, nodes, inputs, outputs))
@@ -149,6 +151,23 @@ class _Ownership:
         if root.op != "call_function" or self._last[root] == self._end:
             return Sight.CALLER
         return Sight.NOBODY if self._last[root] <= self._place[reduction] else Sight.GRAPH
+
+
+class _Sizes:
+    """The graph's symbols: an input of size `s - 2` doesn't tell a compiler `s`."""
+
+    def __init__(self, placeholders: list[fx.Node]) -> None:
+        self._numbers = {symbol: node for node in placeholders if not _is_tensor(node) for symbol in symbols_read_off(node)}
+
+    def missing(self, inputs: list[fx.Node]) -> list[fx.Node]:
+        """Return the graph's inputs that give the symbols which a region's inputs depend on and don't give."""
+        needed = {symbol for node in inputs for symbol in symbols_of(node)}
+        needed -= {symbol for node in inputs for symbol in symbols_read_off(node)}
+        return [self._numbers[symbol] for symbol in sorted(needed & self._numbers.keys(), key=str)]
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
