@@ -30,6 +30,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         {"mode": "max-autotune-no-cudagraphs", "compute": "fx"},
         "compute='fx' uses none of them; leave the mode away or set compute",
     ),
+    ({"on_refusal": "warn"}, "on_refusal='warn' is not known; accepted: 'fx', 'error'"),
     ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
     ({"bucket": 0}, "bucket=0 is not a size"),
     ({"bucket": True}, "bucket=True is not a size"),

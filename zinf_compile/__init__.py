@@ -2,6 +2,7 @@
 
 from .checkpoint import full_state_dict, gathered, load_full_state_dict
 from .errors import (
+    CompilationError,
     IllegalGraphError,
     OptionError,
     PartitionedParameterError,
@@ -15,6 +16,7 @@ from .memory import memory
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompilationError",
     "IllegalGraphError",
     "OptionError",
     "PartitionedParameterError",

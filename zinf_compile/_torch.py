@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -233,6 +235,21 @@ def caches_compiled_regions() -> bool:
     from torch._inductor import config as inductor_config  # noqa: PLC0415
 
     return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
+
+
+def unwritable_inductor_cache() -> str:
+    """Say why what Inductor compiles can't be written to its cache directory; empty if it can."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir  # noqa: PLC0415
+
+    directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+    try:
+        with tempfile.TemporaryFile(dir=cache_dir()):
+            return ""
+    except OSError as error:
+        return (
+            f"its cache directory {directory} can't be written to: {error.strerror}; set TORCHINDUCTOR_CACHE_DIR to a directory "
+            "that this process may write to"
+        )
 
 
 def vector_isa_probes() -> list[Callable[[], bool]]:

@@ -62,7 +62,7 @@ class GraphCompiler:
         self.config = config
         self.number = next(_numbers)
         self._binder: Binder | None = None
-        self._regions = InductorRegions(mode=config.mode)
+        self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""

@@ -61,6 +61,10 @@ class Config:
     """How long Inductor may search for fast kernels; `torch.compile(..., mode=...)` sets it too. `"default"`, or
     `"max-autotune-no-cudagraphs"`, which tries them out while compiling; the modes with CUDA graphs are refused."""
 
+    on_refusal: str = "fx"
+    """What becomes of a stretch that Inductor can't compile. `"fx"`: it runs operator by operator, with a warning that names the
+    operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -109,6 +113,8 @@ class Config:
         if self.compute not in ("fx", "inductor"):
             raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx', 'inductor'")
         self._validate_mode()
+        if self.on_refusal not in ("fx", "error"):
+            raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
         parse_bytes(self.bucket, option="bucket")
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:

@@ -15,6 +15,10 @@ class UnsupportedModelError(ZinfError, ValueError):
     """The model holds or does something that cannot be partitioned; the message names the parameter and the way out."""
 
 
+class CompilationError(ZinfError, RuntimeError):
+    """Inductor can't compile a part of the model, and `on_refusal="error"` asks for an error; the message ends with its own."""
+
+
 class PartitionedParameterError(ZinfError, RuntimeError):
     """Code outside the compiled graphs read or replaced a parameter whose value is spread over the ranks."""
 

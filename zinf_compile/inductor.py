@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import caches_compiled_regions, compile_with_inductor, inductor_processes, vector_isa_probes
+from ._torch import (
+    caches_compiled_regions,
+    compile_with_inductor,
+    inductor_processes,
+    unwritable_inductor_cache,
+    vector_isa_probes,
+)
+from .errors import CompilationError
 from .forked import run_forked
 from .passes.lower import run_by_operator
 
@@ -70,10 +77,11 @@ class InductorRegions:
     Symbolic sizes and attributes mean something in their own graph only: regions that have them are shared within it.
     """
 
-    def __init__(self, *, mode: str = "default") -> None:
+    def __init__(self, *, mode: str = "default", on_refusal: str = "fx") -> None:
         self._mode = mode
+        self._on_refusal = on_refusal
         self._own: dict[tuple[Any, ...], SharedRegion] = {}
-        self._waiting: dict[SharedRegion, None] = {}
+        self._waiting: dict[SharedRegion, tuple[Any, ...]] = {}
 
     def collect(self, region: fx.GraphModule, *, backward: bool) -> Compiled:
         """Take a region; what is returned may be called after `compile`."""
@@ -84,22 +92,50 @@ class InductorRegions:
         with _lock:
             shared = known.setdefault(key, SharedRegion(region, backward=backward, mode=self._mode))
         if shared.graph is not None:
-            self._waiting[shared] = None
+            self._waiting[shared] = key
         return shared
 
     def compile(self, *, rank: int, ranks: int) -> None:
         """Compile what was collected; each of the `ranks` begins elsewhere, so that those of one node fill one cache together."""
         waiting = [shared for shared in self._waiting if shared.graph is not None]
+        problem = unwritable_inductor_cache() if waiting else ""
+        if problem:
+            for shared in waiting:
+                shared.resolve(self._run_instead(shared, problem))
+        elif waiting:
+            on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+            first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
+            waiting = waiting[first:] + waiting[:first]
+            concurrent.futures.wait(_probe_vector_isa())
+            with _counted():
+                for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
+                    waiting[number].resolve(self._compile(waiting[number]))
         self._waiting.clear()
-        if not waiting:
-            return
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
-        waiting = waiting[first:] + waiting[:first]
-        concurrent.futures.wait(_probe_vector_isa())
-        with _counted():
-            for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
-                waiting[number].resolve(_compile(waiting[number]))
+
+    def _compile(self, shared: SharedRegion) -> Compiled:
+        try:
+            return shared.compile()
+        except Exception as error:
+            return self._run_instead(shared, describe_refusal(error), error)
+
+    def _run_instead(self, shared: SharedRegion, reason: str, error: Exception | None = None) -> Compiled:
+        """Return the region as it runs without Inductor, with a warning; later graphs try again."""
+        assert shared.graph is not None
+        with _lock:
+            _shared.pop(self._waiting[shared], None)
+        if self._on_refusal == "error":
+            raise CompilationError(
+                f"Inductor can't compile a region of the model ({reason}). With on_refusal='fx' it runs operator by operator, "
+                "with compute='fx' the whole model does" + (f". Inductor said:\n{error}" if error else "")
+            ) from error
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(
+                f"Inductor can't compile a region of the model ({reason}); it runs operator by operator. Option "
+                "on_refusal='error' makes this an error, with all that Inductor says",
+                stacklevel=2,
+            )
+        return run_by_operator(shared.graph)
 
 
 def prepare(device: torch.device) -> None:
@@ -111,6 +147,14 @@ def prepare(device: torch.device) -> None:
 def seconds_compiling() -> float:
     """Return the wall seconds that this process has spent compiling regions."""
     return _compiling_s
+
+
+def describe_refusal(error: Exception) -> str:
+    """Return the first line of an error of Inductor's, with the operator it is about where it names one."""
+    lines = str(error).splitlines() or [""]
+    operator = next((line.split()[1] for line in lines if line.lstrip().startswith("target: ")), "")
+    reason = f"{type(error).__name__}: {lines[0]}"
+    return f"operator {operator}, {reason}" if operator else reason
 
 
 def structure(region: fx.GraphModule) -> tuple[Any, ...]:
@@ -147,18 +191,6 @@ def _is_symbolic(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_is_symbolic(item) for item in value)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _compile(shared: SharedRegion) -> Compiled:
-    assert shared.graph is not None
-    try:
-        return shared.compile()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(f"Inductor can't compile a region of the model ({reason}); it runs operator by operator", stacklevel=2)
-        return run_by_operator(shared.graph)
 
 
 def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
