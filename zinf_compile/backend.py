@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inductor_decompositions, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
-from .capture import mark_inputs, read_inputs, reject_assignments, reject_mutations, reject_sparse_gradients
+from .capture import (
+    explaining_empty_inputs,
+    mark_inputs,
+    read_inputs,
+    reject_assignments,
+    reject_mutations,
+    reject_sparse_gradients,
+)
 from .config import Config
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
@@ -105,7 +112,7 @@ class GraphCompiler:
             partition_fn=partition,
             decompositions=inductor_decompositions() if self.config.compute == "inductor" else None,
         )
-        with aot_settings(backward_ahead=self.backward_ahead):
+        with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():

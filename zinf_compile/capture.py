@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
 
 from ._torch import aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs
 from .binding import reject_unsupported
-from .errors import UnsupportedModelError
+from .errors import UnsupportedModelError, ZinfError
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
 from .program import Slot
 
@@ -106,6 +107,23 @@ def _assigns_itself(assignment: fx.Node, slot: Slot) -> bool:
     found = value.meta["example_value"]
     unchanged = (found.dtype, found.device, found.stride()) == (slot.dtype, slot.device, slot.stride)
     return unchanged and not any(user.users or user.op == "output" for user in assignment.users)
+
+
+@contextlib.contextmanager
+def explaining_empty_inputs(captured: Captured, inputs: Sequence[object]) -> Iterator[None]:
+    """Context for tracing: an error of PyTorch's about an input without elements becomes an `UnsupportedModelError` naming it."""
+    try:
+        yield
+    except ZinfError:
+        raise
+    except Exception as error:
+        for index, value in enumerate(inputs):
+            if index not in captured.slots and isinstance(value, torch.Tensor) and 0 in value.shape:
+                raise UnsupportedModelError(
+                    f"PyTorch can't trace the model for input {captured.names[index]}, shape {list(value.shape)}, which has no "
+                    f"elements ({type(error).__name__}: {error}); leave empty batches away"
+                ) from error
+        raise
 
 
 def reject_mutations(gm: fx.GraphModule, captured: Captured) -> None:
