@@ -88,7 +88,6 @@ def _deepspeed_trainer(model: Any, optimizer: Any) -> TakeStep:
 
     if not dist.is_initialized():
         raise SystemExit("DeepSpeed needs several ranks: --world 2")
-    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
     warnings.simplefilter("ignore", FutureWarning)  # of the collectives that it calls, by their older names
     config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 3}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -104,6 +103,9 @@ def _deepspeed_trainer(model: Any, optimizer: Any) -> TakeStep:
 
 def work(peer: str, rank: int, world: int, layers: int, rendezvous: str, commands: Any) -> None:
     """Serve commands: "step" is answered with (wall s, CPU s, loss), the others with one number."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )  # as torchrun does
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{rendezvous}-cache"
     os.environ["OMP_WAIT_POLICY"] = "passive"  # peers that wait for their turn must not burn the others' cores
     os.environ["DS_ACCELERATOR"] = "cpu"
