@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Sight, Wait
 
 from .context import Context
 from .lanes import Done, Pending
@@ -16,13 +16,15 @@ from .unit import Unit
 
 GradientMaker = Callable[[Unit, torch.Tensor, Pending], torch.Tensor]
 
+_DONE = Done()
+
 
 class _Gathered:
-    """A handle: the full unit, usable once `pending` is over."""
+    """A handle: the full unit, usable once `pending` is over; None where nothing travels."""
 
     __slots__ = ("full", "pending", "what")
 
-    def __init__(self, full: torch.Tensor, pending: Pending, what: str) -> None:
+    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str) -> None:
         self.full = full
         self.pending = pending
         self.what = what
@@ -53,28 +55,23 @@ def execute(
     for register, value in program.constants.items():
         registers[register] = value
     for step, frees in zip(program.steps, program.frees, strict=True):
-        match step:
-            case Region(fn, inputs, outputs):
-                values = [registers[r] for r in inputs]
-                for r in frees:
-                    registers[r] = None
-                _store(registers, outputs, fn(values))
-                continue
-            case Wait(handle, out):
-                gathered = registers[handle]
+        if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
+            values = [registers[r] for r in step.inputs]
+            for r in frees:
+                registers[r] = None
+            _store(registers, step.outputs, step.fn(values))
+            continue
+        if isinstance(step, Wait):
+            gathered = registers[step.handle]
+            if gathered.pending is not None:
                 context.finish(gathered.pending, gathered.what)
-                registers[out] = gathered.full
-                del gathered
-            case Release():
-                pass  # the register is freed below; the ledger notices when the memory goes
-            case Gather(group, members, dtype):
-                _start_gather(program, group, [(units[unit], out) for unit, out in members], dtype, registers, context)
-            case Reduce(group, reductions):
-                _start_reduce(
-                    program, group, [(registers[g], units[u], out, sight) for g, u, out, sight in reductions],
-                    registers, context, make_gradient=make_gradient,
-                )  # fmt: skip
-        for r in frees:
+            registers[step.out] = gathered.full
+            del gathered
+        elif isinstance(step, Gather):
+            _start_gather(program, step, units, registers, context)
+        elif isinstance(step, Reduce):
+            _start_reduce(program, step, units, registers, context, make_gradient=make_gradient)
+        for r in frees:  # all there is to a release: the ledger notices when the memory goes
             registers[r] = None
     return [None if r is None else registers[r] for r in program.outputs]
 
@@ -85,27 +82,21 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -
         registers[place] = value
 
 
-def _start_gather(
-    program: Program,
-    group: int,
-    members: Sequence[tuple[Unit, int]],
-    dtype: torch.dtype,
-    registers: list[Any],
-    context: Context,
-) -> None:
+def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], registers: list[Any], context: Context) -> None:
     if context.size == 1:
-        for unit, out in members:
-            full = unit.whole()
-            if dtype != unit.dtype:
-                full = full.to(dtype)
+        for slot, out in step.members:
+            full = units[slot].whole()
+            if full.dtype != step.dtype:
+                full = full.to(step.dtype)
                 context.ledger.track("gathered", full)
-            registers[out] = _Gathered(full, Done(), "")
+            registers[out] = _Gathered(full, None, "")
         return
-    shards = [unit.shard for unit, _ in members]
-    flats = [context.full_buffer(unit.numel, dtype, unit.device) for unit, _ in members]
+    members = [units[slot] for slot, _ in step.members]
+    shards = [unit.shard for unit in members]
+    flats = [context.full_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     pending = context.start(context.gather_lane, lambda: context.gathers.all_gather(shards, flats))
-    what = f"gathering {_names([unit for unit, _ in members])} (group {group}) in {program.name}"
-    for (unit, out), flat in zip(members, flats, strict=True):
+    what = f"gathering {_names(members)} (group {step.group}) in {program.name}"
+    for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
         context.ledger.track("gathered", full)
         registers[out] = _Gathered(full, pending, what)
@@ -113,25 +104,30 @@ def _start_gather(
 
 def _start_reduce(
     program: Program,
-    group: int,
-    members: Sequence[tuple[torch.Tensor, Unit, int, Sight]],
+    step: Reduce,
+    units: Mapping[int, Unit],
     registers: list[Any],
     context: Context,
     *,
     make_gradient: GradientMaker,
 ) -> None:
     if context.size == 1:
-        for grad, unit, out, sight in members:
-            shard = _own(unit.flat(grad), grad, copy=sight != Sight.NOBODY)
+        for grad, slot, out, sight in step.members:
+            unit, value = units[slot], registers[grad]
+            shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
             context.ledger.track("grads", shard)
-            registers[out] = make_gradient(unit, shard, Done())
+            registers[out] = make_gradient(unit, shard, _DONE)
         return
-    grads = [_own(unit.flat(grad), grad, copy=sight == Sight.CALLER) for grad, unit, _, sight in members]
+    members = [units[slot] for _, slot, _, _ in step.members]
+    grads = [
+        _own(unit.flat(registers[grad]), registers[grad], copy=sight == Sight.CALLER)
+        for unit, (grad, _, _, sight) in zip(members, step.members, strict=True)
+    ]
     shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
     pending = context.start(context.reduce_lane, lambda: context.reductions.reduce_scatter(grads, shards))
-    what = f"reducing the gradients of {_names([unit for _, unit, _, _ in members])} (group {group}) in {program.name}"
+    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)
-    for (_, unit, out, _), shard in zip(members, shards, strict=True):
+    for unit, (_, _, out, _), shard in zip(members, step.members, shards, strict=True):
         context.ledger.track("grads", shard)
         registers[out] = make_gradient(unit, shard, reduction)
 

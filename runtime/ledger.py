@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 import weakref
 from typing import Literal
@@ -13,32 +12,46 @@ Kind = Literal["params", "grads", "states", "gathered"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered")
 
 
+class _Counted(weakref.ref[torch.Tensor]):
+    """A tensor that is counted for as long as it lives; lighter than `weakref.finalize`."""
+
+    __slots__ = ("count", "kind")
+    kind: Kind
+    count: int
+
+
 class Ledger:
     """Count bytes by kind, now and at the peak; any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may run inside any allocation, also one made under this lock
-        self._now: collections.Counter[str] = collections.Counter()
-        self._peak: collections.Counter[str] = collections.Counter()
+        self._now: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do
 
     def add(self, kind: Kind, count: int) -> None:
         """Count `count` more bytes (fewer, when negative)."""
         with self._lock:
-            self._now[kind] += count
-            self._peak[kind] = max(self._peak[kind], self._now[kind])
+            now = self._now[kind] = self._now[kind] + count
+            self._peak[kind] = max(self._peak[kind], now)
 
     def track(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Count a tensor's bytes until it is dropped."""
-        count = tensor.numel() * tensor.element_size()
-        self.add(kind, count)
-        weakref.finalize(tensor, self.add, kind, -count).atexit = False
+        tracked = _Counted(tensor, self._forget)
+        tracked.kind, tracked.count = kind, tensor.nbytes
+        self._tracked[id(tracked)] = tracked
+        self.add(kind, tracked.count)
 
     def now(self) -> dict[str, int]:
         """Return the bytes held, by kind."""
         with self._lock:
-            return {kind: self._now[kind] for kind in KINDS}
+            return dict(self._now)
 
     def peak(self) -> dict[str, int]:
         """Return the most bytes held at any time, by kind."""
         with self._lock:
-            return {kind: self._peak[kind] for kind in KINDS}
+            return dict(self._peak)
+
+    def _forget(self, tracked: _Counted) -> None:
+        del self._tracked[id(tracked)]
+        self.add(tracked.kind, -tracked.count)

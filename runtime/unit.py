@@ -52,7 +52,7 @@ class Unit:
         """Lay a full tensor of the parameter's shape out flat in the parameter's order; copies only when it must."""
         if value.stride() != self.stride:
             value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
-        return value.as_strided((self.numel,), (1,))
+        return value if self.stride == (1,) else value.as_strided((self.numel,), (1,))
 
     def whole(self) -> torch.Tensor:
         """On a single rank: the parameter's value, sharing memory with the shard but with a storage of its own.

@@ -38,12 +38,13 @@ class Binder:
         program, context = self._program, self._context
         if not program.slots and not (program.buffers and context.size > 1):
             return {}
-        fresh = self._whole(args)
-        buffers = self._unsynchronised(args, fresh) if context.size > 1 else ()
+        units, fresh = self._look_up(args)
+        buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         if context.size > 1:
-            self._agree(args, fresh, buffers)
-        self._partition(args, fresh)
-        units = {r: _home(args[r]) for r in program.slots}
+            self._agree(units, fresh, buffers)
+        if fresh:
+            self._partition(args, fresh)
+            units.update((r, _home(args[r])) for r in fresh)
         for r in buffers:
             _synchronise(args[r], context)
         if program.buffers and context.size > 1:
@@ -58,32 +59,41 @@ class Binder:
         fail that guard at the second, and the graph would be compiled again.
         """
         args = {r: inputs[slot.index] for r, slot in self._program.slots.items()}
-        fresh = self._whole(args)
+        units, fresh = self._look_up(args)
         if fresh and self._context.size > 1:
-            self._agree(args, fresh, ())
-        self._partition(args, fresh)
+            self._agree(units, fresh, ())
+        if fresh:
+            self._partition(args, fresh)
 
-    def _unsynchronised(self, args: Arguments, fresh: Sequence[int]) -> Sequence[int]:
+    def _unsynchronised(self, args: Arguments, units: Mapping[int, Unit], fresh: Sequence[int]) -> Sequence[int]:
         """Return the buffers that never had rank 0's values. One that the model replaced meanwhile is not among them."""
         program, known = self._program, self._context.synchronised
         if not program.buffers:
             return ()
-        model = _first_of(unit for r in program.slots if (unit := unit_behind(args[r])) is not None)
+        model = _first_of(units.values())
         return [
             r for r, name in program.buffers.items() if (fresh or (model, name) not in known) and not _is_synchronised(args[r])
         ]
 
-    def _whole(self, args: Arguments) -> list[int]:
+    def _look_up(self, args: Arguments) -> tuple[dict[int, Unit], list[int]]:
+        """Return the units of partitioned parameters, and the registers of those that are still whole."""
+        units: dict[int, Unit] = {}
+        fresh: list[int] = []
         with no_torch_function():
-            return [r for r, slot in self._program.slots.items() if _check(args[r], slot, self._context)]
+            for r, slot in self._program.slots.items():
+                unit = _checked(args[r], slot, self._context)
+                if unit is None:
+                    fresh.append(r)
+                else:
+                    units[r] = unit
+        return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
-        if fresh:
-            partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context)
+        partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context)
 
-    def _agree(self, args: Arguments, fresh: Sequence[int], buffers: Sequence[int]) -> None:
+    def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int]) -> None:
         program = self._program
-        serials = tuple(_home(args[r]).serial for r in program.slots if r not in fresh)
+        serials = tuple(unit.serial for unit in units.values())
         key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
         if key not in self._described:
             lines = self._describe(fresh, buffers, serials)
@@ -153,35 +163,37 @@ def _first_of(units: Iterable[Unit]) -> int:
     return min((unit.serial for unit in units), default=-1)
 
 
-def _check(parameter: Any, slot: Slot, context: Context) -> bool:
-    """Check that the parameter is what the graph was compiled for; return whether it is still whole."""
+def _checked(parameter: Any, slot: Slot, context: Context) -> Unit | None:
+    """Check that the parameter is what the graph was compiled for; return its unit, None while it is whole."""
     kind = type(parameter)
     if kind is not ShardedParameter and kind not in PARAMETER_TYPES:  # what autograd or torch.utils.checkpoint saved
-        if unit_behind(parameter) is None:
+        saved = unit_behind(parameter)
+        if saved is None:
             raise PartitionedParameterError(
                 f"parameter {slot.name} came back to the backward as a copy: saved_tensors_hooks that replace tensors, such as "
                 "save_on_cpu, can't hold a partitioned parameter; let them return parameters as they are"
             )
-        return False
-    if parameter.requires_grad != slot.requires_grad or parameter.dtype != slot.dtype or tuple(parameter.shape) != slot.shape:
+        return saved
+    if parameter.requires_grad != slot.requires_grad or parameter.dtype != slot.dtype or parameter.shape != slot.shape:
         raise PartitionedParameterError(
             f"parameter {slot.name} changed after it was compiled: the graph has shape {list(slot.shape)}, {slot.dtype}, "
             f"requires_grad={slot.requires_grad}, found shape {list(parameter.shape)}, {parameter.dtype}, "
             f"requires_grad={parameter.requires_grad}. Call torch.compiler.reset() after such a change"
         )
-    if type(parameter) is ShardedParameter:
-        home = parameter._zinf_unit.context
+    unit: Unit | None = getattr(parameter, "_zinf_unit", None)
+    if kind is ShardedParameter:
+        assert unit is not None, "a hollow parameter has a unit"
+        home = unit.context
         if home.group is not context.group:
             raise PartitionedParameterError(
                 f"parameter {slot.name} is partitioned over {home.size} ranks of another process group than this graph's "
                 f"{context.size}; compile all uses of a model with one process group, made before the first compiled call"
             )
-        return False
-    if getattr(parameter, "_zinf_unit", None) is not None:
+    elif unit is not None:
         raise PartitionedParameterError(
             f"the compiled model was called while {slot.name} is gathered: leave `with zinf_compile.gathered(...)` first"
         )
-    return True
+    return unit
 
 
 def _is_synchronised(buffer: torch.Tensor) -> bool:

@@ -62,20 +62,19 @@ class ShardedGradient(torch.Tensor):
     with a gradient. Anything else needs the whole gradient: `full_tensor()`, on all ranks. On a single rank everything works.
     """
 
+    __slots__ = ("_pending", "_shard", "_unit")  # every step makes one for each parameter
     _unit: Unit
     _shard: torch.Tensor
     _pending: Pending
 
     @staticmethod
     def __new__(cls, unit: Unit, shard: torch.Tensor, pending: Pending) -> ShardedGradient:
-        self = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, unit.shape, strides=unit.stride, dtype=shard.dtype, device=shard.device, requires_grad=False
         )
-        self._unit, self._shard, self._pending = unit, shard, pending
-        return self
 
     def __init__(self, unit: Unit, shard: torch.Tensor, pending: Pending) -> None:
-        super().__init__()
+        self._unit, self._shard, self._pending = unit, shard, pending
 
     @property
     def unit(self) -> Unit:
