@@ -86,6 +86,15 @@ class File:
         """Close the file once the transfers in flight are over. Closing again does nothing."""
         self._buffered = self._direct = None
 
+    def abandon(self) -> None:
+        """In a forked child: let go of the file at once, though copies of transfers in flight still refer to its descriptors."""
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in (self._buffered, self._direct):
+            if descriptor is not None:
+                os.dup2(nowhere, descriptor.fd, inheritable=False)
+        os.close(nowhere)
+        self.close()
+
     def __enter__(self) -> File:
         """Return the file itself, to be closed at the end of the `with` block."""
         return self

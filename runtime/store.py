@@ -140,17 +140,22 @@ class Store:
         return self._begin(key, source, offset, write=True)
 
     def close(self) -> None:
-        """Wait for what is under way, then let go of the files. A forked child's copy lets go only."""
+        """Wait for what is under way, then let go of the files: their space is free. In a forked child there is nothing to do."""
         if self._closed:
             return
         self._closed = True
-        if os.getpid() == self._pid:
-            if self._io is not None:
-                self._io.drain()
-            if self._owned is not None:
-                self._owned.close()
+        if self._io is not None:
+            self._io.drain()
+        if self._owned is not None:
+            self._owned.close()
         for opened in self._scratch:
             opened.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the files, so that they end with the process that made them."""
+        self._closed = True
+        for opened in self._scratch:
+            opened.file.abandon()
 
     def _begin(self, key: Key, tensor: torch.Tensor, offset: int | None, *, write: bool) -> Transfer:
         if os.getpid() != self._pid:
@@ -203,7 +208,7 @@ def _warn_of(folder: str, file: File) -> None:
 
 def _let_go_in_child() -> None:
     for store in list(_LIVE):
-        store.close()
+        store.abandon()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
