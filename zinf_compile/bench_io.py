@@ -83,10 +83,12 @@ def measure(
         sustained   the same for each mode at its best block and depth: the rate of the second half of the time
     """
     size -= size % (2 * max(blocks))
-    if not size or any(block % 4096 for block in blocks):
-        raise OptionError(f"--size holds no two blocks of {max(blocks):,} bytes, or a block is no multiple of 4096")
-    place = look_up(folder)
+    if odd := [block for block in blocks if block % 4096]:
+        raise OptionError(f"--block {odd[0]} is no multiple of 4096, which direct I/O asks for")
+    if not size:
+        raise OptionError(f"--size holds no two blocks of {max(blocks):,} bytes; accepted: a larger one, or smaller blocks")
     with closing(ScratchFile(folder)) as scratch:
+        place = look_up(folder)
         scratch.reserve(size)
         filled = Case(scratch.file, size, "write", _least(_FILL_BLOCK, size), _FILL_DEPTH, engine=engine)
         filled.rate(lambda moved, _: moved >= size)
@@ -130,25 +132,27 @@ class Case:
             self.chosen = {"name": engine.name, "reason": engine.reason}
             begin = skipped_at = time.perf_counter()
             submitted = ended = skipped = 0
-            while ended * self._block < submitted * self._block or not submitted:
+            while True:
                 passed = time.perf_counter() - begin
                 if passed < skip:
                     skipped, skipped_at = ended, begin + passed
                 if len(under_way) < self._depth and not enough(submitted * self._block, passed):
-                    write, offset = self._place(submitted)
+                    write, offset = self.place(submitted)
                     transfer = engine.write if write else engine.read
                     under_way.append(transfer(self._file, offset, buffers[submitted % self._depth]))
                     submitted += 1
-                else:
+                elif under_way:
                     under_way.popleft().wait()
                     ended += 1
+                else:
+                    break
             return (ended - skipped) * self._block / (time.perf_counter() - skipped_at)
 
     def report(self, rate: float) -> dict[str, Any]:
         """Return the case as the JSON has it."""
         return {"mode": self.mode, "block": self._block, "depth": self._depth, "bytes_per_s": rate}
 
-    def _place(self, number: int) -> tuple[bool, int]:
+    def place(self, number: int) -> tuple[bool, int]:
         """Return whether the transfer of this number is a write, and its offset."""
         if self.mode != "both":
             return self.mode == "write", number * self._block % self._size
@@ -165,7 +169,7 @@ def _least(block: int, size: int) -> int:
 
 def _bytes(text: str) -> int:
     try:
-        return int(text) if text.isdigit() and int(text) else parse_bytes(text, option="size")
+        return parse_bytes(int(text) if text.isdigit() else text, option="size")
     except OptionError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; accepted: bytes, or text such as 64MiB") from error
 
