@@ -34,7 +34,7 @@ from zinf_compile.runtime.store import Store, Transfer
 
 MODES = ("write", "read", "both")
 LEAST_RATE, MOST_CPU = 0.95, 1.3
-EXTENT_BYTES = 8 << 20
+EXTENT_BYTES = 4 << 20
 """What one call of the store transfers."""
 
 
@@ -46,7 +46,7 @@ class Shards:
         self._count = size // EXTENT_BYTES
         self._store = Store(folder, [(n, EXTENT_BYTES) for n in range(self._count)], engine=self.engine, verify=verify)
         self.fd = self._store.files[0].fd
-        places = max(2, 2 * depth * block // EXTENT_BYTES)
+        places = depth * block // EXTENT_BYTES + 2  # the drive never waits for the next
         self._buffers = aligned_buffer(places * EXTENT_BYTES).fill_(7).split(EXTENT_BYTES)
 
     def run(self, mode: str) -> Sample:
