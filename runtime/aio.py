@@ -101,7 +101,7 @@ class Engine:
         self.reason: str = self._native.reason
         """Why io_uring was refused; empty if it was not, or not asked for."""
         if self.reason:
-            _log.warning("I/O runs on threads, not on io_uring: %s", self.reason)
+            _log.info("I/O runs on threads, not on io_uring: %s", self.reason)
         self._held = _Held()
         self._submitting = threading.Lock()
         self._finalizer = weakref.finalize(self, _close, self._native, self._held)

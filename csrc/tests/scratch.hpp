@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <random>
 #include <vector>
 
@@ -21,8 +22,8 @@ using Bytes = std::vector<std::byte>;
 
 class Scratch {
 public:
-    explicit Scratch(std::size_t bytes = 0) : fd_(::open("/tmp", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)) {
-        check(fd_.is_open() && ::ftruncate(fd_.get(), static_cast<off_t>(bytes)) == 0, "a file without a name in /tmp");
+    explicit Scratch(std::size_t bytes = 0) : fd_(::open(std::filesystem::temp_directory_path().c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600)) {
+        check(fd_.is_open() && ::ftruncate(fd_.get(), static_cast<off_t>(bytes)) == 0, "a file without a name, where temporary files are");
     }
 
     int fd() const { return fd_.get(); }
