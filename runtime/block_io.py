@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zinf_compile.errors import StoreError
+from zinf_compile.errors import StoreError, StoreRequestError, ZinfError
 
 from .aio import Engine, File, Request
 from .block_checks import BlockChecks
@@ -44,6 +44,10 @@ class Piece:
                 self._request = self._io.submit(self)
             except Exception as error:
                 self._end(error)
+            except BaseException as interrupt:  # the engine may have begun: it keeps the staging buffer, the pool loses it
+                self.staging = None
+                self._end(RuntimeError(f"interrupted by {interrupt!r}"))
+                raise
             return True
 
     def done(self) -> bool:
@@ -68,17 +72,16 @@ class Piece:
                 self._end(None)
 
     def _end(self, error: Exception | None) -> None:
-        if isinstance(error, OSError) and not isinstance(error, StoreError):
-            explained = StoreError(error.errno, f"cannot {self.verb} {self._io.describe(self.block)}: {error}")
-            explained.__cause__ = error
-            error = explained
+        if error is not None and not isinstance(error, ZinfError):
+            error = self._explain(error)
         self.error, self._over, self._request = error, True, None
         self._io.leave(self)
 
-    @property
-    def verb(self) -> str:
-        """What it does."""
-        return "write" if self.write else "read"
+    def _explain(self, error: Exception) -> ZinfError:
+        what = f"cannot {'write' if self.write else 'read'} {self._io.describe(self.block)}: {error}"
+        explained = StoreError(error.errno, what) if isinstance(error, OSError) else StoreRequestError(what)
+        explained.__cause__ = error
+        return explained
 
 
 class BlockIO:
@@ -118,8 +121,8 @@ class BlockIO:
             while not piece.start():
                 self.settle(block, write=write)
         except BaseException:
-            if staging is not None:
-                self._staging.give_back(staging)
+            if piece.staging is not None:
+                self._staging.give_back(piece.staging)
             raise
         return piece
 

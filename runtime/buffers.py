@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import weakref
@@ -23,7 +24,8 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     huge = length >= _HUGE_PAGE
     memory = mmap.mmap(-1, length + (_HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
     buffer = whole[start : start + size]

@@ -96,8 +96,8 @@ class Store:
         self._closed = False
         self._scratch: list[ScratchFile] = []
         self._io: BlockIO | None = None
-        self._owned = Engine() if engine is None else None
-        self.engine: Engine = engine or self._owned  # type: ignore[assignment]  # one of them is there
+        self._owns_engine = engine is None
+        self.engine = engine or Engine()
         try:
             for folder in self.folders:
                 self._scratch.append(ScratchFile(folder))
@@ -146,8 +146,8 @@ class Store:
         self._closed = True
         if self._io is not None:
             self._io.drain()
-        if self._owned is not None:
-            self._owned.close()
+        if self._owns_engine:
+            self.engine.close()
         for opened in self._scratch:
             opened.close()
 

@@ -14,6 +14,7 @@ import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
 from zinf_compile.runtime import scratch_file
+from zinf_compile.runtime.aio import Engine
 from zinf_compile.runtime.filesystem import Filesystem
 from zinf_compile.runtime.store import Store
 
@@ -333,6 +334,14 @@ def test_a_closed_store(store: Store) -> None:
     for transfer in (store.read, store.write):
         with pytest.raises(StoreRequestError, match=r"exp_avg.*: the store is closed"):
             transfer(KEY, content(0))
+
+
+def test_a_closed_engine(tmp_path: Path) -> None:
+    engine = Engine()
+    with Store(tmp_path, [("x", 100)], engine=engine) as store:
+        engine.close()
+        with pytest.raises(StoreRequestError, match=r"cannot write bytes \[0, 100\) of extent 'x' .*closed"):
+            store.write("x", content(0, 100)).wait()
 
 
 def test_each_path_that_is_no_drive_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
