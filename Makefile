@@ -5,12 +5,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: setup train test test-core zoo lint bench clean
+CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp)) $(wildcard csrc/tests/*.cpp)
+
+.PHONY: setup train test test-core test-csrc zoo lint bench clean
 
 setup: $(INSTALLED)
 
 # The development requirements pin torch; --no-deps keeps the package's own installation from choosing another build.
-$(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc/*)
+$(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc/*.*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -r requirements-dev.txt
 	$(BIN)/pip install --no-build-isolation --no-deps -e .
@@ -25,6 +27,15 @@ test: setup
 # What is quick and needs one process.
 test-core: setup
 	$(BIN)/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
+
+# The I/O engines against real and faulty kernels, once under each sanitizer. Needs a C++ compiler only.
+test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
+	build/csrc-tests-address,undefined
+	build/csrc-tests-thread
+
+build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers -Werror -fsanitize=$* -fno-sanitize-recover=all -pthread -Icsrc $(CSRC_TESTED) -o $@
 
 zoo: setup
 	$(BIN)/pytest -m zoo tests/zoo $(ARGS)

@@ -10,6 +10,7 @@
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/string.h>
 
+#include "bindings.hpp"
 #include "direct_io.hpp"
 #include "io_uring_support.hpp"
 
@@ -31,7 +32,8 @@ void raise_os_error(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 NB_MODULE(_csrc, m) {
-    m.doc() = "The native part of zinf-compile: what its I/O engine asks of the kernel.";
+    m.doc() = "The native part of zinf-compile: its I/O engine and what that asks of the kernel.";
+    zinf::bind_engine(m);
     nb::register_exception_translator(raise_os_error);
 
     nb::class_<zinf::IoUringSupport>(m, "IoUringSupport", "Whether this process may use io_uring, and if not, why.")

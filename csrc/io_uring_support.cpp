@@ -29,14 +29,17 @@ std::string_view advice(int error) {
 
 }  // namespace
 
+std::string io_uring_refusal(int error) {
+    return "io_uring_setup: " + std::system_category().message(error) + std::string(advice(error));
+}
+
 IoUringSupport io_uring_support() {
     constexpr unsigned entries = 1;
     io_uring_params params{};
     const FileDescriptor ring(static_cast<int>(::syscall(SYS_io_uring_setup, entries, &params)));
     if (ring.is_open()) return {.error = 0, .reason = ""};
     const int error = errno;
-    return {.error = error,
-            .reason = "io_uring_setup: " + std::system_category().message(error) + std::string(advice(error))};
+    return {.error = error, .reason = io_uring_refusal(error)};
 }
 
 }  // namespace zinf

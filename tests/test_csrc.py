@@ -1,14 +1,13 @@
 """The kernel questions of zinf_compile._csrc, asked of the machine that runs the tests."""
 
-import ctypes
 import errno
 import mmap
 import os
-import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from seccomp import make_io_uring_fail_in_this_thread
 
 from zinf_compile import _csrc
 
@@ -76,23 +75,3 @@ def test_a_missing_path_raises_with_errno_and_path(tmp_path: Path, spell: type) 
         _csrc.direct_io_alignment(spell(path))
     assert raised.value.errno == errno.ENOENT
     assert raised.value.filename == str(path)
-
-
-def make_io_uring_fail_in_this_thread(code: int) -> None:
-    """Install a seccomp filter, as containers do: io_uring_setup fails with `code` until this thread ends."""
-    io_uring_setup = 425  # the same number on every architecture
-    load, jump_if_equal, give_back = 0x20, 0x15, 0x06
-    fail, allow = 0x00050000, 0x7FFF0000
-    instruction = struct.Struct("=HBBI")
-    program = ctypes.create_string_buffer(
-        instruction.pack(load, 0, 0, 0)
-        + instruction.pack(jump_if_equal, 0, 1, io_uring_setup)
-        + instruction.pack(give_back, 0, 0, fail | code)
-        + instruction.pack(give_back, 0, 0, allow)
-    )
-    header = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(program)))
-
-    set_no_new_privs, set_seccomp, filter_mode = 38, 22, 2
-    for option, first, second in [(set_no_new_privs, 1, 0), (set_seccomp, filter_mode, ctypes.addressof(header))]:
-        arguments = [ctypes.c_ulong(argument) for argument in (first, second, 0, 0)]
-        assert ctypes.CDLL(None).prctl(option, *arguments) == 0, "this kernel refused a seccomp filter"

@@ -1,4 +1,4 @@
-"""The native part of zinf-compile: what its I/O engine asks of the kernel."""
+"""The native part of zinf-compile: its I/O engine and what that asks of the kernel."""
 
 from os import PathLike
 from typing import final
@@ -36,3 +36,102 @@ def io_uring_support() -> IoUringSupport:
 
 def direct_io_alignment(path: str | bytes | PathLike[str] | PathLike[bytes]) -> DirectIoAlignment:
     """Ask the filesystem how direct I/O on `path` must be aligned. Raises OSError with errno and path."""
+
+@final
+class Outcome:
+    """What came of a transfer."""
+
+    @property
+    def error(self) -> int:
+        """An errno, 0 if every byte was moved."""
+
+    @property
+    def ended(self) -> bool:
+        """True if the error is that the file ended early."""
+
+    @property
+    def failed_at(self) -> int:
+        """Where in the file it failed, in bytes."""
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved."""
+
+    @property
+    def checksum(self) -> int:
+        """CRC32C of the bytes, if it was asked for and nothing failed."""
+
+@final
+class Counters:
+    """What an engine did so far."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read, in transfers done or under way."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written, in transfers done or under way."""
+
+    @property
+    def requests(self) -> int:
+        """Transfers submitted."""
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that aren't done."""
+
+@final
+class Pending:
+    """A submitted transfer."""
+
+    @property
+    def number(self) -> int:
+        """The engine's count of transfers when this one was submitted."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Wait until it is over; the GIL is released."""
+
+    def outcome(self) -> Outcome:
+        """What came of it, once it is over."""
+
+@final
+class Engine:
+    """The asynchronous I/O engine."""
+
+    def __init__(self, engine: str, depth: int, chunk_bytes: int, bandwidth: float) -> None: ...
+    @property
+    def name(self) -> str:
+        """The engine chosen: "io_uring" or "threads"."""
+
+    @property
+    def reason(self) -> str:
+        """Why io_uring was refused; empty if it wasn't."""
+
+    @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that made it."""
+
+    def submit(self, *, write: bool, fd: int, offset: int, address: int, bytes: int, alignment: int, checksum: bool) -> Pending:
+        """Start a transfer. The caller keeps memory and descriptor until it is over. Raises ValueError once closed."""
+
+    def take_finished(self) -> list[int]:
+        """Numbers of the transfers that finished since the last call."""
+
+    def counters(self) -> Counters:
+        """What was done so far."""
+
+    def close(self) -> None:
+        """Wait for everything submitted, and end."""
+
+def address_of(buffer: memoryview, writable: bool) -> int:
+    """The address of a contiguous buffer. Raises BufferError if it can't be given."""
+
+def crc32c_at(address: int, bytes: int, value: int = 0) -> int:
+    """The CRC32C of what `value` is the CRC32C of, followed by the bytes at an address."""
+
+def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
+    """The CRC32C of two runs of bytes put together, from the CRC32C of each and the second one's length."""

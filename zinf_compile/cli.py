@@ -12,6 +12,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from . import bench_io, doctor
 from .config import Config
 from .dump import DumpError, Scheduled, load_target, pass_names, trace
 from .errors import ZinfError
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (2 for what the user can correct)."""
     options = _parser().parse_args(arguments)
     try:
-        print(dump(options))
+        print(options.run(options))
     except (DumpError, ZinfError) as error:
         print(f"zinf: {error}", file=sys.stderr)
         return 2
@@ -155,7 +156,7 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zinf", description="Look at what zinf-compile makes of a model.")
+    parser = argparse.ArgumentParser(prog="zinf", description="Look at what zinf-compile makes of a model, and of this machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     dumping = commands.add_parser(
         "dump",
@@ -175,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
     instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
     dumping.add_argument("--world", metavar="N", type=_world, default=1, help="as one of N ranks (default 1)")
+    dumping.set_defaults(run=dump)
+    doctor.add_parser(commands)
+    bench_io.add_parser(commands)
     return parser
 
 

@@ -33,3 +33,15 @@ class RankMismatchError(ZinfError, RuntimeError):
 
 class IllegalGraphError(ZinfError, AssertionError):
     """A pass produced an illegal schedule: a defect of this package, found before anything runs."""
+
+
+class StoreError(ZinfError, OSError):
+    """A drive, its filesystem or its quota failed the store; `errno` says how, the message names extent, file and offset."""
+
+
+class StoreRequestError(ZinfError, ValueError):
+    """The store was asked for something it cannot do: an unknown extent, a range or tensor that doesn't fit, after `close`."""
+
+
+class StoreWarning(UserWarning):
+    """States are kept in a place that works, but not as a drive does."""

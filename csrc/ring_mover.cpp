@@ -1,0 +1,205 @@
+// One thread with an io_uring: it submits chunks, sums bytes while the kernel moves others, and takes the results in.
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <deque>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <sys/eventfd.h>
+
+#include "file_descriptor.hpp"
+#include "mover.hpp"
+#include "ring.hpp"
+
+namespace zinf {
+namespace {
+
+constexpr std::chrono::milliseconds pause{1};
+constexpr std::size_t largest = std::size_t{1} << 30;  // an entry's length has 32 bits, and its result a sign
+
+// What the user_data of an entry says, where it is no chunk's place.
+constexpr std::uint64_t bell_rang = ~std::uint64_t{0};
+constexpr std::uint64_t time_passed = ~std::uint64_t{1};
+constexpr unsigned extra_entries = 2;
+
+class RingMover final : public Mover {
+public:
+    RingMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
+        : work_(std::move(work)),
+          bell_(::eventfd(0, EFD_CLOEXEC)),
+          ring_(std::move(calls), depth + extra_entries),
+          under_way_(depth) {
+        if (!bell_.is_open()) throw std::system_error(errno, std::system_category(), "eventfd");
+        for (std::size_t place = depth; place > 0; --place) free_.push_back(place - 1);
+        try_out();
+    }
+
+    void start() override {
+        if (!thread_.joinable()) thread_ = std::jthread([this] { run(); });
+    }
+
+    void notify() override { ::eventfd_write(bell_.get(), 1); }
+
+private:
+    // A filter may allow to set up a ring but not to use it.
+    void try_out() {
+        io_uring_sqe nothing{};
+        nothing.opcode = IORING_OP_NOP;
+        ring_.push(nothing);
+        int error;
+        do {
+            error = -ring_.enter(1);
+        } while (error == EINTR);
+        if (error != 0) throw std::system_error(error, std::system_category(), "io_uring_enter");
+        if (!ring_.pop()) throw std::system_error(EIO, std::system_category(), "io_uring_enter");
+    }
+
+    bool idle() const { return free_.size() == under_way_.size() && resumed_.empty(); }
+
+    void run() {
+        while (true) {
+            fill();
+            if (over_ && idle() && (!listening_ || broken_ != 0)) return;
+            if (!over_) listen();
+            if (!to_sum_.empty()) {  // what is written is summed while the kernel writes it
+                enter(0);
+                for (const std::size_t place : to_sum_) sum_up(*under_way_[place]);
+                to_sum_.clear();
+            }
+            enter(1);
+            while (const auto completion = ring_.pop()) take(*completion);
+        }
+    }
+
+    void fill() {
+        if (Clock::now() < resume_at_) return wake_at(resume_at_);
+        while (!free_.empty()) {
+            if (!resumed_.empty()) {
+                begin(std::move(resumed_.front()), false);
+                resumed_.pop_front();
+                continue;
+            }
+            auto taken = work_->try_take();
+            over_ = taken.over;
+            if (taken.not_before) wake_at(*taken.not_before);
+            if (!taken.chunk) return;
+            begin(std::move(*taken.chunk), true);
+        }
+    }
+
+    void begin(Chunk&& chunk, bool first) {
+        if (broken_ != 0) {
+            advance(chunk, -broken_);
+            work_->finish(chunk);
+            return;
+        }
+        const std::size_t place = free_.back();
+        free_.pop_back();
+        under_way_[place] = std::move(chunk);
+        if (first && under_way_[place]->transfer.write && under_way_[place]->transfer.checksum) to_sum_.push_back(place);
+        push(place);
+    }
+
+    void push(std::size_t place) {
+        const Chunk& chunk = *under_way_[place];
+        io_uring_sqe entry{};
+        entry.opcode = chunk.transfer.write ? IORING_OP_WRITE : IORING_OP_READ;
+        entry.fd = chunk.transfer.fd;
+        entry.off = chunk.offset();
+        entry.addr = reinterpret_cast<std::uintptr_t>(chunk.address());
+        entry.len = static_cast<std::uint32_t>(std::min(chunk.left(), largest));
+        entry.user_data = place;
+        ring_.push(entry);
+    }
+
+    // The bell is an entry too: a read that ends when notify() is called.
+    void listen() {
+        if (std::exchange(listening_, true)) return;
+        io_uring_sqe entry{};
+        entry.opcode = IORING_OP_READ;
+        entry.fd = bell_.get();
+        entry.addr = reinterpret_cast<std::uintptr_t>(&rung_);
+        entry.len = sizeof rung_;
+        entry.user_data = bell_rang;
+        ring_.push(entry);
+    }
+
+    void wake_at(Clock::time_point when) {
+        if (std::exchange(timing_, true)) return;
+        const auto left = std::max<std::chrono::nanoseconds>(when - Clock::now(), std::chrono::nanoseconds(1));
+        time_ = {.tv_sec = left / std::chrono::seconds(1), .tv_nsec = (left % std::chrono::seconds(1)).count()};
+        io_uring_sqe entry{};
+        entry.opcode = IORING_OP_TIMEOUT;
+        entry.fd = -1;
+        entry.addr = reinterpret_cast<std::uintptr_t>(&time_);
+        entry.len = 1;
+        entry.user_data = time_passed;
+        ring_.push(entry);
+    }
+
+    // Once the ring can't be entered any more, all that wasn't submitted fails; completions of the rest still arrive.
+    void enter(unsigned wait_for) {
+        if (broken_ == 0) {
+            const int error = -ring_.enter(wait_for);
+            if (error == 0 || error == EINTR) return;
+            if (error != EAGAIN && error != EBUSY) broken_ = error;
+        }
+        std::this_thread::sleep_for(pause);
+        if (broken_ == 0 || wait_for == 0) return;
+        while (const auto withdrawn = ring_.withdraw()) take({.user_data = *withdrawn, .result = -broken_});
+    }
+
+    void take(const Ring::Completion& completion) {
+        if (completion.user_data == bell_rang) {
+            listening_ = false;
+            return;
+        }
+        if (completion.user_data == time_passed) {
+            timing_ = false;
+            return;
+        }
+        const auto place = static_cast<std::size_t>(completion.user_data);
+        Chunk chunk = std::move(*under_way_[place]);
+        under_way_[place].reset();
+        free_.push_back(place);
+        switch (advance(chunk, completion.result)) {
+            case Next::finished:
+                if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
+                work_->finish(chunk);
+                break;
+            case Next::later:
+                resume_at_ = Clock::now() + pause;
+                [[fallthrough]];
+            case Next::again:
+                resumed_.push_back(std::move(chunk));
+        }
+    }
+
+    std::shared_ptr<Work> work_;
+    FileDescriptor bell_;
+    Ring ring_;
+    std::vector<std::optional<Chunk>> under_way_;  // by place
+    std::vector<std::size_t> free_;                // places
+    std::vector<std::size_t> to_sum_;              // places of writes that were just begun
+    std::deque<Chunk> resumed_;                    // to go on with
+    Clock::time_point resume_at_{};                // nothing is begun before that
+    std::uint64_t rung_ = 0;
+    __kernel_timespec time_{};
+    bool listening_ = false;
+    bool timing_ = false;
+    bool over_ = false;
+    int broken_ = 0;
+    std::jthread thread_;  // last, so that it ends first
+};
+
+}  // namespace
+
+std::unique_ptr<Mover> make_ring_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth) {
+    return std::make_unique<RingMover>(std::move(work), std::move(calls), depth);
+}
+
+}  // namespace zinf

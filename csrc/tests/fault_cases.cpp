@@ -1,0 +1,105 @@
+#include <cerrno>
+#include <memory>
+#include <system_error>
+
+#include "cases.hpp"
+#include "check.hpp"
+#include "crc32c.hpp"
+#include "faulty_kernel.hpp"
+#include "scratch.hpp"
+
+namespace zinf::tests {
+namespace {
+
+Engine with(Kind kind, const Faults& faults) {
+    return Engine({.kind = kind, .depth = 4, .chunk_bytes = 4096, .bandwidth = 0}, std::make_shared<FaultyKernel>(faults));
+}
+
+void an_error_leaves_the_next_request_alone(Kind kind, bool write, int error) {
+    Engine engine = with(kind, {.fails_at = 20000, .error = error});
+    const Scratch file(100000);
+    Bytes memory(100000);
+    const Outcome failed = result(engine.submit({.write = write, .fd = file.fd(), .address = memory.data(), .bytes = 100000, .checksum = true}));
+    check_equal(failed.error, error, "the error arrives");
+    check_equal(failed.failed_at, 16384U, "with the chunk it struck");
+    check(!failed.ended && failed.moved < 100000, "and what was moved");
+    check_equal(result(engine.submit({.write = write, .fd = file.fd(), .address = memory.data(), .bytes = 16384})).error, 0, "others succeed");
+}
+
+void direct_transfers_resume_aligned(Kind kind) {
+    Engine engine = with(kind, {.percent_short = 20, .alignment = 512});
+    const Scratch file;
+    Bytes source = random_bytes(1 << 18, 4);
+    Bytes into(source.size());
+    for (const bool write : {true, false}) {
+        // A transfer that doesn't get past a block at the fourth attempt fails: likely now and then, and never silent.
+        Outcome outcome{.error = EIO};
+        for (int attempt = 0; outcome.error == EIO && attempt < 50; ++attempt) {
+            outcome = result(engine.submit({.write = write, .fd = file.fd(), .address = (write ? source : into).data(), .bytes = source.size(), .alignment = 512, .checksum = true}));
+        }
+        check_equal(outcome.error, 0, "no offset is misaligned");
+        check_equal(outcome.checksum, crc32c(source), "nor a byte lost");
+        check_equal(outcome.moved, source.size(), "or counted twice");
+    }
+    check(into == source, "what is read is what was written");
+}
+
+void no_room_for_ever_is_an_error(Kind kind) {
+    Engine engine = with(kind, {.never_room = true});
+    const Scratch file(4096);
+    Bytes memory(4096);
+    check_equal(result(engine.submit({.fd = file.fd(), .address = memory.data(), .bytes = 4096})).error, EAGAIN, "not a hang");
+}
+
+void a_ring_that_breaks_fails_what_is_left() {
+    for (const unsigned enters : {1U, 2U, 3U, 10U}) {
+        Engine engine = with(Kind::io_uring, {.enters = enters});
+        const Scratch file(1000000);
+        Bytes memory(1000000);
+        check_equal(result(engine.submit({.fd = file.fd(), .address = memory.data(), .bytes = memory.size(), .checksum = true})).error, EPERM, "an error, not a hang");
+        check_equal(result(engine.submit({.write = true, .fd = file.fd(), .address = memory.data(), .bytes = 10, .checksum = true})).error, EPERM, "again");
+    }
+}
+
+void refusals_fall_back() {
+    for (const Faults& faults : {Faults{.setup_error = EPERM}, Faults{.setup_error = ENOSYS}, Faults{.old = true}, Faults{.enters = 0}}) {
+        const Engine engine = with(Kind::automatic, faults);
+        check(engine.kind() == Kind::threads && !engine.reason().empty(), "threads, and why");
+        try {
+            with(Kind::io_uring, faults);
+            check(false, "by name it is an error");
+        } catch (const std::system_error& refused) {
+            check(engine.reason() == refused.what(), "with the same reason");
+        }
+    }
+}
+
+}  // namespace
+
+void run_fault_cases(Kind kind) {
+    for (const bool write : {true, false}) {
+        for (const int error : {EIO, ENOSPC, EDQUOT, EINVAL}) an_error_leaves_the_next_request_alone(kind, write, error);
+    }
+    direct_transfers_resume_aligned(kind);
+    no_room_for_ever_is_an_error(kind);
+    if (kind != Kind::io_uring) return;
+    a_ring_that_breaks_fails_what_is_left();
+    refusals_fall_back();
+}
+
+void run_crc32c_cases() {
+    const char digits[] = "123456789";
+    check_equal(crc32c(std::as_bytes(std::span(digits, 9))), 0xe3069283U, "the published check value");
+    const Bytes zeros(32);
+    check_equal(crc32c(zeros), 0x8a9136aaU, "RFC 3720's 32 zero bytes");
+    const Bytes all = random_bytes(40000, 1);
+    for (const std::size_t size : {0, 1, 7, 8, 9, 4095, 12287, 12288, 12289, 24577, 39999}) {
+        const std::span bytes = std::span(all).subspan(1, size);
+        check_equal(crc32c(bytes), crc32c_portable(bytes), "with and without the instruction");
+        const auto [head, tail] = std::pair(bytes.first(size / 3), bytes.subspan(size / 3));
+        check_equal(crc32c(tail, crc32c(head)), crc32c(bytes), "continued");
+        check_equal(crc32c_combine(crc32c(head), crc32c(tail), tail.size()), crc32c(bytes), "combined");
+    }
+}
+
+}  // namespace zinf::tests

@@ -1,0 +1,63 @@
+// A pool of threads with preadv and pwritev.
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "mover.hpp"
+
+namespace zinf {
+namespace {
+
+constexpr unsigned most_threads = 16;
+constexpr std::chrono::milliseconds pause{1};
+
+class ThreadMover final : public Mover {
+public:
+    ThreadMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
+        : work_(std::move(work)), calls_(std::move(calls)), count_(std::min(depth, most_threads)) {}
+
+    void start() override {
+        threads_.reserve(count_);
+        while (threads_.size() < count_) threads_.emplace_back([this] { run(); });
+    }
+
+    void notify() override {}  // Work wakes who waits in take()
+
+private:
+    void run() {
+        while (auto chunk = work_->take()) {
+            move(*chunk);
+            work_->finish(*chunk);
+        }
+    }
+
+    void move(Chunk& chunk) {
+        if (chunk.transfer.write) sum_up(chunk);
+        for (Next next = Next::again; next != Next::finished; next = advance(chunk, call(chunk))) {
+            if (next == Next::later) std::this_thread::sleep_for(pause);
+        }
+        if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
+    }
+
+    ssize_t call(const Chunk& chunk) {
+        const int fd = chunk.transfer.fd;
+        return chunk.transfer.write ? calls_->write(fd, chunk.address(), chunk.left(), chunk.offset())
+                                    : calls_->read(fd, chunk.address(), chunk.left(), chunk.offset());
+    }
+
+    std::shared_ptr<Work> work_;
+    std::shared_ptr<SystemCalls> calls_;
+    unsigned count_;
+    std::vector<std::jthread> threads_;  // last, so that they end first
+};
+
+}  // namespace
+
+std::unique_ptr<Mover> make_thread_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls,
+                                         unsigned depth) {
+    return std::make_unique<ThreadMover>(std::move(work), std::move(calls), depth);
+}
+
+}  // namespace zinf

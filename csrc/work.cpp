@@ -1,0 +1,110 @@
+#include "work.hpp"
+
+#include <utility>
+
+namespace zinf {
+
+std::shared_ptr<Request> Work::add(const Transfer& transfer) {
+    const std::lock_guard locked(mutex_);
+    if (!accepting_) return nullptr;
+    auto request = std::make_shared<Request>(counters_.requests++, transfer, chunk_bytes_);
+    ++counters_.in_flight;
+    if (request->done()) {  // no bytes
+        over(*request);
+    } else {
+        queue_.push_back(request);
+        added_.notify_one();  // who takes a chunk wakes the next, while there are more
+    }
+    return request;
+}
+
+bool Work::done(const Request& request) const {
+    const std::lock_guard locked(mutex_);
+    return request.done();
+}
+
+bool Work::wait_for(const Request& request, std::chrono::milliseconds patience) const {
+    std::unique_lock locked(mutex_);
+    return finished_.wait_for(locked, patience, [&] { return request.done(); });
+}
+
+Outcome Work::outcome(const Request& request) const {
+    const std::lock_guard locked(mutex_);
+    return request.outcome;
+}
+
+Counters Work::counters() const {
+    const std::lock_guard locked(mutex_);
+    return counters_;
+}
+
+std::vector<std::uint64_t> Work::take_finished() {
+    const std::lock_guard locked(mutex_);
+    return std::exchange(finished_numbers_, {});
+}
+
+void Work::stop_accepting() {
+    const std::lock_guard locked(mutex_);
+    accepting_ = false;
+}
+
+void Work::wait_for_all() const {
+    std::unique_lock locked(mutex_);
+    finished_.wait(locked, [&] { return counters_.in_flight == 0; });
+}
+
+void Work::end() {
+    const std::lock_guard locked(mutex_);
+    ended_ = true;
+    added_.notify_all();
+}
+
+Work::Taken Work::try_take() {
+    const std::lock_guard locked(mutex_);
+    return take_locked();
+}
+
+Work::Taken Work::take_locked() {
+    if (queue_.empty()) return {.chunk = {}, .not_before = {}, .over = ended_};
+    const auto now = Clock::now();
+    if (now < pacer_.next()) return {.chunk = {}, .not_before = pacer_.next(), .over = false};
+    const auto request = queue_.front();
+    Taken taken{.chunk = request->cut_next(request), .not_before = {}, .over = false};
+    pacer_.spend(taken.chunk->transfer.bytes, now);
+    if (request->all_cut()) queue_.pop_front();
+    if (!queue_.empty()) added_.notify_one();
+    return taken;
+}
+
+std::optional<Chunk> Work::take() {
+    std::unique_lock locked(mutex_);
+    while (true) {
+        Taken taken = take_locked();
+        if (taken.chunk || taken.over) return std::move(taken.chunk);
+        if (taken.not_before) {
+            added_.wait_until(locked, *taken.not_before);
+        } else {
+            added_.wait(locked);
+        }
+    }
+}
+
+void Work::finish(const Chunk& chunk) {
+    const std::lock_guard locked(mutex_);
+    Request& request = *chunk.request;
+    request.take(chunk);
+    if (chunk.error != 0 && !request.all_cut()) {
+        request.give_up();
+        std::erase(queue_, chunk.request);
+    }
+    (request.transfer.write ? counters_.bytes_written : counters_.bytes_read) += chunk.moved;
+    if (request.done()) over(request);
+}
+
+void Work::over(Request& request) {
+    finished_numbers_.push_back(request.number);
+    --counters_.in_flight;
+    finished_.notify_all();
+}
+
+}  // namespace zinf

@@ -1,0 +1,97 @@
+"""Aligned host memory for direct I/O: pinned where a GPU copies from it, reused, counted and capped."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+
+import torch
+
+from zinf_compile.errors import StoreRequestError
+
+_HUGE_PAGE = 2 << 20
+
+
+def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """Allocate `size` bytes that begin at a page: good for direct I/O without copies. Zeroed.
+
+    PyTorch's own pinned allocator rounds sizes up to powers of two; this memory is what was asked for, to a page. Large buffers
+    are made of huge pages where the kernel has them: pinning pages for a transfer is most of what direct I/O costs the CPU.
+    """
+    length = max(mmap.PAGESIZE, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    huge = length >= _HUGE_PAGE
+    memory = mmap.mmap(-1, length + (_HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
+    buffer = whole[start : start + size]
+    if pinned:
+        _pin(memory, buffer.data_ptr(), length)
+    return buffer
+
+
+def _pin(memory: mmap.mmap, address: int, length: int) -> None:
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, length, 0))
+    if code:
+        raise MemoryError(
+            f"cudaHostRegister refused to pin {length:,} bytes (error {code}); see `ulimit -l` and the memory limit"
+        )
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # runs before the memory is unmapped
+
+
+class BufferPool:
+    """Buffers that are handed out, given back and handed out again.
+
+    Of those that fit the smallest is taken; a new one has the size asked for. Where the cap leaves no room for it, idle ones
+    are dropped first. Any thread may call.
+    """
+
+    def __init__(self, cap_bytes: int, *, pinned: bool = False) -> None:
+        self.cap_bytes = cap_bytes
+        self.pinned = pinned
+        self.bytes = 0
+        """Held now, idle buffers included."""
+        self.peak_bytes = 0
+        self.returned = threading.Condition()
+        """Notified when a buffer comes back."""
+        self._idle: list[torch.Tensor] = []
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """Return a buffer of at least `size` bytes, content undefined; None where the cap allows none until one comes back."""
+        if size > self.cap_bytes:
+            raise StoreRequestError(f"a buffer of {size:,} bytes is larger than the whole pool, {self.cap_bytes:,} bytes")
+        with self.returned:
+            fitting = [buffer for buffer in self._idle if buffer.numel() >= size]
+            if fitting:
+                best = min(fitting, key=torch.Tensor.numel)
+                self._idle = [buffer for buffer in self._idle if buffer is not best]
+                return best
+            while self.bytes + size > self.cap_bytes and self._idle:
+                self.bytes -= self._idle.pop(0).numel()
+            if self.bytes + size > self.cap_bytes:
+                return None
+            self.bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        try:
+            return aligned_buffer(size, pinned=self.pinned)
+        except BaseException:
+            with self.returned:
+                self.bytes -= size
+            raise
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take back what `take` returned; nothing may use it any more."""
+        with self.returned:
+            self._idle.append(buffer)
+            self.returned.notify_all()
+
+    def clear(self) -> None:
+        """Drop the idle buffers."""
+        with self.returned:
+            self.bytes -= sum(buffer.numel() for buffer in self._idle)
+            self._idle.clear()

@@ -1,0 +1,97 @@
+"""Where the bytes of each extent lie: blocks, dealt out over one file per device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+
+from zinf_compile.errors import StoreRequestError
+
+Key = Hashable
+"""Names an extent; by convention (unit, kind of state), such as `("h.0.weight", "exp_avg")`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """A piece of an extent that is transferred and checked as one."""
+
+    key: Key
+    """The extent's."""
+    number: int
+    """Counts the blocks of all extents of the layout."""
+    start: int
+    """Of its first byte within the extent."""
+    size: int
+    device: int
+    offset: int
+    """Within the device's file, aligned."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Extent:
+    """A named run of bytes."""
+
+    key: Key
+    size: int
+    blocks: tuple[Block, ...]
+
+
+class Layout:
+    """The places of all extents, fixed from the start.
+
+    An extent is cut into blocks of `block_bytes`, the last one shorter; each is padded to `alignment`. Of several devices each
+    is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once.
+    """
+
+    def __init__(
+        self, extents: Iterable[tuple[Key, int]], *, block_bytes: int, alignment: int, shares: Sequence[float] = (1.0,)
+    ) -> None:
+        if block_bytes <= 0 or block_bytes % alignment:
+            raise StoreRequestError(f"block_bytes={block_bytes} is not a positive multiple of the alignment, {alignment}")
+        if not shares or not all(0 < share < float("inf") for share in shares):
+            raise StoreRequestError(f"shares={list(shares)} are not positive numbers, one for each path")
+        self.block_bytes = block_bytes
+        self.file_bytes = [0] * len(shares)
+        """What each device's file must hold."""
+        self.extents: dict[Key, Extent] = {}
+        self.blocks: list[Block] = []
+        for key, size in extents:
+            if key in self.extents:
+                raise StoreRequestError(f"extent {key!r} is laid out twice; each name may occur once")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+                raise StoreRequestError(f"extent {key!r} of {size!r} bytes; accepted: a number of bytes, 0 or more")
+            first = len(self.blocks)
+            for start in range(0, size, block_bytes):
+                self._deal(key, start, min(block_bytes, size - start), alignment, shares)
+            self.extents[key] = Extent(key=key, size=size, blocks=tuple(self.blocks[first:]))
+
+    def _deal(self, key: Key, start: int, size: int, alignment: int, shares: Sequence[float]) -> None:
+        padded = -(-size // alignment) * alignment
+        device = min(range(len(shares)), key=lambda d: (self.file_bytes[d] + padded) / shares[d])
+        offset = self.file_bytes[device]
+        self.file_bytes[device] += padded
+        self.blocks.append(Block(key=key, number=len(self.blocks), start=start, size=size, device=device, offset=offset))
+
+    def find(self, key: Key) -> Extent:
+        """Return the extent named `key`; raise `StoreRequestError` where there is none."""
+        try:
+            return self.extents[key]
+        except (KeyError, TypeError):
+            some = ", ".join(map(repr, list(self.extents)[:3]))
+            raise StoreRequestError(
+                f"unknown extent {key!r}; the store was laid out with {len(self.extents)}: {some}, ..."
+            ) from None
+
+    def find_blocks(self, extent: Extent, start: int, size: int) -> tuple[Block, ...]:
+        """Return the blocks that make up the bytes [start, start + size); raise `StoreRequestError` where none do exactly."""
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise StoreRequestError(f"offset={start!r} into extent {extent.key!r} is not a number of bytes")
+        end = start + size
+        if start < 0 or size < 0 or end > extent.size:
+            raise StoreRequestError(f"range [{start}, {end}) of extent {extent.key!r} is outside its {extent.size:,} bytes")
+        if size and (start % self.block_bytes or (end % self.block_bytes and end != extent.size)):
+            raise StoreRequestError(
+                f"range [{start}, {end}) of extent {extent.key!r} cuts through a block: it must begin at a multiple of "
+                f"{self.block_bytes:,} bytes and end at one or at the extent's end, {extent.size:,}"
+            )
+        return extent.blocks[start // self.block_bytes : -(-end // self.block_bytes)] if size else ()

@@ -1,0 +1,214 @@
+"""The store: named extents on one drive or several, read and written asynchronously, checked at every read."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+
+from zinf_compile.errors import StoreRequestError, StoreWarning
+
+from .aio import Engine, File
+from .block_checks import BlockChecks
+from .block_io import BlockIO, Piece
+from .buffers import BufferPool
+from .drive_speed import measure_shares
+from .filesystem import look_up
+from .layout import Block, Key, Layout
+from .scratch_file import ScratchFile, check_room
+
+_LEAST_ALIGNMENT = 4096
+_LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
+"""Those whose files a forked child must let go of: the space is free once the store's own process has ended."""
+
+PathLike = str | os.PathLike[str]
+
+
+class Transfer:
+    """A read or write of an extent, or of a part of one, that has begun."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def done(self) -> bool:
+        """Return whether `wait` would not have to wait for a drive."""
+        return all(piece.done() for piece in self._pieces)
+
+    def wait(self) -> None:
+        """Return when all bytes have arrived and were checked; raise `StoreError` where something went wrong.
+
+        After an error, what a read was to fill holds nothing to rely on. May be called again, and from any thread.
+        """
+        for piece in self._pieces:
+            piece.finish()
+        for piece in self._pieces:
+            if piece.error is not None:
+                raise piece.error
+
+
+class Store:
+    """Keeps extents, laid out once, in one nameless file per path.
+
+        with Store("/mnt/nvme0", [(("h.0.weight", "exp_avg"), 4096)]) as store:
+            store.write(("h.0.weight", "exp_avg"), values).wait()
+            reading = store.read(("h.0.weight", "exp_avg"), into)
+            ...
+            reading.wait()
+
+    All space is reserved before the constructor returns, so a full disk or quota is an error then. The files have no name: no
+    other job can meet them, and the kernel frees them however this process ends.
+
+    Tensors are on the CPU or a GPU, contiguous, of any data type. Memory that is aligned, as that of `aligned_buffer` is, moves
+    without a copy; other memory block by block through staging buffers. It may not change, or be read, before `wait` returned.
+
+    A transfer of part of an extent names its `offset` in bytes, and begins and ends at multiples of `block_bytes` or at the
+    extent's end: a block is what is checked as one. Transfers that meet in a block, one of them a write, are performed in the
+    order of their submission: for that, the later submission waits for the earlier transfer. Any thread may call.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        extents: Iterable[tuple[Key, int]],
+        *,
+        engine: Engine | None = None,
+        verify: bool = True,
+        block_bytes: int = 4 << 20,
+        staging_bytes: int = 64 << 20,
+        pinned: bool | None = None,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        """Lay out the extents, given as (name, bytes), and reserve their space.
+
+        `engine`: one shared with others; by default one of its own. `verify=False`: no checksums at all. `staging_bytes`: the
+        most memory for staging. `pinned`: pin that; by default where this process uses a GPU. `shares`: the part of the bytes
+        that each of several paths takes; by default in proportion to its speed, measured now.
+        """
+        self.folders = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
+        if not self.folders or (shares is not None and len(shares) != len(self.folders)):
+            raise StoreRequestError(f"paths={self.folders} with shares={shares}; accepted: one path or more, a share for each")
+        self._pid = os.getpid()
+        self._closed = False
+        self._scratch: list[ScratchFile] = []
+        self._io: BlockIO | None = None
+        self._owns_engine = engine is None
+        self.engine = engine or Engine()
+        try:
+            for folder in self.folders:
+                self._scratch.append(ScratchFile(folder))
+                _warn_of(folder, self._scratch[-1].file)
+            alignment = math.lcm(_LEAST_ALIGNMENT, *(opened.file.alignment for opened in self._scratch))
+            extents = list(extents)
+            check_room(self.folders, sum(size for _, size in extents if isinstance(size, int)))
+            shares = measure_shares(self.engine, self.folders) if shares is None else shares
+            self.layout = Layout(extents, block_bytes=block_bytes, alignment=alignment, shares=shares)
+            for opened, size in zip(self._scratch, self.layout.file_bytes, strict=True):
+                opened.reserve(size)
+        except BaseException:
+            self.close()
+            raise
+        self.block_bytes = block_bytes
+        self.staging = BufferPool(
+            max(staging_bytes, block_bytes), pinned=torch.cuda.is_initialized() if pinned is None else pinned
+        )
+        self.checks = BlockChecks(self.layout.blocks, describe=self._describe)
+        self._io = BlockIO(self.engine, self.files, self.checks, self.staging, describe=self._describe, verify=verify)
+        _LIVE.add(self)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def files(self) -> list[File]:
+        """The file of each path, as the engine has it open."""
+        return [opened.file for opened in self._scratch]
+
+    def read(self, key: Key, into: torch.Tensor, *, offset: int | None = None) -> Transfer:
+        """Start to read an extent into a tensor of its size; with `offset`, as many bytes from there as the tensor has."""
+        return self._begin(key, into, offset, write=False)
+
+    def write(self, key: Key, source: torch.Tensor, *, offset: int | None = None) -> Transfer:
+        """Start to write an extent from a tensor of its size; with `offset`, as many bytes from there as the tensor has."""
+        return self._begin(key, source, offset, write=True)
+
+    def close(self) -> None:
+        """Wait for what is under way, then let go of the files: their space is free. In a forked child there is nothing to do."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._io is not None:
+            self._io.drain()
+        if self._owns_engine:
+            self.engine.close()
+        for opened in self._scratch:
+            opened.close()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the files, so that they end with the process that made them."""
+        self._closed = True
+        for opened in self._scratch:
+            opened.file.abandon()
+
+    def _begin(self, key: Key, tensor: torch.Tensor, offset: int | None, *, write: bool) -> Transfer:
+        if os.getpid() != self._pid:
+            raise StoreRequestError(f"this store belongs to process {self._pid}, which forked this one; make one here")
+        if self._closed or self._io is None:
+            raise StoreRequestError(f"cannot {'write' if write else 'read'} extent {key!r}: the store is closed")
+        extent = self.layout.find(key)
+        data = _bytes_of(tensor, key)
+        if offset is None and data.numel() != extent.size:
+            raise StoreRequestError(
+                f"a tensor of {data.numel():,} bytes for extent {key!r} of {extent.size:,}; for a part of it give offset= as well"
+            )
+        start = 0 if offset is None else offset
+        pieces: list[Piece] = []
+        try:
+            for block in self.layout.find_blocks(extent, start, data.numel()):
+                part = data[block.start - start : block.start - start + block.size]
+                pieces.append(self._io.begin(block, part, write=write))
+        except BaseException:
+            for piece in pieces:
+                piece.finish()
+            raise
+        return Transfer(pieces)
+
+    def _describe(self, block: Block) -> str:
+        where = f"offset {block.offset:,} of the store's file in {self.folders[block.device]!r}"
+        return f"bytes [{block.start:,}, {block.start + block.size:,}) of extent {block.key!r} ({where})"
+
+
+def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
+    """View a tensor's memory as bytes."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        found = f"a {tensor.layout} tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise StoreRequestError(f"extent {key!r} cannot move to or from {found}; accepted: a dense tensor on the CPU or a GPU")
+    if not tensor.is_contiguous():
+        raise StoreRequestError(
+            f"extent {key!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+            "give the flat memory, or a contiguous copy"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _warn_of(folder: str, file: File) -> None:
+    concern = look_up(folder).concern
+    if not concern and not file.direct:
+        concern = "its filesystem refuses direct I/O: transfers go through the page cache, at the cost of memory and time"
+    if concern:
+        warnings.warn(f"states are kept in {folder!r}: {concern}", StoreWarning, stacklevel=3)
+
+
+def _let_go_in_child() -> None:
+    for store in list(_LIVE):
+        store.abandon()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

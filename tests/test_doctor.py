@@ -1,0 +1,114 @@
+"""What `zinf doctor` finds, and what it makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from zinf_compile import doctor
+from zinf_compile.cli import main
+from zinf_compile.runtime import filesystem, quota, scratch_file
+from zinf_compile.runtime.cgroups import find_limits, memory_limit_bytes
+
+
+def examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
+    assert main(["doctor", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = examine(capsys, "--nvme", str(tmp_path))
+    documented = doctor.examine.__doc__ or ""
+    assert set(found) == {"torch", "engine", "limits", "nvme", "concerns"}
+    for section in ("torch", "engine", "limits", "nvme"):
+        assert all(key in documented for key in found[section])
+    assert found["torch"]["version"] == torch.__version__
+    assert found["engine"]["name"] in ("io_uring", "threads")
+    assert found["nvme"]["path"] == str(tmp_path)
+    assert found["nvme"]["preallocates"] is True
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_folder_none_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nvme" not in examine(capsys)
+
+
+def test_the_table_names_each_fact_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor", "--nvme", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    rows = [tuple(line.split()[:2]) for line in printed.partition("\n\n")[0].splitlines()]
+    assert len(set(rows)) == len(rows)
+    assert {("torch", "version"), ("engine", "name"), ("limits", "memlock"), ("nvme", "free")} <= set(rows)
+
+
+def test_a_concern_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(filesystem.Filesystem, "concern", "it is made of paper")
+    assert main(["doctor", "--nvme", str(tmp_path)]) == 0
+    assert f"! {tmp_path}: it is made of paper" in capsys.readouterr().out
+
+
+def test_a_refusal_to_reserve_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: 95)
+    found = examine(capsys, "--nvme", str(tmp_path))
+    assert found["nvme"]["preallocates"] is False
+    assert any("cannot reserve space" in concern for concern in found["concerns"])
+
+
+@pytest.mark.parametrize("path", ["missing", "file"])
+def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--nvme", str(tmp_path / path)]) == 2
+    assert "accepted: a folder that exists" in capsys.readouterr().err
+
+
+def test_quotas_are_answered_for_any_folder(tmp_path: Path) -> None:
+    for of in ("user", "group"):
+        assert quota.describe_quota(str(tmp_path), of=of)
+        assert quota.describe_quota("/proc", of=of) == "none"
+
+
+def test_limits_of_version_two_groups(tmp_path: Path) -> None:
+    group = tmp_path / "user.slice" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("1000000\n")
+    (group / "memory.high").write_text("max\n")
+    (group.parent / "memory.max").write_text("500000\n")
+    (group / "io.max").write_text("259:0 rbps=1048576 wbps=max\n")
+    (group / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "groups").write_text("0::/user.slice/job\n")
+    found = find_limits(tmp_path / "groups", tmp_path)
+    assert found == {
+        str(group / "memory.max"): "1000000",
+        str(group.parent / "memory.max"): "500000",
+        str(group / "io.max"): "259:0 rbps=1048576 wbps=max",
+    }
+    assert memory_limit_bytes(found) == 500000
+
+
+def test_limits_of_version_one_groups(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("4096\n")
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    (tmp_path / "cpu,cpuacct").mkdir()
+    (tmp_path / "cpu,cpuacct" / "cpu.cfs_quota_us").write_text("200000\n")
+    (tmp_path / "blkio").mkdir()
+    (tmp_path / "blkio" / "blkio.throttle.read_bps_device").write_text("8:0 1048576\n")
+    (tmp_path / "groups").write_text("5:memory:/job\n4:cpu,cpuacct:/elsewhere\n3:blkio:/\n1:name=systemd:/\n")
+    found = find_limits(tmp_path / "groups", tmp_path)
+    assert {Path(path).name: text for path, text in found.items()} == {
+        "memory.limit_in_bytes": "4096",
+        "cpu.cfs_quota_us": "200000",
+        "blkio.throttle.read_bps_device": "8:0 1048576",
+    }
+    assert memory_limit_bytes(found) == 4096
+
+
+def test_no_groups_no_limits(tmp_path: Path) -> None:
+    assert find_limits(tmp_path / "absent", tmp_path) == {}
+    assert memory_limit_bytes({}) is None

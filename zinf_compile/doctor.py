@@ -1,0 +1,137 @@
+"""`zinf doctor`: what this machine offers for offloading, and what stands in the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+from contextlib import closing
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from .errors import StoreError
+from .runtime.aio import Engine
+from .runtime.cgroups import find_limits, memory_limit_bytes
+from .runtime.filesystem import look_up
+from .runtime.quota import describe_quota
+from .runtime.scratch_file import ScratchFile
+
+_PROBE_BYTES = 1 << 20
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what this machine offers for offloading",
+        description="Print versions, the I/O engine and why it was chosen, limits, and what a folder is good for.",
+    )
+    parser.add_argument("--nvme", metavar="DIR", help="the folder that states would be kept in")
+    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/doctor.py")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """Return what the command prints: one row per fact, concerns below; or all of it as JSON."""
+    found = examine(options.nvme)
+    if options.json:
+        return json.dumps(found, indent=2)
+    sections = {name: facts for name, facts in found.items() if name != "concerns"}
+    rows = [(section, name, _text(value)) for section, facts in sections.items() for name, value in facts.items()]
+    notes = [f"! {concern}" for concern in found["concerns"]] or ["nothing stands in the way"]
+    return "\n".join([tabulate(rows, tablefmt="plain", disable_numparse=True), "", *notes])
+
+
+def examine(nvme: str | None) -> dict[str, Any]:
+    """Return the facts, by section, and the concerns.
+
+    Keys are added in later versions, never renamed. All sizes are in bytes; null: no limit, or not known.
+
+        torch       version, cuda (the devices' names)
+        engine      name, reason (why not io_uring; empty if it is)
+        limits      memlock, file_size, open_files, cpus, memory (by cgroup), cgroups (each limit by the file that sets it)
+        nvme        of the folder given: path, filesystem, source, mount_point, free, total, direct, alignment, preallocates,
+                    user_quota, group_quota
+        concerns    what to look at, one sentence each
+    """
+    concerns: list[str] = []
+    found: dict[str, Any] = {"torch": _examine_torch(), "engine": _examine_engine(concerns), "limits": _examine_limits(concerns)}
+    if nvme is not None:
+        found["nvme"] = _examine_folder(nvme, concerns)
+    return {**found, "concerns": concerns}
+
+
+def _examine_torch() -> dict[str, Any]:
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return {"version": torch.__version__, "cuda": devices}
+
+
+def _examine_engine(concerns: list[str]) -> dict[str, Any]:
+    with closing(Engine()) as engine:
+        if engine.reason:
+            concerns.append(f"I/O runs on {engine.name}, about as fast, for more CPU time: {engine.reason}")
+        return {"name": engine.name, "reason": engine.reason}
+
+
+def _examine_limits(concerns: list[str]) -> dict[str, Any]:
+    memlock, cgroups = _limit(resource.RLIMIT_MEMLOCK), find_limits()
+    if memlock is not None and torch.cuda.is_available():
+        concerns.append(f"{memlock:,} bytes may be locked: pinned buffers may need more (ulimit -l unlimited)")
+    file_size = _limit(resource.RLIMIT_FSIZE)
+    if file_size is not None:
+        concerns.append(f"a file may have {file_size:,} bytes only, and states are kept in one per rank and path (ulimit -f)")
+    return {
+        "memlock": memlock,
+        "file_size": file_size,
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory": memory_limit_bytes(cgroups),
+        "cgroups": cgroups,
+    }
+
+
+def _examine_folder(path: str, concerns: list[str]) -> dict[str, Any]:
+    try:
+        place = look_up(path)
+    except OSError as error:
+        raise StoreError(error.errno, f"--nvme {path!r}: {error.strerror}; accepted: a folder that exists") from error
+    if place.concern:
+        concerns.append(f"{path}: {place.concern}")
+    facts: dict[str, Any] = {
+        "path": path,
+        "filesystem": place.kind,
+        "source": place.source,
+        "mount_point": place.mount_point,
+        "free": place.free_bytes,
+        "total": place.total_bytes,
+    }
+    with closing(ScratchFile(path)) as scratch:
+        facts |= {"direct": scratch.file.direct, "alignment": scratch.file.alignment, "preallocates": True}
+        if not scratch.file.direct:
+            concerns.append(f"{path}: direct I/O is refused; transfers go through the page cache, at the cost of memory and time")
+        try:
+            scratch.reserve(_PROBE_BYTES)
+        except StoreError as error:
+            facts["preallocates"] = False
+            concerns.append(str(error))
+    return {**facts, "user_quota": describe_quota(path, of="user"), "group_quota": describe_quota(path, of="group")}
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "unlimited"
+    if isinstance(value, dict):
+        return "; ".join(f"{path}: {text}" for path, text in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
