@@ -58,21 +58,28 @@ private:
         if (!ring_.pop()) throw std::system_error(EIO, std::system_category(), "io_uring_enter");
     }
 
-    bool idle() const { return free_.size() == under_way_.size() && resumed_.empty(); }
+    bool idle() const { return free_.size() == under_way_.size() && resumed_.empty() && arrived_.empty(); }
 
     void run() {
         while (true) {
             fill();
             if (over_ && idle() && (!listening_ || broken_ != 0)) return;
             if (!over_) listen();
-            if (!to_sum_.empty()) {  // what is written is summed while the kernel writes it
-                enter(0);
-                for (const std::size_t place : to_sum_) sum_up(*under_way_[place]);
-                to_sum_.clear();
-            }
-            enter(1);
+            // Sums are made while the kernel is busy: what has room there is submitted first.
+            enter(to_sum_.empty() && arrived_.empty() ? 1 : 0);
+            sum();
             while (const auto completion = ring_.pop()) take(*completion);
+            if (broken_ != 0) withdraw();
         }
+    }
+
+    void sum() {
+        for (const std::size_t place : to_sum_) sum_up(*under_way_[place]);
+        to_sum_.clear();
+        if (arrived_.empty()) return;
+        sum_up(arrived_.front());  // one at a time, so that others don't wait for room meanwhile
+        work_->finish(arrived_.front());
+        arrived_.pop_front();
     }
 
     void fill() {
@@ -141,7 +148,6 @@ private:
         ring_.push(entry);
     }
 
-    // Once the ring can't be entered any more, all that wasn't submitted fails; completions of the rest still arrive.
     void enter(unsigned wait_for) {
         if (broken_ == 0) {
             const int error = -ring_.enter(wait_for);
@@ -149,7 +155,10 @@ private:
             if (error != EAGAIN && error != EBUSY) broken_ = error;
         }
         std::this_thread::sleep_for(pause);
-        if (broken_ == 0 || wait_for == 0) return;
+    }
+
+    // Once the ring can't be entered any more, all that wasn't submitted fails; completions of the rest still arrive.
+    void withdraw() {
         while (const auto withdrawn = ring_.withdraw()) take({.user_data = *withdrawn, .result = -broken_});
     }
 
@@ -168,8 +177,11 @@ private:
         free_.push_back(place);
         switch (advance(chunk, completion.result)) {
             case Next::finished:
-                if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
-                work_->finish(chunk);
+                if (!chunk.transfer.write && chunk.transfer.checksum && chunk.error == 0) {
+                    arrived_.push_back(std::move(chunk));
+                } else {
+                    work_->finish(chunk);
+                }
                 break;
             case Next::later:
                 resume_at_ = Clock::now() + pause;
@@ -185,6 +197,7 @@ private:
     std::vector<std::optional<Chunk>> under_way_;  // by place
     std::vector<std::size_t> free_;                // places
     std::vector<std::size_t> to_sum_;              // places of writes that were just begun
+    std::deque<Chunk> arrived_;                    // reads to be summed, then finished
     std::deque<Chunk> resumed_;                    // to go on with
     Clock::time_point resume_at_{};                // nothing is begun before that
     std::uint64_t rung_ = 0;

@@ -166,19 +166,26 @@ class Engine:
         if offset + size >= 1 << 63:
             raise ValueError(f"offset {offset} is beyond the largest file, for {file.path!r}")
         descriptor, alignment = file.choose(offset, address, size, write=write)
-        with self._submitting:  # a transfer may be over, and its number taken, before hold() is reached
-            for number in self._native.take_finished():
+        for number in self._native.take_finished():
+            self._held.release(number)
+        with self._submitting:
+            # Held first, under the number to come, so that no interrupt can come between submitting and holding.
+            number = self._native.counters().requests
+            self._held.hold(number, (owner, descriptor))
+            try:
+                pending = self._native.submit(
+                    write=write,
+                    fd=descriptor.fd,
+                    offset=offset,
+                    address=address,
+                    bytes=size,
+                    alignment=alignment,
+                    checksum=checksum,
+                )
+            except ValueError:  # closed
                 self._held.release(number)
-            pending = self._native.submit(
-                write=write,
-                fd=descriptor.fd,
-                offset=offset,
-                address=address,
-                bytes=size,
-                alignment=alignment,
-                checksum=checksum,
-            )
-            self._held.hold(pending.number, (owner, descriptor))
+                raise
+            assert pending.number == number, "transfers are numbered in the order they are submitted"
         what = f"{'write' if write else 'read'} of {size} bytes at offset {offset}"
         return Request(pending, self._held, what, file.path, checksum)
 

@@ -93,9 +93,12 @@ void run_crc32c_cases() {
     const Bytes zeros(32);
     check_equal(crc32c(zeros), 0x8a9136aaU, "RFC 3720's 32 zero bytes");
     const Bytes all = random_bytes(40000, 1);
-    for (const std::size_t size : {0, 1, 7, 8, 9, 4095, 12287, 12288, 12289, 24577, 39999}) {
+    for (const std::size_t size : {0, 1, 7, 8, 9, 511, 512, 513, 767, 768, 4095, 12287, 12288, 12289, 24577, 39999}) {
         const std::span bytes = std::span(all).subspan(1, size);
-        check_equal(crc32c(bytes), crc32c_portable(bytes), "with and without the instruction");
+        for (const Crc32cWay way : crc32c_ways()) {
+            check_equal(~way(bytes.data(), size, ~0U), crc32c(bytes), "each way");
+            check_equal(~way(bytes.data(), size, 0x12345678), crc32c(bytes, ~0x12345678U), "from any remainder");
+        }
         const auto [head, tail] = std::pair(bytes.first(size / 3), bytes.subspan(size / 3));
         check_equal(crc32c(tail, crc32c(head)), crc32c(bytes), "continued");
         check_equal(crc32c_combine(crc32c(head), crc32c(tail), tail.size()), crc32c(bytes), "combined");
