@@ -71,12 +71,8 @@ std::uint32_t by_table(const std::byte* at, std::size_t bytes, std::uint32_t res
 #if defined(__x86_64__)
 
 // The instruction answers after three cycles but starts every cycle: three runs side by side keep it busy. What comes
-// after run k is appended to it by table: shifts[k] multiplies by x^(8 * run) byte by byte. What a drive has just written
-// to memory is in no cache, so the next three runs are fetched meanwhile; with runs this short they are near enough.
-constexpr std::size_t run = 1024;
-constexpr std::size_t cache_line = 64;
-
-void fetch(const std::byte* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
+// after run k is appended to it by table: shifts[k] multiplies by x^(8 * run) byte by byte.
+constexpr std::size_t run = 4096;
 
 constexpr std::array<std::array<std::uint32_t, 256>, 4> make_shift() {
     std::array<std::array<std::uint32_t, 256>, 4> shift{};
@@ -101,11 +97,6 @@ __attribute__((target("sse4.2"))) std::uint32_t by_instruction(const std::byte* 
         std::uint64_t second = 0;
         std::uint64_t third = 0;
         for (std::size_t i = 0; i < run; i += 8) {
-            if (i % cache_line == 0) {  // past the end it is a hint that comes to nothing
-                fetch(at + 3 * run + i);
-                fetch(at + 4 * run + i);
-                fetch(at + 5 * run + i);
-            }
             first = _mm_crc32_u64(first, load(at + i));
             second = _mm_crc32_u64(second, load(at + run + i));
             third = _mm_crc32_u64(third, load(at + 2 * run + i));
