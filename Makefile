@@ -7,7 +7,7 @@ BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp)) $(wildcard csrc/tests/*.cpp)
 
-.PHONY: setup train test test-core test-csrc zoo lint bench clean
+.PHONY: setup train test test-core test-torch test-csrc zoo lint bench clean
 
 setup: $(INSTALLED)
 
@@ -27,6 +27,18 @@ test: setup
 # What is quick and needs one process.
 test-core: setup
 	$(BIN)/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
+
+# The core suite on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
+# gigabytes of CUDA with them and run without a GPU.
+TORCH ?= 2.11.0
+OTHER := .venv-torch-$(TORCH)
+test-torch:
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install torch==$(TORCH)
+	sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt > $(OTHER)/requirements.txt
+	$(OTHER)/bin/pip install -r $(OTHER)/requirements.txt
+	$(OTHER)/bin/pip install --no-build-isolation --no-deps -e .
+	$(OTHER)/bin/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The I/O engines against real and faulty kernels, once under each sanitizer. Needs a C++ compiler only.
 test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
