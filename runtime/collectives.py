@@ -70,20 +70,21 @@ class PeerToPeer:
     def reduce_scatter(self, grads: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """See `Collectives.reduce_scatter`."""
         works = []
-        parts: list[dict[int, torch.Tensor]] = []
-        for tag, grad in enumerate(grads):
+        others: list[list[torch.Tensor]] = []
+        for tag, (grad, shard) in enumerate(zip(grads, shards, strict=True)):
             start, end = self._range(grad, self._rank)
-            received = {peer: grad.new_empty(end - start) for peer in self._peers}
+            first, *later = sorted(self._peers)
+            received = {first: shard[: end - start], **{peer: grad.new_empty(end - start) for peer in later}}
             works += [self._receive(part, peer, tag) for peer, part in received.items()]
-            parts.append({**received, self._rank: grad[start:end]})
+            by_rank = {**received, self._rank: grad[start:end]}
+            others.append([by_rank[rank] for rank in range(self._size) if rank != first])
         for tag, grad in enumerate(grads):
             works += [self._send(grad[slice(*self._range(grad, peer))], peer, tag) for peer in self._peers]
         _finish(works)
-        for shard, by_rank in zip(shards, parts, strict=True):
-            valid = shard[: by_rank[0].numel()]
-            valid.copy_(by_rank[0])
-            for rank in range(1, self._size):
-                valid.add_(by_rank[rank])
+        for shard, parts in zip(shards, others, strict=True):
+            valid = shard[: parts[0].numel()]  # holds rank 0's part, or on rank 0 rank 1's: a sum of two has no order
+            for part in parts:
+                valid.add_(part)
             valid.div_(self._size)
             shard[valid.numel() :].zero_()
 

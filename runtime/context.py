@@ -20,6 +20,7 @@ from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.program import digest_of
 
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
+from .gather_memory import GatherMemory
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
 from .overlap import Spans, Timed
@@ -41,6 +42,7 @@ class Context:
         self.ledger = Ledger()
         self.serials = itertools.count()
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.gather_memory = GatherMemory()
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()
@@ -84,6 +86,22 @@ class Context:
         if signature not in self._signatures:
             self.agree([f"options {signature}"], what="starting", mismatch=OptionError)
             self._signatures.add(signature)
+
+    def enlist(self, unit: Unit) -> None:
+        """Count a unit among those of these ranks for as long as it lives; memory for gathers goes with the last one."""
+        weakref.finalize(unit, self._unit_gone).atexit = False  # made before the set's reference: called after the set forgot it
+        self.units.add(unit)
+
+    def _unit_gone(self) -> None:
+        if not self.units:
+            self.gather_memory.clear()
+
+    def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
+        if device.type != "cpu":  # there PyTorch's allocator keeps memory by itself
+            return self.full_buffer(numel, dtype, device)
+        with torch.inference_mode(False), torch.no_grad():
+            return self.gather_memory.lend(numel, dtype)
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""

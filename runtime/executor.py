@@ -93,7 +93,7 @@ def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], reg
         return
     members = [units[slot] for slot, _ in step.members]
     shards = [unit.shard for unit in members]
-    flats = [context.full_buffer(unit.numel, step.dtype, unit.device) for unit in members]
+    flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     pending = context.start(context.gather_lane, lambda: context.gathers.all_gather(shards, flats))
     what = f"gathering {_names(members)} (group {step.group}) in {program.name}"
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):

@@ -21,7 +21,7 @@ class Unit:
         self.name = name
         self.context = context
         self.parameter = weakref.ref(parameter)
-        context.units.add(self)
+        context.enlist(self)
         self.serial = next(context.serials)
         """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
         self.shape = tuple(parameter.shape)

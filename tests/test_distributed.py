@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from models import CASES
 from rank_cases import run_cases
-from rank_memory import training_bytes
+from rank_memory import gather_memory_bytes, training_bytes
 from ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -101,9 +101,17 @@ def test_transformers_with_lengths_that_differ(case: str) -> None:
 
 @pytest.mark.slow
 def test_the_memory_of_a_process_shrinks() -> None:
-    """16 bytes a parameter in eager, half of that on each of two ranks; 64 MiB are for what is gathered, and slack."""
-    for eager, partitioned in zip(
+    """16 bytes a parameter in eager, half of that on each of two ranks, beside at most three buckets for gathers."""
+    for (eager, _), (partitioned, for_gathers) in zip(
         run_ranks(training_bytes, 2, "eager"), run_ranks(training_bytes, 2, "zero_infinity"), strict=True
     ):
         assert eager > 16 * 49_000_000
-        assert partitioned < eager / 2 + 64 * 2**20
+        assert 0 < for_gathers <= 3 * 32 * 2**20
+        assert partitioned - for_gathers < eager / 2 + 16 * 2**20, (eager, partitioned, for_gathers)
+
+
+@pytest.mark.slow
+def test_memory_for_gathers_goes_with_the_model() -> None:
+    for during, after in run_ranks(gather_memory_bytes, 2):
+        assert 0 < during <= 5 * 100 * 100 * 4 + 10 * 4096
+        assert after == 0
