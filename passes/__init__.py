@@ -23,8 +23,8 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
 
 LOOK_AHEAD = 1
-"""Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs): none
-ahead costs 2 %, two or three gain nothing that can be told from noise."""
+"""Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
+none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 BUCKETS_GATHERED = 3
 """The gathers of one graph run ahead while no more than this many buckets are gathered."""
