@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import secrets
+import struct
 from collections.abc import Sequence
 
 from zinf_compile.errors import StoreError
@@ -17,6 +19,9 @@ from .filesystem import look_up
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
 """What `O_TMPFILE` fails with where the filesystem, or the kernel, doesn't know it."""
+
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
+"""Of <linux/fs.h>, 64-bit."""
 
 
 class ScratchFile:
@@ -34,6 +39,7 @@ class ScratchFile:
                 error.errno, f"cannot keep states in {folder!r} ({error.strerror}); accepted: a folder you may write to"
             ) from error
         try:
+            _write_in_place(fd)
             self.file = File(fd, write=True)
         finally:
             os.close(fd)
@@ -60,9 +66,10 @@ class ScratchFile:
 
 
 def check_room(folders: Sequence[str], size: int) -> None:
-    """Raise `StoreError` where `size` bytes are more than are free in all folders together."""
-    free = sum({(f.mount_point, f.source): f.free_bytes for f in map(look_up, folders)}.values())
-    if size > free:
+    """Raise `StoreError` where `size` bytes are more than are free in all folders together, as far as they say."""
+    filesystems = [look_up(folder) for folder in folders]
+    free = sum({(f.mount_point, f.source): f.free_bytes for f in filesystems}.values())
+    if size > free and all(f.total_bytes for f in filesystems):  # 0: one that counts nothing, such as a tmpfs without a limit
         raise _no_room(folders, errno.ENOSPC, size, free)
 
 
@@ -83,6 +90,14 @@ def fallocate(fd: int, size: int) -> int:
     Not `os.posix_fallocate`: where the filesystem can't, that would write to every block instead, for hours.
     """
     return 0 if _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0 else ctypes.get_errno()
+
+
+def _write_in_place(fd: int) -> None:
+    """Have btrfs overwrite blocks where they lie, not copy them: each copy would need space that nobody has reserved."""
+    flags = bytearray(8)
+    with contextlib.suppress(OSError):  # other filesystems write in place
+        fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("=q", struct.unpack("=q", flags)[0] | _FS_NOCOW_FL))
 
 
 def _open_nameless(folder: str) -> int:
