@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -166,6 +166,11 @@ def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     if name == "type":
         return len(args) == 1
     return name in _METADATA or (name.startswith(("is_", "_is_")) and name not in _READS_DESPITE_ITS_NAME)
+
+
+# Compiled alone, `__torch_function__` would take what runs between two graphs for captured, and read hollow memory.
+for _function in (ShardedParameter.__torch_function__.__func__, _reads_metadata):  # type: ignore[attr-defined]
+    never_compile_alone(_function)
 
 
 @torch.compiler.disable  # what runs eagerly between two graphs reads parameters through here: nothing to capture
