@@ -187,6 +187,9 @@ def test_a_layer_may_be_converted_to_what_it_is_inside_the_forward() -> None:
 
 
 USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "split": lambda weight: sum(part.sum() * number for number, part in enumerate(weight.split(3), 1)),
+    "norm": lambda weight: weight.norm(),
+    "unflatten": lambda weight: weight.unflatten(1, (-1, 1)).sum(0).norm(),
     "1 -": lambda weight: (1 - weight).mean(),
     "**": lambda weight: (weight**2).mean(),
 }
