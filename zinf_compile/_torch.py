@@ -45,6 +45,9 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
+DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
+"""What Dynamo captures `parameter.data = value` as: from 2.15 on as an operator of its own."""
+
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 """Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
 
