@@ -184,3 +184,31 @@ class Converting(Mlp):
 
 def test_a_layer_may_be_converted_to_what_it_is_inside_the_forward() -> None:
     train_both(Case(Converting, vectors))
+
+
+USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "split": lambda weight: sum(part.sum() * number for number, part in enumerate(weight.split(3), 1)),
+    "norm": lambda weight: weight.norm(),
+    "unflatten": lambda weight: weight.unflatten(1, (-1, 1)).sum(0).norm(),
+    "1 -": lambda weight: (1 - weight).mean(),
+    "**": lambda weight: (weight**2).mean(),
+}
+
+
+class Using(Mlp):
+    """Scales its result by what it makes of a weight."""
+
+    def __init__(self, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, y) * self.use(self.first.weight)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_weight_is_used_by_what_tensor_defines_in_python(use: str) -> None:
+    eager, ours = twins(lambda: Using(USES[use]))
+    sides = [(eager, adamw(eager.parameters())), (in_place(ours), adamw(ours.parameters()))]
+    for number, rows in enumerate([3, 5, 2]):
+        train_step_on(sides, [eager, ours], plain_step, vectors(number, rows=rows), number)

@@ -17,6 +17,7 @@ from models import Mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, twins, wrapped
+from versions import needs_guard_of_requires_grad
 
 from zinf_compile import PartitionedParameterError, UnsupportedOptimizerError, gathered
 from zinf_compile.parameter import ShardedParameter
@@ -106,6 +107,7 @@ def test_an_optimizer_that_clips_by_value_is_accepted() -> None:
     assert_same_models(pair.eager, pair.model)
 
 
+@needs_guard_of_requires_grad
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("learns", [True, False], ids=["frozen", "unfrozen"])
 def test_requires_grad_changed_after_the_first_call(learns: bool, grad: bool) -> None:

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from versions import numbers_nodes_as_readme
 
 from zinf_compile.cli import main
 
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+@numbers_nodes_as_readme
 def test_the_graph_shown_is_the_graph_dumped(capsys: pytest.CaptureFixture[str]) -> None:
     command, shown = re.search(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README).groups()  # type: ignore[union-attr]
     assert main(shlex.split(command)) == 0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # documented, in a private module
+from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # two switches that aren't public
 from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
@@ -44,6 +45,9 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
+DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
+"""What Dynamo captures `parameter.data = value` as: from 2.15 on as an operator of its own."""
+
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 """Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
 
@@ -59,6 +63,11 @@ def raise_through_dynamo(error: Exception) -> Exception:
 def _init_through(self: Any, *args: object) -> None:
     Exception.__init__(self, *args)
     self.first_useful_frame = None
+
+
+def never_compile_alone(function: Callable[..., Any]) -> None:
+    """Let Dynamo inline a function into what it captures, but not capture a call that runs between two graphs."""
+    skip_code(function.__code__)
 
 
 def aot_index(node: torch.fx.Node) -> int | None:

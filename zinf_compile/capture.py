@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ._torch import aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs
+from ._torch import DATA_ASSIGNMENTS, aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs
 from .binding import reject_unsupported
 from .errors import UnsupportedModelError, ZinfError
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
@@ -91,7 +91,7 @@ def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slots = {placeholders[index]: slot for index, slot in captured.slots.items()}
     for node in list(gm.graph.nodes):
-        if node.target is torch.Tensor.set_ and node.args[0] in slots:
+        if node.target in DATA_ASSIGNMENTS and node.args[0] in slots:
             if not _assigns_itself(node, slots[node.args[0]]):
                 raise _mutation(slots[node.args[0]], node)
             for bookkeeping in [*node.users, node]:  # Dynamo makes up for the version that set_ counts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -10,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -166,6 +168,26 @@ def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
     if name == "type":
         return len(args) == 1
     return name in _METADATA or (name.startswith(("is_", "_is_")) and name not in _READS_DESPITE_ITS_NAME)
+
+
+# Compiled alone, `__torch_function__` would take what runs between two graphs for captured, and read hollow memory.
+for _function in (ShardedParameter.__torch_function__.__func__, _reads_metadata):  # type: ignore[attr-defined]
+    never_compile_alone(_function)
+
+
+def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+# Dynamo calls a method that the subclass defines. Looking up one that only `Tensor` defines, in Python (`split`, `norm`), is an
+# error in PyTorch 2.11 and breaks the graph in later ones.
+for _name, _plain in vars(torch.Tensor).items():
+    if isinstance(_plain, types.FunctionType) and not _name.startswith("_") and _name not in vars(ShardedParameter):
+        setattr(ShardedParameter, _name, _method(_plain))
 
 
 @torch.compiler.disable  # what runs eagerly between two graphs reads parameters through here: nothing to capture
