@@ -36,7 +36,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"optimizer": "disk"}, "optimizer='disk' is not known; accepted: 'device', 'nvme'"),
     ({"optimizer": "nvme"}, "optimizer='nvme' needs a drive: add nvme='/path"),
     ({"nvme": "."}, "nvme='.' is given, and nothing lives there: add optimizer='nvme'"),
-    ({"optimizer": "nvme", "nvme": "/missing"}, "nvme: '/missing' is no folder that may be written to; make it, or name another"),
+    (
+        {"optimizer": "nvme", "nvme": "/missing"},
+        "nvme: '/missing' is no folder that this process may write to; make it, or name another",
+    ),
     ({"optimizer": "nvme", "nvme": [".", "/proc/self/maps"]}, "nvme: '/proc/self/maps' is no folder"),
     ({"optimizer": "nvme", "nvme": 5}, "nvme=5 is not a path; accepted: a folder, or a list of folders"),
     ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
