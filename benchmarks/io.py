@@ -41,8 +41,8 @@ EXTENT_BYTES = 4 << 20
 class Shards:
     """A store of equal extents, read and written from a few buffers that are used in turn."""
 
-    def __init__(self, folder: str, size: int, *, block: int, depth: int, verify: bool) -> None:
-        self.engine = Engine(depth=depth, chunk_bytes=block)
+    def __init__(self, folder: str, size: int, *, engine: str, block: int, depth: int, verify: bool) -> None:
+        self.engine = Engine(engine, depth=depth, chunk_bytes=block)
         self._count = size // EXTENT_BYTES
         self._store = Store(folder, [(n, EXTENT_BYTES) for n in range(self._count)], engine=self.engine, verify=verify)
         self.fd = self._store.files[0].fd
@@ -67,11 +67,11 @@ class Shards:
         return Sample(moved / (time.perf_counter() - wall), (time.process_time() - cpu) / (moved / 1e9))
 
 
-def measure(folder: str, *, size: int, block: int, depth: int, pairs: int, verify: bool) -> dict[str, Any]:
+def measure(folder: str, *, engine: str, size: int, block: int, depth: int, pairs: int, verify: bool) -> dict[str, Any]:
     """Alternate fio and the store; return the numbers."""
     size -= size % (2 * EXTENT_BYTES)
     version, place = _fio.version(), look_up(folder)
-    shards = Shards(folder, size, block=block, depth=depth, verify=verify)
+    shards = Shards(folder, size, engine=engine, block=block, depth=depth, verify=verify)
 
     def run_fio(engine: str, mode: str) -> Sample:
         return _fio.run(engine, mode, fd=shards.fd, size=size, block=block, depth=depth)
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--block", default="1MiB")
     parser.add_argument("--depth", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--engine", choices=["auto", "io_uring", "threads"], default="auto", help="the store's")
     parser.add_argument("--no-verify", action="store_true", help="without checksums, to see what they cost")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
@@ -176,7 +177,13 @@ def main() -> None:
         return
     size, block = parse_bytes(options.size, option="size"), parse_bytes(options.block, option="block")
     result = measure(
-        options.folder, size=size, block=block, depth=options.depth, pairs=options.pairs, verify=not options.no_verify
+        options.folder,
+        engine=options.engine,
+        size=size,
+        block=block,
+        depth=options.depth,
+        pairs=options.pairs,
+        verify=not options.no_verify,
     )
     print(report(result), verdict(result), sep="\n\n")
     if options.json:

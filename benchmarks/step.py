@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                      # one process: eager, Inductor, this backend
     python benchmarks/step.py --world 2            # two gloo ranks of one thread: DDP, FSDP2, DeepSpeed, this backend
+    TMPDIR=DIR python benchmarks/step.py --peers "zinf inductor,zinf inductor nvme"    # optimizer states on DIR's drive
     python benchmarks/step.py --cold --layers 48   # the time to the first step only, each peer alone with an empty cache
     python benchmarks/step.py --json step.json     # keep the numbers
     python benchmarks/step.py --readme step.json   # measure nothing: write the README's tables from kept numbers
@@ -69,7 +70,10 @@ def trainer(peer: str, model: Any) -> TakeStep:
             fully_shard(block)
         fully_shard(model)
     elif peer.startswith("zinf "):
-        call = torch.compile(model, backend="zero_infinity", options={"compute": peer.removeprefix("zinf ")})
+        options: dict[str, Any] = {"compute": peer.split()[1]}
+        if peer.endswith(" nvme"):
+            options |= {"optimizer": "nvme", "nvme": tempfile.gettempdir()}
+        call = torch.compile(model, backend="zero_infinity", options=options)
     optimizer = adamw()  # made last: fully_shard replaces the parameters
 
     def take(tokens: Any, targets: Any) -> Any:

@@ -2,6 +2,7 @@
 
     python examples/train_gpt.py                                    # one process, about two minutes on two cores
     torchrun --nproc-per-node 2 examples/train_gpt.py               # each rank holds half of every parameter
+    python examples/train_gpt.py --nvme DIR                         # optimizer states on the drive that DIR is on
     python examples/train_gpt.py --eager                            # the same script without the backend
 
 The text is the source code of Python's standard library, which every machine has; --text FILE takes another.
@@ -91,6 +92,7 @@ def generate(model, prompt, count):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--eager", action="store_true", help="train without the backend, to compare")
+parser.add_argument("--nvme", metavar="DIR", help="keep the optimizer states in this folder's drive")
 parser.add_argument("--text", metavar="FILE", help="text to learn; default: Python's standard library")
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
@@ -114,7 +116,7 @@ text = load_text(args.text)
 model = GPT(args.layers, args.width, heads=args.width // 64, length=args.length).to(device)
 parameters = sum(p.numel() for p in model.parameters())
 if not args.eager:
-    model = torch.compile(model, backend="zero_infinity")
+    model = torch.compile(model, backend="zero_infinity", options={"optimizer": "nvme", "nvme": args.nvme} if args.nvme else None)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 warmup = max(1, args.steps // 20)

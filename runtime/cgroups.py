@@ -40,6 +40,30 @@ def memory_limit_bytes(limits: dict[str, str]) -> int | None:
     return min((int(text) for path, text in limits.items() if path.endswith(hard)), default=None)
 
 
+_USE = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.high": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of each limit: the file that says what is in use, and the line of memory.stat that says what of it can be had at once."""
+
+
+def available_memory_bytes(
+    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Return the host memory that this process could take now: what the machine has, within the limits of its groups."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    least = 1024 * int(fields["MemAvailable"].split()[0])
+    for path, text in find_limits(proc, root).items():
+        if (file := Path(path)).name in _USE:
+            use, reclaimable = _USE[file.name]
+            with contextlib.suppress(OSError, ValueError):
+                used = int((file.parent / use).read_text())
+                stat = dict(line.split() for line in (file.parent / "memory.stat").read_text().splitlines())
+                least = min(least, int(text) - used + int(stat.get(reclaimable, 0)))
+    return max(least, 0)
+
+
 def _groups(proc: Path, root: Path) -> Iterator[tuple[tuple[str, ...], Path, Path]]:
     """Yield (controllers, folder of this process's group, top of its hierarchy)."""
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .partition import shard_numel, shard_range
+from .placement import ON_DEVICE, Placement
 
 if TYPE_CHECKING:
     from .context import Context
@@ -17,9 +18,18 @@ if TYPE_CHECKING:
 class Unit:
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory."""
 
-    def __init__(self, parameter: torch.Tensor, shard: torch.Tensor, *, name: str, context: Context) -> None:
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        shard: torch.Tensor,
+        *,
+        name: str,
+        context: Context,
+        placement: Placement = ON_DEVICE,
+    ) -> None:
         self.name = name
         self.context = context
+        self.placement = placement
         self.parameter = weakref.ref(parameter)
         context.enlist(self)
         self.serial = next(context.serials)

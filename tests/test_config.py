@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from training import BACKEND, assert_same_models
 
 from zinf_compile import OptionError
 from zinf_compile.config import Config, parse_bytes
+from zinf_compile.runtime.placement import Placement
 
 REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"buckt": "1MiB"}, r"unknown option 'buckt' .*accepted: compute, bucket, .*did you mean 'bucket'\?"),
@@ -31,6 +33,15 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
         "compute='fx' uses none of them; leave the mode away or set compute",
     ),
     ({"on_refusal": "warn"}, "on_refusal='warn' is not known; accepted: 'fx', 'error'"),
+    ({"optimizer": "disk"}, "optimizer='disk' is not known; accepted: 'device', 'nvme'"),
+    ({"optimizer": "nvme"}, "optimizer='nvme' needs a drive: add nvme='/path"),
+    ({"nvme": "."}, "nvme='.' is given, and nothing lives there: add optimizer='nvme'"),
+    (
+        {"optimizer": "nvme", "nvme": "/missing"},
+        "nvme: '/missing' is no folder that this process may write to; make it, or name another",
+    ),
+    ({"optimizer": "nvme", "nvme": [".", "/proc/self/maps"]}, "nvme: '/proc/self/maps' is no folder"),
+    ({"optimizer": "nvme", "nvme": 5}, "nvme=5 is not a path; accepted: a folder, or a list of folders"),
     ({"bucket": -1}, "bucket=-1 is not a size; accepted: a positive number of bytes or text such as '32MiB'"),
     ({"bucket": 0}, "bucket=0 is not a size"),
     ({"bucket": True}, "bucket=True is not a size"),
@@ -116,3 +127,17 @@ def test_more_ranks_than_one_without_a_process_group(monkeypatch: pytest.MonkeyP
     with pytest.raises(OptionError, match=r"WORLD_SIZE is 2 .* call torch.distributed.init_process_group\(\)"):
         compiled(*vectors(0))
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_each_rank_may_have_a_drive_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvme3").mkdir()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    config = Config.from_options({"optimizer": "nvme", "nvme": [tmp_path / "nvme{local_rank}", str(tmp_path)]})
+    assert config.placement() == Placement(optimizer="nvme", nvme=(str(tmp_path / "nvme3"), str(tmp_path)))
+
+
+def test_a_gpu_has_its_states_on_the_device_so_far(tmp_path: Path) -> None:
+    config = Config.from_options({"optimizer": "nvme", "nvme": tmp_path})
+    config.check_device(torch.device("cpu"))
+    with pytest.raises(OptionError, match="on the CPU so far; this one is on cuda:1: leave the option away"):
+        config.check_device(torch.device("cuda:1"))

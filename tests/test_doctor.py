@@ -12,7 +12,7 @@ import torch
 from zinf_compile import doctor
 from zinf_compile.cli import main
 from zinf_compile.runtime import filesystem, quota, scratch_file
-from zinf_compile.runtime.cgroups import find_limits, memory_limit_bytes
+from zinf_compile.runtime.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
 
 
 def examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
@@ -89,6 +89,23 @@ def test_limits_of_version_two_groups(tmp_path: Path) -> None:
         str(group / "io.max"): "259:0 rbps=1048576 wbps=max",
     }
     assert memory_limit_bytes(found) == 500000
+
+
+def test_memory_is_what_is_left_of_the_tightest_limit(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
+    (tmp_path / "groups").write_text("0::/user.slice/job\n")
+    assert available_memory_bytes(tmp_path / "groups", tmp_path, tmp_path / "meminfo") == 8000 * 1024
+    for folder, limit, used, cache in (
+        ("user.slice/job", "1000000", "900000", "300000"),
+        ("user.slice", "500000", "450000", "0"),
+    ):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(limit)
+        (tmp_path / folder / "memory.current").write_text(used)
+        (tmp_path / folder / "memory.stat").write_text(f"anon 5\ninactive_file {cache}\n")
+    assert available_memory_bytes(tmp_path / "groups", tmp_path, tmp_path / "meminfo") == 50000
+    (tmp_path / "user.slice" / "memory.current").write_text("600000")
+    assert available_memory_bytes(tmp_path / "groups", tmp_path, tmp_path / "meminfo") == 0
 
 
 def test_limits_of_version_one_groups(tmp_path: Path) -> None:

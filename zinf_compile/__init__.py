@@ -2,11 +2,15 @@
 
 from .checkpoint import full_state_dict, gathered, load_full_state_dict
 from .errors import (
+    BudgetError,
     CompilationError,
     IllegalGraphError,
     OptionError,
     PartitionedParameterError,
     RankMismatchError,
+    StepFailedError,
+    StoreError,
+    StoreWarning,
     UnsupportedModelError,
     UnsupportedOptimizerError,
     ZinfError,
@@ -16,11 +20,15 @@ from .memory import memory
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "CompilationError",
     "IllegalGraphError",
     "OptionError",
     "PartitionedParameterError",
     "RankMismatchError",
+    "StepFailedError",
+    "StoreError",
+    "StoreWarning",
     "UnsupportedModelError",
     "UnsupportedOptimizerError",
     "ZinfError",

@@ -76,6 +76,7 @@ class GraphCompiler:
         _reject_wrappers()
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
+        self.config.check_device(captured.device)
         context = context_for(
             self.config.resolve_group(),
             captured.device,
@@ -139,7 +140,7 @@ class GraphCompiler:
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        binder = Binder(program, context)
+        binder = Binder(program, context, self.config.placement())
         self._binder = self._binder or binder  # the forward's, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:

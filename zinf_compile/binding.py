@@ -16,6 +16,7 @@ from .parameter import ShardedParameter, hollow_out, unit_behind
 from .program import Program, Slot, digest_of
 from .runtime.context import Context
 from .runtime.partition import is_dense
+from .runtime.placement import Placement
 from .runtime.unit import Unit, make_shards
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -28,9 +29,10 @@ Arguments = Sequence[Any] | Mapping[int, Any]
 class Binder:
     """Binds the parameters of each call of one program."""
 
-    def __init__(self, program: Program, context: Context) -> None:
+    def __init__(self, program: Program, context: Context, placement: Placement) -> None:
         self._program = program
         self._context = context
+        self._placement = placement
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
 
     def bind(self, args: Sequence[Any]) -> Mapping[int, Unit]:
@@ -89,7 +91,7 @@ class Binder:
         return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
-        partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context)
+        partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int]) -> None:
         program = self._program
@@ -111,13 +113,13 @@ class Binder:
         ]
 
 
-def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context) -> None:
+def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
     """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit."""
     distinct = {id(parameter): (parameter, name) for parameter, name in parameters.values()}
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
         shards = make_shards([parameter for parameter, _ in distinct.values()], context)
         for (parameter, name), shard in zip(distinct.values(), shards, strict=True):
-            unit = Unit(parameter, shard, name=name, context=context)
+            unit = Unit(parameter, shard, name=name, context=context, placement=placement)
             full = unit.flat(parameter.detach()) if context.rank == 0 else None
             context.finish(context.gather_lane.submit(_scatter(context, full, unit)), f"partitioning {name}")
             context.ledger.track("params", unit.shard)

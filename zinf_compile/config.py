@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from .errors import OptionError
+from .runtime.placement import TIERS, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,6 +69,13 @@ class Config:
     """What becomes of a stretch that Inductor can't compile. `"fx"`: it runs operator by operator, with a warning that names the
     operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
 
+    optimizer: str = "device"
+    """Where optimizer states live: `"device"`, or `"nvme"`: on the drive that `nvme` names, from where they stream through each
+    step, a few chunks at a time in memory. The numbers are the same."""
+
+    nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
+    """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -100,7 +110,21 @@ class Config:
 
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
-        return f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} timeout_s={self.timeout_s}"
+        return (
+            f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} optimizer={self.optimizer} "
+            f"timeout_s={self.timeout_s}"
+        )
+
+    def placement(self) -> Placement:
+        """Return where states live."""
+        return Placement(optimizer=self.optimizer, nvme=self._folders())
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise `OptionError` for what can't be on this device."""
+        if self.optimizer == "nvme" and device.type != "cpu":
+            raise OptionError(
+                f"option optimizer='nvme' works for models on the CPU so far; this one is on {device}: leave the option away"
+            )
 
     def resolve_group(self) -> dist.ProcessGroup | None:
         """Return the group to partition over; None when torch.distributed is not initialised."""
@@ -114,6 +138,7 @@ class Config:
         if self.compute not in ("fx", "inductor"):
             raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx', 'inductor'")
         self._validate_mode()
+        self._validate_tiers()
         if self.on_refusal not in ("fx", "error"):
             raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
         parse_bytes(self.bucket, option="bucket")
@@ -133,6 +158,27 @@ class Config:
             if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
                 found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
                 raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")
+
+    def _folders(self) -> tuple[str, ...]:
+        given = (self.nvme,) if isinstance(self.nvme, str | os.PathLike) else tuple(self.nvme)
+        return tuple(os.fspath(path).replace("{local_rank}", os.environ.get("LOCAL_RANK", "0")) for path in given)
+
+    def _validate_tiers(self) -> None:
+        if self.optimizer not in TIERS:
+            raise OptionError(f"option optimizer={self.optimizer!r} is not known; accepted: {', '.join(map(repr, TIERS))}")
+        try:
+            folders = self._folders()
+        except TypeError:
+            raise OptionError(f"option nvme={self.nvme!r} is not a path; accepted: a folder, or a list of folders") from None
+        if self.optimizer == "nvme" and not folders:
+            raise OptionError("option optimizer='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
+        if folders and self.optimizer != "nvme":
+            raise OptionError(f"option nvme={self.nvme!r} is given, and nothing lives there: add optimizer='nvme'")
+        for folder in folders:
+            if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+                raise OptionError(
+                    f"option nvme: {folder!r} is no folder that this process may write to; make it, or name another"
+                )
 
     def _validate_mode(self) -> None:
         accepted = "accepted: " + ", ".join(map(repr, MODES))

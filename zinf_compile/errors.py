@@ -27,6 +27,14 @@ class UnsupportedOptimizerError(ZinfError, TypeError):
     """The optimizer does not update element by element, so it cannot work on shards."""
 
 
+class StepFailedError(ZinfError, RuntimeError):
+    """A step of an optimizer ended in the middle; the message says whether the state before it is intact."""
+
+
+class BudgetError(ZinfError, MemoryError):
+    """What was asked for needs more memory than there is; the message says how much, and what to do."""
+
+
 class RankMismatchError(ZinfError, RuntimeError):
     """The ranks are not doing the same thing: other options, another sequence of collectives, or no answer in time."""
 

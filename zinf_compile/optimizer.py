@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .companions import is_averaged
-from .errors import UnsupportedOptimizerError
-from .gradient import ShardedGradient
+from .errors import StepFailedError
 from .parameter import ShardedParameter
 from .probe import check_elementwise
 from .runtime.context import Context
-from .runtime.partition import shard_numel
-from .runtime.unit import Unit
+from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .streaming import ChunkStep, StreamedStates, streamed_states, torn
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Context, int]] = weakref.WeakKeyDictionary()
@@ -38,10 +37,28 @@ _installed: list[Any] = []
 class _StandIn:
     owner: weakref.ref[Optimizer]
     optimizer: Optimizer
+    groups: list[dict[str, Any]]
+    """The owner's group behind each of the stand-in's."""
     shards: list[tuple[ShardedParameter, torch.Tensor]]
+    """What is updated whole."""
+    streamed: _Streamed | None
+
+
+@dataclasses.dataclass(slots=True)
+class _Streamed:
+    """The part of a step that takes states from drives."""
+
+    last: ChunkStep
+    """The chunk that the stand-in updates, after all others."""
+    done: list[ChunkStep]
+    states: list[dict[ShardedParameter, dict[str, Any]]]
+    """What each chunk left in memory, as step counts; counts only once the whole step is over."""
+    settings: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Groups, and what the step changed in them; likewise."""
 
 
 _under_way: dict[int, _StandIn] = {}
+_chunks_under_way: set[int] = set()
 
 
 def install() -> None:
@@ -52,21 +69,29 @@ def install() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if id(optimizer) in _under_way:  # a step that calls super().step()
+    if id(optimizer) in _under_way or id(optimizer) in _chunks_under_way:  # a step that calls super().step(), or of one chunk
         return None
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     if not hollow:
         return None
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
-    shards = {p: _like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in hollow}
-    stand_in = _make_stand_in(optimizer, shards)
-    record = _StandIn(weakref.ref(optimizer), stand_in, list(shards.items()))
+    sources = streamed_states(optimizer, hollow)
+    args, kwargs = (optimizer, *args[1:]), dict(kwargs)
+    if sources:
+        args, kwargs = _with_loss(args, kwargs)
+    streamed = _step_chunks(optimizer, sources)
+    whole = [p for p in hollow if not any(p in states for states in sources)]
+    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in whole}
+    skipped = {p for p in hollow if p not in shards}
+    last = streamed.last if streamed is not None else None
+    stand_in, groups = _make_stand_in(optimizer, shards, skipped, last)
+    record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), streamed)
     _fill(optimizer, record)
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
         del _under_way[stale]  # of a step that raised
     _under_way[id(stand_in)] = record
-    args, kwargs = (stand_in, *args[1:]), dict(kwargs)
+    args = (stand_in, *args[1:])
     if len(args) > 1 and callable(args[1]):
         args = (stand_in, _refreshing(args[1], record), *args[2:])
     if callable(kwargs.get("closure")):
@@ -84,94 +109,153 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for parameter, shard in record.shards:
         state = stand_in.state.pop(shard, None)
         if state is not None:
-            optimizer.state[parameter] = {k: _kept_state(v, parameter._zinf_unit) for k, v in state.items()}
+            optimizer.state[parameter] = {k: kept_state(v, parameter._zinf_unit) for k, v in state.items()}
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
+    if record.streamed is not None:
+        _finish_chunks(optimizer, record.streamed, stand_in)
     for key, value in stand_in.state.items():
         optimizer.state[key] = value
-    for mine, theirs in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+    for mine, theirs in zip(record.groups, stand_in.param_groups, strict=True):
         mine.update({k: v for k, v in theirs.items() if k != "params"})
     for name, value in vars(stand_in).items():
         if name not in _STEP_LOCAL:
             vars(optimizer)[name] = value
-    _account(optimizer, record)
+    _account(optimizer)
 
 
-def _make_stand_in(optimizer: Optimizer, shards: dict[ShardedParameter, torch.Tensor]) -> Optimizer:
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the closure now, before any chunk is updated; the optimizer is given one that returns the loss."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    if len(args) > 1:
+        return (args[0], lambda: loss, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: loss}
+
+
+def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _Streamed | None:
+    """Update all chunks but the last, which the caller's own step does; None where there is none."""
+    if not sources:
+        return None
+    if optimizer in torn:
+        raise StepFailedError(torn[optimizer])
+    done: list[ChunkStep] = []
+    states: list[dict[ShardedParameter, dict[str, Any]]] = []
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    last: ChunkStep | None = None
+    try:
+        with torch.no_grad():
+            for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in sources):
+                if last is not None:
+                    _tear(optimizer, len(done) + 1)
+                    states.append(_step_one(optimizer, last, settings))
+                    done.append(last)
+                last = chunk
+    except Exception as error:
+        if optimizer not in torn:
+            raise
+        raise StepFailedError(f"{torn[optimizer]}. Cause: {error}") from error
+    if last is None:
+        return None
+    _tear(optimizer, len(done) + 1)
+    return _Streamed(last, done, states, settings)
+
+
+def _tear(optimizer: Optimizer, chunks: int) -> None:
+    torn[optimizer] = (
+        f"a step of {type(optimizer).__name__} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
+        "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
+    )
+
+
+def _step_one(
+    optimizer: Optimizer, chunk: ChunkStep, settings: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> dict[ShardedParameter, dict[str, Any]]:
+    everything = {p for group in optimizer.param_groups for p in group["params"]}
+    stand_in, groups = _make_stand_in(optimizer, {}, everything, chunk)
+    stand_in.state.update(chunk.state)
+    vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
+    vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
+    _chunks_under_way.add(id(stand_in))
+    try:
+        type(stand_in).step(stand_in)
+    finally:
+        _chunks_under_way.discard(id(stand_in))
+    for mine, theirs in zip(groups, stand_in.param_groups, strict=True):
+        settings.append((mine, {k: v for k, v in theirs.items() if k != "params"}))
+    return chunk.finish(stand_in.state)
+
+
+def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimizer) -> None:
+    """The step is over: finish its last chunk, and make count what all chunks left behind."""
+    streamed.states.append(streamed.last.finish(stand_in.state))
+    for _, part in streamed.last.parts:
+        stand_in.state.pop(part, None)
+    for states in streamed.states:
+        for parameter, state in states.items():
+            optimizer.state[parameter] = state
+    for mine, changed in streamed.settings:
+        mine.update(changed)
+    for chunk in (*streamed.done, streamed.last):
+        chunk.settle()
+        for parameter, _ in chunk.parts:
+            torch.autograd.graph.increment_version(parameter)
+    del torn[optimizer]
+
+
+def _make_stand_in(
+    optimizer: Optimizer, shards: dict[ShardedParameter, torch.Tensor], skipped: Collection[torch.Tensor], chunk: ChunkStep | None
+) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """Make an optimizer of shards and of a chunk's parts, and of what else there is, less `skipped`.
+
+    Returns it with the group behind each of its own: where a chunk takes part, groups that would have nothing are left away.
+    """
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in _STEP_LOCAL})
-    stand_in.param_groups = [
-        {**group, "params": [shards[p] if isinstance(p, ShardedParameter) else p for p in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    parts = {} if chunk is None else {id(p): part for p, part in chunk.parts}
+    stand_in.param_groups, groups = [], []
+    for group in optimizer.param_groups:
+        members = [
+            parts[id(p)] if id(p) in parts else shards.get(p, p) for p in group["params"] if id(p) in parts or p not in skipped
+        ]
+        if members or chunk is None:
+            stand_in.param_groups.append({**group, "params": members})
+            groups.append(group)
     stand_in.state = collections.defaultdict(dict)
-    return stand_in
+    return stand_in, groups
 
 
 def _fill(optimizer: Optimizer, record: _StandIn) -> None:
-    partitioned = {id(p) for p, _ in record.shards}
+    partitioned = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
     for key, state in optimizer.state.items():
         if id(key) not in partitioned:
             record.optimizer.state[key] = state
     for parameter, shard in record.shards:
-        shard.grad = _local_gradient(parameter)
+        shard.grad = local_gradient(parameter)
         if parameter in optimizer.state:
             unit = parameter._zinf_unit
-            record.optimizer.state[shard] = {
-                k: _shard_state(v, unit, k, optimizer) for k, v in optimizer.state[parameter].items()
-            }
+            record.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in optimizer.state[parameter].items()}
+    if record.streamed is not None:
+        record.optimizer.state.update(record.streamed.last.state)
 
 
 def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], Any]:
     def call() -> Any:
         loss = closure()
         for parameter, shard in record.shards:
-            shard.grad = _local_gradient(parameter)
+            shard.grad = local_gradient(parameter)
         return loss
 
     return call
 
 
-def _like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """Give the shard of a parameter without dimensions its shape, so that its state can't be told from eager's."""
-    return shard if unit.shape else shard.view(())
-
-
-def _local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
-    grad = parameter.grad
-    if grad is None:
-        return None
-    unit = parameter._zinf_unit
-    return _like_parameter(grad.local() if isinstance(grad, ShardedGradient) else unit.local_part(grad), unit)
-
-
-def _shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
-    """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    size = shard_numel(unit.numel, unit.context.size)
-    if unit.context.size > 1 and value.dim() == 1 and value.numel() == size:
-        return value
-    if tuple(value.shape) == unit.shape:
-        return unit.flat(value) if unit.context.size == 1 else unit.local_part(value)
-    raise UnsupportedOptimizerError(
-        f"state {name!r} of {type(optimizer).__name__} for parameter {unit.name} has shape {list(value.shape)}; accepted: the "
-        f"parameter's {list(unit.shape)}, or this rank's part [{size}] of {unit.context.size} (was it saved with another number "
-        "of ranks?)"
-    )
-
-
-def _kept_state(value: Any, unit: Unit) -> Any:
-    """Return a state tensor as it is kept between steps: in the parameter's shape where a shard is the whole."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    return unit.logical(value) if unit.context.size == 1 and value.numel() == unit.numel else value
-
-
-def _account(optimizer: Optimizer, record: _StandIn) -> None:
-    """Tell the ledger what this optimizer's state takes on this rank."""
+def _account(optimizer: Optimizer) -> None:
+    """Tell the ledger what this optimizer's state takes on this rank; what streams through is counted where it does."""
     held: dict[Context, int] = collections.defaultdict(int)
-    for parameter, _ in record.shards:
+    for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and name != "step":
                 held[parameter._zinf_unit.context] += value.numel() * value.element_size()

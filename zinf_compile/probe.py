@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import inspect
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,10 +21,21 @@ from .runtime.unit import Unit
 _SCALES = (1.0, 30.0, 0.03)
 """Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""
 
+_DECIDING = (bool, str, int, float)
+"""Settings that may decide what an optimizer keeps; of a number, whether it is zero (a momentum of SGD, for one)."""
+
 _LR = 0.1
 """Tried in place of the user's: under a schedule with warm-up that one is 0 at first, and no rule shows itself."""
 
-_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], str | None]] = weakref.WeakKeyDictionary()
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    problem: str | None
+    states: Mapping[str, torch.dtype]
+    """What the optimizer keeps of the size of the parameter."""
+
+
+_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
 
 
 def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
@@ -31,13 +44,8 @@ def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
     Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
     two flat pieces that know nothing of each other, as the shards of two ranks don't.
     """
-    verdicts = _verdicts.setdefault(optimizer, {})
     for group in optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k != "params"}
-        key = (unit.dtype, *sorted((k, v) for k, v in settings.items() if isinstance(v, (bool, str))))
-        if key not in verdicts:
-            verdicts[key] = _try(optimizer, settings, unit.dtype)
-        reason = verdicts[key]
+        reason = _verdict(optimizer, group, unit.dtype).problem
         if reason is not None:
             raise UnsupportedOptimizerError(
                 f"{type(optimizer).__name__} doesn't update element by element ({reason}), so it can't work on parameter "
@@ -46,25 +54,39 @@ def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
             )
 
 
-def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> str | None:
+def states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+    """Return the names and types of the states that the optimizer keeps for each element of a parameter of type `dtype`."""
+    return _verdict(optimizer, group, dtype).states
+
+
+def _verdict(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> _Verdict:
+    verdicts = _verdicts.setdefault(optimizer, {})
+    settings = {k: v for k, v in group.items() if k != "params"}
+    key = (dtype, *sorted((k, v if isinstance(v, str) else bool(v)) for k, v in settings.items() if isinstance(v, _DECIDING)))
+    if key not in verdicts:
+        verdicts[key] = _try(optimizer, settings, dtype)
+    return verdicts[key]
+
+
+def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> _Verdict:
     keeper = _keeps_parameters(optimizer)
     if keeper is not None:
-        return f"it keeps the parameters in its attribute {keeper!r} and works on those, not on its param_groups"
+        return _Verdict(f"it keeps the parameters in its attribute {keeper!r} and works on those, not on its param_groups", {})
     settings = {**settings, **_visible_rate(settings)}
     generator = torch.Generator().manual_seed(0)
     value = torch.randn(6, 8, generator=generator).to(dtype)
     grads = [(torch.randn(6, 8, generator=generator) * scale).to(dtype) for scale in _SCALES]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole = _run(optimizer, settings, value, grads)
+            whole, states = _run(optimizer, settings, value, grads)
             parts = [
-                _run(optimizer, settings, value.view(-1)[piece], [g.view(-1)[piece] for g in grads])
+                _run(optimizer, settings, value.view(-1)[piece], [g.view(-1)[piece] for g in grads])[0]
                 for piece in (slice(0, 24), slice(24, 48))
             ]
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else "no message"
-            return f"on a flat piece it raises {type(error).__name__}: {reason}"
-    return None if torch.equal(whole.view(-1), torch.cat(parts)) else "a piece alone is updated differently"
+            return _Verdict(f"on a flat piece it raises {type(error).__name__}: {reason}", {})
+    return _Verdict(None if torch.equal(whole.view(-1), torch.cat(parts)) else "a piece alone is updated differently", states)
 
 
 def _keeps_parameters(optimizer: Optimizer) -> str | None:
@@ -81,7 +103,9 @@ def _visible_rate(settings: dict[str, Any]) -> dict[str, Any]:
     return {"lr": _LR} if isinstance(rate, float | int) else {}
 
 
-def _run(optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+def _run(
+    optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
     parameter = torch.nn.Parameter(value.clone())
     trial: Optimizer = object.__new__(type(optimizer))
     hidden = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step")
@@ -98,7 +122,8 @@ def _run(optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, gr
     for grad in grads:
         parameter.grad = grad.clone()
         trial.step()
-    return parameter.detach()
+    kept = {k: v.dtype for k, v in trial.state[parameter].items() if isinstance(v, torch.Tensor) and v.numel() == value.numel()}
+    return parameter.detach(), kept
 
 
 def _own_constructor_state(optimizer: Optimizer, trial: Optimizer, parameter: torch.nn.Parameter) -> None:

@@ -1,0 +1,36 @@
+"""Training on one of several ranks, once with the optimizer states in memory and once on a drive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import CASES
+from torch import nn
+from training import BACKEND, adamw, plain_step
+
+import zinf_compile
+from zinf_compile import streaming
+
+
+def train_on_ranks(rank: int, size: int, folder: str) -> tuple[Any, Any]:
+    """Return losses, parameters and this rank's states for each."""
+    streaming.CHUNK_NUMEL = 128
+    results = []
+    for options in ({}, {"optimizer": "nvme", "nvme": folder}):
+        torch.manual_seed(7)
+        losses: list[float] = []
+        whole: list[Any] = []
+        states: list[Any] = []
+        for name in ("tied", "odd_shapes"):
+            model = CASES[name].build()
+            model.compile(backend=BACKEND, options=options)
+            optimizer = adamw(model.parameters())
+            for step in range(4):
+                losses.append(plain_step(model, optimizer, CASES[name].batch(step, rank)).item())
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            whole.append([value.tolist() for value in zinf_compile.full_state_dict(model).values()])
+            kept = optimizer.state_dict()["state"]
+            states.append({(n, name): t.tolist() for n, state in kept.items() for name, t in state.items()})
+        results.append((losses, whole, states))
+    return results[0], results[1]

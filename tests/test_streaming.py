@@ -1,0 +1,270 @@
+"""Optimizer states on a drive, in chunks so small that each parameter meets several: the numbers of eager, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, OddShapes, TiedWords, loss_of, tokens, vectors
+from optimizers import OPTIMIZERS, assert_same_states
+from rank_streaming import train_on_ranks
+from ranks import run_ranks
+from torch import nn
+from torch.optim import Optimizer
+from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on, twins
+
+import zinf_compile
+from zinf_compile import streaming
+from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
+from zinf_compile.runtime.chunk_states import ChunkStates
+
+NOT_COMPILED = {
+    "branches": {"never.weight", "never.bias"},
+    "breaks_between_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+    "breaks_inside_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+}
+"""Parameters that stay whole."""
+
+STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
+
+
+@pytest.fixture(autouse=True)
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[ChunkStates]:
+    """Cut chunks of 128 elements; return what keeps them."""
+    made: list[ChunkStates] = []
+
+    class Noted(ChunkStates):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(streaming, "CHUNK_NUMEL", 128)
+    monkeypatch.setattr(streaming, "ChunkStates", Noted)
+    return made
+
+
+def on_drive(folder: Path) -> Callable[[nn.Module], nn.Module]:
+    def compiled(model: nn.Module) -> nn.Module:
+        model.compile(backend=BACKEND, options={"optimizer": "nvme", "nvme": folder})
+        return model
+
+    return compiled
+
+
+def both(
+    build: Callable[[], nn.Module], make: Callable[..., Optimizer], folder: Path
+) -> tuple[list[tuple[nn.Module, Optimizer]], list[nn.Module]]:
+    """Return an eager model and its twin with states on a drive, each with its optimizer, as `train_step_on` wants them."""
+    eager, ours = twins(build)
+    on_drive(folder)(ours)
+    return [(model, make(model.parameters())) for model in (eager, ours)], [eager, ours]
+
+
+def accumulating_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss = loss_of(model(*batch)) / 2
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss
+
+
+def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = loss_of(model(*batch))
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert len(calls) == 1
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str, tmp_path: Path, stores: list[ChunkStates]) -> None:
+    sides, models = both(TiedWords, OPTIMIZERS[name], tmp_path)
+    for number in range(4):
+        train_step_on(sides, models, plain_step, tokens(number), number)
+        assert_same_states(sides[0][1], sides[1][1])
+    assert len(stores) == (name != "sgd")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
+    train_both(CASES[name], compiled=on_drive(tmp_path), steps=4, whole=NOT_COMPILED.get(name, ()))
+
+
+@pytest.mark.parametrize("step", [accumulating_step, closure_step])
+def test_kinds_of_steps(step: Step, tmp_path: Path) -> None:
+    train_both(CASES["tied"], compiled=on_drive(tmp_path), step=step, steps=4)
+
+
+def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[ChunkStates]) -> None:
+    sides, models = both(TiedWords, adamw, tmp_path)
+    for number in range(2):
+        train_step_on(sides, models, plain_step, tokens(number), number)
+    (states,) = stores
+    reads: list[str] = []
+    really_read = states.store.read
+
+    def read(key: str, into: torch.Tensor) -> Any:
+        reads.append(key)
+        return really_read(key, into)
+
+    states.store.read = read  # type: ignore[method-assign,assignment]
+    chunks = len(states._chunks)
+    assert chunks > 5
+    for number in range(2, 4):
+        reads.clear()
+        train_step_on(sides, models, plain_step, tokens(number), number)
+        assert len(reads) == 2 * (chunks - 3), "three chunks of the last step are still in memory"
+    assert states.memory_bytes == 3 * 2 * 4096, "three chunks of two states, a page each"
+    assert zinf_compile.memory(models[1])["now"]["states"] == states.memory_bytes
+
+
+def test_parameters_come_and_go(tmp_path: Path) -> None:
+    """Branches: one of two layers has a gradient in a step; a third, added to the optimizer later, had none before."""
+    case = CASES["branches"]
+    sides, models = both(case.build, lambda parameters: adamw(list(parameters)[2:]), tmp_path)
+    for number in range(6):
+        if number == 3:
+            for model, optimizer in sides:
+                optimizer.add_param_group({"params": list(model.parameters())[:2], "lr": 0.001})
+        train_step_on(sides, models, plain_step, case.batch(number, 0), number)
+        assert_same_states(sides[0][1], sides[1][1])
+
+
+def test_groups_schedules_and_hooks(tmp_path: Path) -> None:
+    def grouped(parameters: Any) -> Optimizer:
+        first, *rest = parameters
+        return torch.optim.AdamW([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.01)
+
+    sides, models = both(OddShapes, grouped, tmp_path)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _, optimizer in sides]
+    calls: list[int] = []
+    sides[1][1].register_step_pre_hook(lambda *_: calls.append(1))
+    sides[1][1].register_step_post_hook(lambda *_: calls.append(2))
+    for number in range(3):
+        train_step_on(sides, models, plain_step, vectors(number), number)
+        for schedule in schedules:
+            schedule.step()
+    assert calls == [1, 2] * 3
+    assert_same_states(sides[0][1], sides[1][1])
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
+    (_, first), (model, second) = (sides := both(TiedWords, OPTIMIZERS[name], tmp_path)[0])
+    eager = sides[0][0]
+    for number in range(2):
+        plain_step(eager, first, tokens(number))
+    model.load_state_dict(eager.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for number in range(2, 4):
+        train_step_on(sides, [eager, model], plain_step, tokens(number), number)
+    again = OPTIMIZERS[name](eager.parameters())
+    again.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert not any(t.numel() > 1 for state in second.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    sides[0] = (eager, again)
+    train_step_on(sides, [eager, model], plain_step, tokens(4), 4)
+    assert_same_states(again, second)
+
+
+def failing(states: ChunkStates, number: int) -> None:
+    """Flip a bit of a chunk that the next step doesn't read first."""
+    key = f"exp_avg of {states._chunks[number].name}"
+    block = next(iter(states.store.layout.find_blocks(states.store.layout.find(key), 0, 512)))
+    fd = os.open(f"/proc/self/fd/{states.store.files[0].fd}", os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, block.offset + 5)
+        os.pwrite(fd, bytes([byte[0] ^ 8]), block.offset + 5)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[ChunkStates]) -> None:
+    sides, models = both(TiedWords, adamw, tmp_path)
+    for number in range(2):
+        train_step_on(sides, models, plain_step, tokens(number), number)
+    model, optimizer = sides[1]
+    saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
+    for chunk in stores[0]._slots:
+        chunk.settle()
+    failing(stores[0], 3)
+    with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
+        plain_step(model, optimizer, tokens(2))
+    with pytest.raises(StepFailedError, match="ended in the middle"):
+        plain_step(model, optimizer, tokens(2))
+    zinf_compile.load_full_state_dict(model, saved[0])
+    optimizer.load_state_dict(saved[1])
+    for number in range(2, 4):
+        train_step_on(sides, models, plain_step, tokens(number), number)
+    assert_same_states(sides[0][1], optimizer)
+
+
+def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[ChunkStates]) -> None:
+    sides, models = both(TiedWords, adamw, tmp_path)
+    train_step_on(sides, models, plain_step, tokens(0), 0)
+    model, optimizer = sides[1]
+    before = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
+
+    def closure() -> torch.Tensor:
+        raise KeyError("bad batch")
+
+    with pytest.raises(KeyError, match="bad batch"):
+        optimizer.step(closure)
+    after = zinf_compile.full_state_dict(model), optimizer.state_dict()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    train_step_on(sides, models, plain_step, tokens(1), 1)
+
+
+def test_states_larger_than_memory_are_not_brought_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides, models = both(TiedWords, adamw, tmp_path)
+    train_step_on(sides, models, plain_step, tokens(0), 0)
+    monkeypatch.setattr(streaming, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(BudgetError, match=r"AdamW.state_dict\(\) would take [\d,]+ bytes .*; 1,000 bytes are available"):
+        sides[1][1].state_dict()
+    train_step_on(sides, models, plain_step, tokens(1), 1)
+
+
+def test_a_full_drive_is_an_error_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zinf_compile.runtime import scratch_file  # noqa: PLC0415
+
+    sides, _ = both(TiedWords, adamw, tmp_path)
+    model, optimizer = sides[1]
+    before = copy.deepcopy(model.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_file, "fallocate", lambda fd, size: 28)
+        with pytest.raises(StoreError, match=r"bytes needed, .* the disk is full"):
+            plain_step(model, optimizer, tokens(0))
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    optimizer.step()
+
+
+def test_flags_that_add_a_state_are_refused(tmp_path: Path) -> None:
+    sides, models = both(TiedWords, adamw, tmp_path)
+    train_step_on(sides, models, plain_step, tokens(0), 0)
+    model, optimizer = sides[1]
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises((KeyError, StepFailedError, UnsupportedOptimizerError)):
+        plain_step(model, optimizer, tokens(1))
+
+
+@pytest.mark.slow
+def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
+    """Bitwise the same as with states in memory, on two ranks."""
+    for in_memory, on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
+        assert on_the_drive == in_memory

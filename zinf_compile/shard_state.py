@@ -1,0 +1,51 @@
+"""Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import UnsupportedOptimizerError
+from .gradient import ShardedGradient
+from .parameter import ShardedParameter
+from .runtime.partition import shard_numel
+from .runtime.unit import Unit
+
+
+def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Give the shard of a parameter without dimensions its shape, so that its state can't be told from eager's."""
+    return shard if unit.shape else shard.view(())
+
+
+def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
+    """Return this rank's part of a parameter's gradient, None without one; waits for its reduction."""
+    grad = parameter.grad
+    if grad is None:
+        return None
+    unit = parameter._zinf_unit
+    return like_parameter(grad.local() if isinstance(grad, ShardedGradient) else unit.local_part(grad), unit)
+
+
+def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
+    """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    size = shard_numel(unit.numel, unit.context.size)
+    if unit.context.size > 1 and value.dim() == 1 and value.numel() == size:
+        return value
+    if tuple(value.shape) == unit.shape:
+        return unit.flat(value) if unit.context.size == 1 else unit.local_part(value)
+    raise UnsupportedOptimizerError(
+        f"state {name!r} of {type(optimizer).__name__} for parameter {unit.name} has shape {list(value.shape)}; accepted: the "
+        f"parameter's {list(unit.shape)}, or this rank's part [{size}] of {unit.context.size} (was it saved with another number "
+        "of ranks?)"
+    )
+
+
+def kept_state(value: Any, unit: Unit) -> Any:
+    """Return a state tensor as it is kept between steps: in the parameter's shape where a shard is the whole."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    return unit.logical(value) if unit.context.size == 1 and value.numel() == unit.numel else value
