@@ -6,7 +6,9 @@
 
 Both move the file from its start to its end with direct I/O, the same block size and as many blocks at a time; they take turns,
 and who goes first changes, so that a busy machine is busy for both. fio uses the engine that was the faster one here, the store
-computes and verifies checksums. What counts are the ratios of medians.
+computes and verifies checksums. What counts are the ratios of medians. Two numbers say what of the CPU time is the checksums':
+that of a third contestant, the store without them, and that of one pass over what has just arrived (`torch.amax`, timed in the
+same run), which is what any check of what was read has to make.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _fio
+import torch
 from _fio import Sample
 from tabulate import tabulate
 
@@ -34,6 +37,7 @@ from zinf_compile.runtime.store import Store, Transfer
 
 MODES = ("write", "read", "both")
 LEAST_RATE, MOST_CPU = 0.95, 1.3
+PASS_BYTES = 64 << 20
 EXTENT_BYTES = 4 << 20
 """What one call of the store transfers."""
 
@@ -45,7 +49,7 @@ class Shards:
         self.engine = Engine(engine, depth=depth, chunk_bytes=block)
         self._count = size // EXTENT_BYTES
         self._store = Store(folder, [(n, EXTENT_BYTES) for n in range(self._count)], engine=self.engine, verify=verify)
-        self.fd = self._store.files[0].fd
+        self.file = self._store.files[0]
         places = depth * block // EXTENT_BYTES + 2  # the drive never waits for the next
         self._buffers = aligned_buffer(places * EXTENT_BYTES).fill_(7).split(EXTENT_BYTES)
 
@@ -67,22 +71,41 @@ class Shards:
         return Sample(moved / (time.perf_counter() - wall), (time.process_time() - cpu) / (moved / 1e9))
 
 
+def pass_s_per_gb(shards: Shards) -> float:
+    """Return the CPU seconds that one pass over a GB takes which has just come from the drive; the median of some."""
+    torch.set_num_threads(1)
+    buffer = aligned_buffer(PASS_BYTES)
+    seconds = []
+    for _ in range(15):
+        shards.engine.read(shards.file, 0, buffer).wait()
+        start = time.thread_time()
+        buffer.view(torch.int32).amax()
+        seconds.append(time.thread_time() - start)
+    return statistics.median(seconds) / (PASS_BYTES / 1e9)
+
+
 def measure(folder: str, *, engine: str, size: int, block: int, depth: int, pairs: int, verify: bool) -> dict[str, Any]:
     """Alternate fio and the store; return the numbers."""
     size -= size % (2 * EXTENT_BYTES)
     version, place = _fio.version(), look_up(folder)
     shards = Shards(folder, size, engine=engine, block=block, depth=depth, verify=verify)
+    bare = Shards(folder, size, engine=engine, block=block, depth=depth, verify=False)
+    bare.run("write")
 
     def run_fio(engine: str, mode: str) -> Sample:
-        return _fio.run(engine, mode, fd=shards.fd, size=size, block=block, depth=depth)
+        return _fio.run(engine, mode, fd=shards.file.fd, size=size, block=block, depth=depth)
 
     rows = []
     for mode in MODES:
         shards.run("write")  # what fio wrote is not what the store's checksums expect
         best = max(_fio.ENGINES, key=lambda engine: run_fio(engine, mode).bytes_per_s)
-        samples: dict[str, list[Sample]] = {"fio": [], "zinf": []}
+        samples: dict[str, list[Sample]] = {"fio": [], "zinf": [], "zinf_without_checksums": []}
         for pair in range(pairs):
-            turns = [("fio", lambda: run_fio(best, mode)), ("zinf", lambda: shards.run(mode))]  # noqa: B023
+            turns = [
+                ("fio", lambda: run_fio(best, mode)),  # noqa: B023
+                ("zinf", lambda: shards.run(mode)),  # noqa: B023
+                ("zinf_without_checksums", lambda: bare.run(mode)),  # noqa: B023
+            ]
             for name, turn in turns if pair % 2 == 0 else reversed(turns):
                 samples[name].append(turn())
                 print(f"\r{mode}: pair {pair + 1} of {pairs} ", end="", file=sys.stderr, flush=True)
@@ -98,6 +121,7 @@ def measure(folder: str, *, engine: str, size: int, block: int, depth: int, pair
         "pairs": pairs,
         "checksums": verify,
         "cpus": os.cpu_count(),
+        "pass_s_per_gb": pass_s_per_gb(shards),
         "rows": rows,
     }
 
@@ -114,6 +138,7 @@ def summarise(row: dict[str, Any]) -> dict[str, float]:
         "fio_cpu": fio[1],
         "zinf_cpu": zinf[1],
         "cpu_ratio": zinf[1] / fio[1],
+        "bare_cpu": statistics.median(sample[1] for sample in row["samples"]["zinf_without_checksums"]),
     }
 
 
@@ -129,13 +154,27 @@ def report(result: dict[str, Any]) -> str:
         for row in result["rows"]
         for found in [summarise(row)]
     ]
-    headers = ["", "fio engine", "fio GB/s", "store GB/s", "store / fio", "fio CPU s/GB", "store CPU s/GB", "store / fio CPU"]
+    headers = [
+        "",
+        "fio engine",
+        "fio GB/s",
+        "store GB/s",
+        "store / fio",
+        "fio CPU s/GB",
+        "store CPU s/GB",
+        "store / fio CPU",
+        "without checksums",
+    ]
     checks = "checksums on" if result["checksums"] else "checksums off"
     title = (
         f"{result['size_bytes'] / 2**30:.1f} GiB on {result['filesystem']}, blocks of {result['block_bytes'] >> 10:,} KiB, "
         f"{result['depth']} at a time, engine {result['engine']}, {checks}, {result['fio']}, medians of {result['pairs']} pairs"
     )
-    return f"{title}:\n\n{tabulate(rows, headers, tablefmt='github', disable_numparse=True)}"
+    limit = (
+        f"Limit of the CPU time of checked reads: what they take without checksums, and {result['pass_s_per_gb']:.3f} s/GB "
+        "for one pass over what has arrived (torch.amax)."
+    )
+    return f"{title}:\n\n{tabulate(rows, headers, tablefmt='github', disable_numparse=True)}\n\n{limit}"
 
 
 def verdict(result: dict[str, Any]) -> str:
