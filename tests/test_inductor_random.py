@@ -14,6 +14,7 @@ from rank_random import digest_of_training, digest_on_a_rank
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
+from training import assert_same, twins, whole_gradient
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +108,30 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     for result in call(torch.ones(3, 500)):
         assert torch.equal(result, torch.ones(3, 500))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Looked(nn.Module):
+    """Rows of an embedding, each looked up thousands of times, of which one is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 64, padding_idx=2)
+
+    def forward(self, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (self.rows(numbers) * weights).sum()
+
+
+def test_an_embeddings_gradient_is_summed_in_one_order_on_two_threads() -> None:
+    """Inductor's own sum differs between any two runs of this, and from eager's."""
+    batch = torch.randint(7, (64, 512)), torch.randn(64, 512, 64)
+    eager, ours = twins(Looked)
+    torch.set_num_threads(2)
+    try:
+        eager(*batch).backward()
+        compiled = torch.compile(ours, backend="zero_infinity")
+        for _ in range(5):
+            ours.zero_grad()
+            compiled(*batch).backward()
+            assert_same("the gradient", eager.rows.weight.grad, whole_gradient(ours.rows.weight))  # type: ignore[union-attr,arg-type]
+    finally:
+        torch.set_num_threads(1)

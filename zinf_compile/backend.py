@@ -15,7 +15,7 @@ from torch import fx
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import aot_autograd, aot_settings, inductor_decompositions, inside_ddp, is_first_variant, raise_through_dynamo
+from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
 from .capture import (
     explaining_empty_inputs,
@@ -28,7 +28,7 @@ from .capture import (
 from .config import Config
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
-from .inductor import InductorRegions, prepare
+from .inductor import InductorRegions, decompositions, prepare
 from .optimizer import install
 from .passes import graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
@@ -111,7 +111,7 @@ class GraphCompiler:
             bw_compiler=stage("backward"),
             inference_compiler=stage("inference"),
             partition_fn=partition,
-            decompositions=inductor_decompositions() if self.config.compute == "inductor" else None,
+            decompositions=decompositions() if self.config.compute == "inductor" else None,
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)

@@ -19,10 +19,12 @@ from torch import fx
 from ._torch import (
     caches_compiled_regions,
     compile_with_inductor,
+    inductor_decompositions,
     inductor_processes,
     unwritable_inductor_cache,
     vector_isa_probes,
 )
+from .embedding_gradient import embedding_gradient
 from .errors import CompilationError
 from .forked import run_forked
 from .passes.lower import run_by_operator
@@ -136,6 +138,11 @@ class InductorRegions:
                 stacklevel=2,
             )
         return run_by_operator(shared.graph)
+
+
+def decompositions() -> dict[Any, Any]:
+    """Return what Inductor expects operators to be taken apart into."""
+    return {**inductor_decompositions(), torch.ops.aten.embedding_dense_backward.default: embedding_gradient}
 
 
 def prepare(device: torch.device) -> None:
