@@ -20,11 +20,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import _fio
+import _readme
 import torch
 from _fio import Sample
 from tabulate import tabulate
@@ -188,16 +188,6 @@ def verdict(result: dict[str, Any]) -> str:
     return f"targets (rate at least {LEAST_RATE} of fio, CPU at most {MOST_CPU} of fio's): " + "; ".join(lines)
 
 
-def write_readme(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the README's table by those of `results`."""
-    path = Path(__file__).parent.parent / "README.md"
-    head, begin, rest = path.read_text().partition("<!-- benchmarks/io.py -->\n")
-    _, end, tail = rest.partition("<!-- end -->")
-    if not begin or not end:
-        raise SystemExit("README.md has no place marked <!-- benchmarks/io.py --> ... <!-- end -->")
-    path.write_text(head + begin + "\n" + "\n\n".join(report(result) for result in results) + "\n\n" + end + tail)
-
-
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,7 +202,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        write_readme([json.loads(path.read_text()) for path in options.readme])
+        _readme.write("benchmarks/io.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     size, block = parse_bytes(options.size, option="size"), parse_bytes(options.block, option="block")
     result = measure(

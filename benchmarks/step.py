@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _readme
 from tabulate import tabulate
 
 LENGTH, BATCH, VOCABULARY = 256, 2, 50257
@@ -270,16 +271,6 @@ def floor_s(layers: int, world: int) -> float:
     return 6 * matrix_elements * BATCH * LENGTH / rate
 
 
-def write_readme(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the README's tables by those of `results`."""
-    path = Path(__file__).parent.parent / "README.md"
-    head, begin, rest = path.read_text().partition("<!-- benchmarks/step.py -->\n")
-    _, end, tail = rest.partition("<!-- end -->")
-    if not begin or not end:
-        raise SystemExit("README.md has no place marked <!-- benchmarks/step.py --> ... <!-- end -->")
-    path.write_text(head + begin + "\n" + "\n\n".join(report(result) for result in results) + "\n\n" + end + tail)
-
-
 def report(result: dict[str, Any]) -> str:
     """Return a title, the rows with their ratios to the first, and the floor."""
     title = f"{result['layers']} layers, {result['world']} rank(s), {BATCH} x {LENGTH} tokens per rank"
@@ -373,7 +364,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        write_readme([json.loads(path.read_text()) for path in options.readme])
+        _readme.write("benchmarks/step.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     names = installed(options.peers.split(",") if options.peers else PEERS[options.world])
     run, rounds = (measure_cold, 3) if options.cold else (measure, 7)
