@@ -18,6 +18,12 @@ _FILES = {
     ),
 }
 """By controller; names differ between the versions, so both are looked for."""
+_USE = {
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.high": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of each limit of memory: the file that says what is in use, and the line of memory.stat that says what of it is easily had."""
 _NO_LIMIT = 1 << 60
 """Version 1 says "no limit" with the largest multiple of a page."""
 
@@ -36,16 +42,7 @@ def find_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 def memory_limit_bytes(limits: dict[str, str]) -> int | None:
     """Return the smallest limit of memory among what `find_limits` found; None without one."""
-    hard = ("memory.max", "memory.high", "memory.limit_in_bytes")
-    return min((int(text) for path, text in limits.items() if path.endswith(hard)), default=None)
-
-
-_USE = {
-    "memory.max": ("memory.current", "inactive_file"),
-    "memory.high": ("memory.current", "inactive_file"),
-    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Of each limit: the file that says what is in use, and the line of memory.stat that says what of it can be had at once."""
+    return min((int(text) for path, text in limits.items() if Path(path).name in _USE), default=None)
 
 
 def available_memory_bytes(
