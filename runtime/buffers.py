@@ -22,16 +22,22 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     """
     length = max(mmap.PAGESIZE, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     huge = length >= _HUGE_PAGE
-    memory = mmap.mmap(-1, length + (_HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if huge:
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = private_memory(length + (_HUGE_PAGE if huge else 0))
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
     buffer = whole[start : start + size]
     if pinned:
         _pin(memory, buffer.data_ptr(), length)
     return buffer
+
+
+def private_memory(length: int) -> mmap.mmap:
+    """Map fresh memory of `length` bytes; of huge pages where the kernel has them and they fit."""
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if length >= _HUGE_PAGE:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _pin(memory: mmap.mmap, address: int, length: int) -> None:

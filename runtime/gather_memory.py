@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import mmap
 import threading
 import weakref
 
 import torch
+
+from .buffers import private_memory
 
 
 class GatherMemory:
@@ -42,7 +43,7 @@ class GatherMemory:
                 self._renew(most)
             start = self._take(length)
             if start is None:
-                view = memoryview(_new(length))
+                view = memoryview(private_memory(length))
             else:
                 assert self._arena is not None
                 view = memoryview(self._arena)[start : start + length]
@@ -66,7 +67,7 @@ class GatherMemory:
 
     def _renew(self, size: int) -> None:
         self._size = size
-        self._arena = _new(size) if size else None
+        self._arena = private_memory(size) if size else None
         self._free = [(0, size)] if size else []
 
     def _take(self, length: int) -> int | None:
@@ -90,10 +91,3 @@ class GatherMemory:
                 i -= 1
                 start = self._free.pop(i)[0]
             self._free.insert(i, (start, end))
-
-
-def _new(length: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
