@@ -280,6 +280,14 @@ CASES: dict[str, Case] = {
 }
 
 
+NOT_COMPILED = {
+    "branches": {"never.weight", "never.bias"},
+    "breaks_between_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+    "breaks_inside_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
+}
+"""Parameters that no compiled graph uses; in a frame that loops and breaks, Dynamo compiles what it calls only."""
+
+
 def loss_of(output: Any) -> torch.Tensor:
     """Return the loss from what a model of this file returned; tensors handed out beside it take part in it.
 

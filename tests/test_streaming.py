@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, OddShapes, TiedWords, loss_of, tokens, vectors
+from models import CASES, NOT_COMPILED, OddShapes, TiedWords, loss_of, tokens, vectors
 from optimizers import OPTIMIZERS, assert_same_states
 from rank_streaming import train_on_ranks
 from ranks import run_ranks
@@ -23,13 +23,6 @@ import zinf_compile
 from zinf_compile import streaming
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
 from zinf_compile.runtime.chunk_states import ChunkStates
-
-NOT_COMPILED = {
-    "branches": {"never.weight", "never.bias"},
-    "breaks_between_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
-    "breaks_inside_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
-}
-"""Parameters that stay whole."""
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
 

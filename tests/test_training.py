@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from capturing import capturing_backend
-from models import CASES, Case, ReturnsParameters, generator, vectors
+from models import CASES, NOT_COMPILED, Case, ReturnsParameters, generator, vectors
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import Optimizer
 from training import BACKEND, MOST_VARIANTS, train_both, wrapped
@@ -16,13 +16,6 @@ import zinf_compile
 from zinf_compile.program import Gather, Program
 from zinf_compile.runtime.ledger import Kind, Ledger
 from zinf_compile.targets import GPT
-
-NOT_COMPILED = {
-    "branches": {"never.weight", "never.bias"},
-    "breaks_between_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
-    "breaks_inside_blocks": {"first.weight", "first.bias", "last.weight", "last.bias"},
-}
-"""Parameters that no compiled graph uses; in a frame that loops and breaks, Dynamo compiles what it calls only."""
 
 
 @pytest.mark.parametrize("name", CASES)
