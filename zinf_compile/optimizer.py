@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,10 @@ class _StandIn:
 class _Streamed:
     """The part of a step that takes states from drives."""
 
-    last: ChunkStep
-    """The chunk that the stand-in updates, after all others."""
-    done: list[ChunkStep]
-    states: list[dict[ShardedParameter, dict[str, Any]]]
-    """What each chunk left in memory, as step counts; counts only once the whole step is over."""
+    chunks: list[ChunkStep]
+    """In the order of their updates; the stand-in updates the last one, after all others."""
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Groups, and what the step changed in them; likewise."""
+    """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
 
 
 _under_way: dict[int, _StandIn] = {}
@@ -77,15 +74,16 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
     sources = streamed_states(optimizer, hollow)
-    args, kwargs = (optimizer, *args[1:]), dict(kwargs)
+    kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
     streamed = _step_chunks(optimizer, sources)
-    whole = [p for p in hollow if not any(p in states for states in sources)]
-    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in whole}
-    skipped = {p for p in hollow if p not in shards}
-    last = streamed.last if streamed is not None else None
-    stand_in, groups = _make_stand_in(optimizer, shards, skipped, last)
+    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in hollow if not any(p in states for states in sources)}
+    members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
+    members.update((id(p), shard) for p, shard in shards.items())
+    if streamed is not None:
+        members.update((id(p), part) for p, part in streamed.chunks[-1].parts)
+    stand_in, groups = _make_stand_in(optimizer, members, all_groups=streamed is None)
     record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), streamed)
     _fill(optimizer, record)
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
@@ -117,7 +115,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for key, value in stand_in.state.items():
         optimizer.state[key] = value
     for mine, theirs in zip(record.groups, stand_in.param_groups, strict=True):
-        mine.update({k: v for k, v in theirs.items() if k != "params"})
+        mine.update(_settings(theirs))
     for name, value in vars(stand_in).items():
         if name not in _STEP_LOCAL:
             vars(optimizer)[name] = value
@@ -142,26 +140,23 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         return None
     if optimizer in torn:
         raise StepFailedError(torn[optimizer])
-    done: list[ChunkStep] = []
-    states: list[dict[ShardedParameter, dict[str, Any]]] = []
-    settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    last: ChunkStep | None = None
+    streamed = _Streamed([], [])
+    chunks = streamed.chunks
     try:
         with torch.no_grad():
             for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in sources):
-                if last is not None:
-                    _tear(optimizer, len(done) + 1)
-                    states.append(_step_one(optimizer, last, settings))
-                    done.append(last)
-                last = chunk
+                if chunks:
+                    _tear(optimizer, len(chunks))
+                    streamed.settings += _step_one(optimizer, chunks[-1])
+                chunks.append(chunk)
     except Exception as error:
         if optimizer not in torn:
             raise
         raise StepFailedError(f"{torn[optimizer]}. Cause: {error}") from error
-    if last is None:
+    if not chunks:
         return None
-    _tear(optimizer, len(done) + 1)
-    return _Streamed(last, done, states, settings)
+    _tear(optimizer, len(chunks))
+    return streamed
 
 
 def _tear(optimizer: Optimizer, chunks: int) -> None:
@@ -171,11 +166,9 @@ def _tear(optimizer: Optimizer, chunks: int) -> None:
     )
 
 
-def _step_one(
-    optimizer: Optimizer, chunk: ChunkStep, settings: list[tuple[dict[str, Any], dict[str, Any]]]
-) -> dict[ShardedParameter, dict[str, Any]]:
-    everything = {p for group in optimizer.param_groups for p in group["params"]}
-    stand_in, groups = _make_stand_in(optimizer, {}, everything, chunk)
+def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Update one chunk; return groups, and what that changed in them."""
+    stand_in, groups = _make_stand_in(optimizer, {id(p): part for p, part in chunk.parts}, all_groups=False)
     stand_in.state.update(chunk.state)
     vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
@@ -184,45 +177,41 @@ def _step_one(
         type(stand_in).step(stand_in)
     finally:
         _chunks_under_way.discard(id(stand_in))
-    for mine, theirs in zip(groups, stand_in.param_groups, strict=True):
-        settings.append((mine, {k: v for k, v in theirs.items() if k != "params"}))
-    return chunk.finish(stand_in.state)
+    chunk.finish(stand_in.state)
+    return [(mine, _settings(theirs)) for mine, theirs in zip(groups, stand_in.param_groups, strict=True)]
 
 
 def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimizer) -> None:
     """The step is over: finish its last chunk, and make count what all chunks left behind."""
-    streamed.states.append(streamed.last.finish(stand_in.state))
-    for _, part in streamed.last.parts:
+    last = streamed.chunks[-1]
+    last.finish(stand_in.state)
+    for _, part in last.parts:
         stand_in.state.pop(part, None)
-    for states in streamed.states:
-        for parameter, state in states.items():
-            optimizer.state[parameter] = state
     for mine, changed in streamed.settings:
         mine.update(changed)
-    for chunk in (*streamed.done, streamed.last):
-        chunk.settle()
-        for parameter, _ in chunk.parts:
-            torch.autograd.graph.increment_version(parameter)
+    for chunk in streamed.chunks:
+        chunk.settle(optimizer)
     del torn[optimizer]
 
 
-def _make_stand_in(
-    optimizer: Optimizer, shards: dict[ShardedParameter, torch.Tensor], skipped: Collection[torch.Tensor], chunk: ChunkStep | None
-) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """Make an optimizer of shards and of a chunk's parts, and of what else there is, less `skipped`.
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
 
-    Returns it with the group behind each of its own: where a chunk takes part, groups that would have nothing are left away.
+
+def _make_stand_in(
+    optimizer: Optimizer, members: dict[int, torch.Tensor], *, all_groups: bool
+) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """Make an optimizer of `members`, given by the identity of the parameters that they stand for.
+
+    Returns it with the group behind each of its own: unless `all_groups`, those without members are left away.
     """
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in _STEP_LOCAL})
-    parts = {} if chunk is None else {id(p): part for p, part in chunk.parts}
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:
-        members = [
-            parts[id(p)] if id(p) in parts else shards.get(p, p) for p in group["params"] if id(p) in parts or p not in skipped
-        ]
-        if members or chunk is None:
-            stand_in.param_groups.append({**group, "params": members})
+        present = [members[id(p)] for p in group["params"] if id(p) in members]
+        if present or all_groups:
+            stand_in.param_groups.append({**group, "params": present})
             groups.append(group)
     stand_in.state = collections.defaultdict(dict)
     return stand_in, groups
@@ -239,7 +228,7 @@ def _fill(optimizer: Optimizer, record: _StandIn) -> None:
             unit = parameter._zinf_unit
             record.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in optimizer.state[parameter].items()}
     if record.streamed is not None:
-        record.optimizer.state.update(record.streamed.last.state)
+        record.optimizer.state.update(record.streamed.chunks[-1].state)
 
 
 def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], Any]:

@@ -18,7 +18,6 @@ from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_states import ChunkSpec, ChunkStates
 from .runtime.chunks import ALIGN, Piece, chunk_end, cut_chunks
-from .runtime.partition import shard_numel
 from .shard_state import kept_state, local_gradient, shard_state
 
 _log = logging.getLogger("zinf_compile")
@@ -97,11 +96,7 @@ class StreamedStates:
     def bring(self, optimizer: Optimizer) -> None:
         """Put all states into `optimizer.state`; raise `BudgetError` where there is no memory for them."""
         present = [p for p in self._kept if p in self._present]
-        needed = sum(
-            shard_numel(p._zinf_unit.numel, p._zinf_unit.context.size) * dtype.itemsize
-            for p in present
-            for dtype in self._kept[p].values()
-        )
+        needed = sum(p._zinf_unit.shard.numel() * dtype.itemsize for p in present for dtype in self._kept[p].values())
         available = available_memory_bytes()
         if needed > available:
             raise BudgetError(
@@ -109,11 +104,11 @@ class StreamedStates:
                 f"{', '.join(self._states.store.folders)}; {available:,} bytes are available. Save the model alone "
                 "(zinf_compile.full_state_dict), or give this process more memory"
             )
-        whole: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
-        for p in present:
-            size = shard_numel(p._zinf_unit.numel, p._zinf_unit.context.size)
-            for name, dtype in self._kept[p].items():
-                whole[p, name] = torch.empty(size, dtype=dtype)
+        whole = {
+            (p, name): torch.empty(p._zinf_unit.shard.numel(), dtype=dtype)
+            for p in present
+            for name, dtype in self._kept[p].items()
+        }
         for number, chunk in enumerate(self._chunks):
             if any(p in self._present for p, _ in chunk.pieces):
                 views = self._states.take(number)
@@ -156,6 +151,8 @@ class ChunkStep:
         self._pieces: list[Piece] = []
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         """What the optimizer's state is for the parts."""
+        self.left: dict[ShardedParameter, dict[str, Any]] = {}
+        """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
         for parameter, piece in chunk.pieces:
             grad = local_gradient(parameter)
             if grad is None:
@@ -168,14 +165,13 @@ class ChunkStep:
                 small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[parameter].items()}
                 self.state[part] = small | {name: _part(view, piece) for name, view in views.items()}
 
-    def finish(self, stepped: Mapping[torch.Tensor, dict[str, Any]]) -> dict[ShardedParameter, dict[str, Any]]:
-        """Start to write what the step left in the optimizer's state; return the rest, by parameter."""
-        rest: dict[ShardedParameter, dict[str, Any]] = {}
+    def finish(self, stepped: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Start to write what the step left in the optimizer's state; keep the rest in `left`."""
         for (parameter, part), piece in zip(self.parts, self._pieces, strict=True):
             part.grad = None
             if part not in stepped:
                 continue
-            rest[parameter] = {}
+            self.left[parameter] = {}
             for name, value in stepped[part].items():
                 if name in self._views:
                     place = _part(self._views[name], piece)
@@ -187,14 +183,16 @@ class ChunkStep:
                         f"drive (found there: {', '.join(self._views)}): make a new optimizer after changing its flags"
                     )
                 else:
-                    rest[parameter][name] = value
+                    self.left[parameter][name] = value
         self._owner.write(self._number)
-        return rest
 
-    def settle(self) -> None:
-        """The whole step is over: note that the states are complete."""
+    def settle(self, optimizer: Optimizer) -> None:
+        """The whole step is over: make count what this chunk left behind."""
+        for parameter, state in self.left.items():
+            optimizer.state[parameter] = state
         for parameter, _ in self.parts:
             self._owner.settle(parameter)
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _cut(parameters: Sequence[ShardedParameter], kept: Sequence[Kept]) -> list[_Chunk]:
