@@ -12,6 +12,7 @@ from .group_units import group_units
 from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
 from .insert_releases import insert_releases
+from .insert_swaps import insert_swaps
 from .merge_gathers import merge_gathers
 from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
@@ -38,8 +39,15 @@ def joint_passes() -> tuple[Pass, ...]:
     )
 
 
-def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
-    """The schedule of one graph: forward, backward or inference."""
+BUCKETS_ON_THE_WAY = 5
+"""Reads of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
+
+
+def graph_passes(*, bucket_bytes: int, params: Sequence[str] = (), grads: Sequence[str] = ()) -> tuple[Pass, ...]:
+    """The schedule of one graph: forward, backward or inference.
+
+    `params` and `grads` are the tiers on the way of a shard to the device, and of a gradient from it; none where they are there.
+    """
     return (
         sink_unit_views,
         partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
@@ -47,7 +55,13 @@ def graph_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),
-        partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=BUCKETS_GATHERED * bucket_bytes),
+        partial(insert_swaps, params=params, grads=grads),
+        partial(
+            prefetch,
+            look_ahead=LOOK_AHEAD,
+            limit_bytes=BUCKETS_GATHERED * bucket_bytes,
+            swap_limit_bytes=BUCKETS_ON_THE_WAY * bucket_bytes,
+        ),
         merge_gathers,
     )
 

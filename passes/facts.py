@@ -71,7 +71,7 @@ def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
 
 
 def unit_of(node: fx.Node) -> Slot:
-    """Return the unit that a schedule operator moves, from any of the four."""
+    """Return the unit that a schedule operator moves, from any of them."""
     source = node
     while slot_of(source) is None:
         source = source.args[1 if source.target is ops.reduce_scatter else 0]  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def unit_of(node: fx.Node) -> Slot:
 def wire_type(node: fx.Node) -> torch.dtype:
     """Return the data type in which a schedule operator moves its unit and holds it whole: the unit's, or a narrower one."""
     source = node
-    while source.target in (ops.wait, ops.release):
+    while source.target in (ops.wait, ops.release, ops.swap_out):
         source = source.args[0]  # type: ignore[assignment]
     dtype = source.kwargs.get("dtype")
     return dtype if isinstance(dtype, torch.dtype) else unit_of(node).dtype
@@ -99,17 +99,60 @@ def wire_bytes(node: fx.Node) -> int:
     return unit_of(node).numel * wire_type(node).itemsize
 
 
+_GROUP_POSITION = {ops.all_gather: 1, ops.reduce_scatter: 2, ops.swap_in: 3}
+
+
 def group_of(node: fx.Node) -> int:
-    """Return the group number of an all_gather or reduce_scatter."""
-    position = 1 if node.target is ops.all_gather else 2
+    """Return the group number of an all_gather, reduce_scatter or swap_in."""
+    position = _GROUP_POSITION[node.target]  # type: ignore[index]
     number = node.args[position] if len(node.args) > position else ops.LONE_GROUP
     assert isinstance(number, int)
     return number
 
 
+def hop_of(node: fx.Node) -> tuple[str, str]:
+    """Return the tiers between which a swap_in or swap_out moves: (from, to)."""
+    src, dst = node.args[1:3]
+    assert isinstance(src, str)
+    assert isinstance(dst, str)
+    return src, dst
+
+
+def hops_before(gather: fx.Node) -> list[fx.Node]:
+    """Return the swap_ins that bring a gather its shard, first to last."""
+    hops: list[fx.Node] = []
+    source = gather.args[0]
+    while isinstance(source, fx.Node) and source.target is ops.swap_in:
+        hops.append(source)
+        source = source.args[0]
+    return hops[::-1]
+
+
+def start_of(gather: fx.Node) -> fx.Node:
+    """Return where memory of the device is first taken for a gathered unit: its last swap_in, or the gather itself."""
+    source = gather.args[0]
+    return source if isinstance(source, fx.Node) and source.target is ops.swap_in else gather
+
+
+def gather_started_by(node: fx.Node) -> fx.Node | None:
+    """Return the gather that `start_of` leads from to this node; None where the node starts none."""
+    if node.target is ops.swap_in:
+        following = next(iter(node.users), None)
+        return following if following is not None and following.target is ops.all_gather else None
+    return node if node.target is ops.all_gather and start_of(node) is node else None
+
+
+def live_bytes(node: fx.Node) -> int:
+    """Return the bytes held on the device from the start of a gather to the release, given any of its operators."""
+    source = node
+    while source.target in (ops.wait, ops.release):
+        source = source.args[0]  # type: ignore[assignment]
+    return wire_bytes(start_of(source) if source.target is ops.all_gather else source)
+
+
 def set_group(node: fx.Node, group: int) -> None:
     """Write the group number of an all_gather or reduce_scatter."""
-    position = 1 if node.target is ops.all_gather else 2
+    position = _GROUP_POSITION[node.target]  # type: ignore[index]
     node.args = (*node.args[:position], group)
 
 

@@ -11,10 +11,21 @@ from torch import fx
 
 from zinf_compile import ops
 from zinf_compile._torch import BoxedCodeGen
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, SwapIn, SwapOut, Wait
 
 from .alias import alias_closure, aliased_inputs
-from .facts import buffer_of, group_of, positions, slot_of, starts_region, symbols_of, symbols_read_off, unit_of, wire_type
+from .facts import (
+    buffer_of,
+    group_of,
+    hop_of,
+    positions,
+    slot_of,
+    starts_region,
+    symbols_of,
+    symbols_read_off,
+    unit_of,
+    wire_type,
+)
 
 _Stretch = list[fx.Node]
 
@@ -96,16 +107,25 @@ def _types(node: fx.Node) -> str:
 
 
 def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
-    kinds = {ops.all_gather: "gather", ops.wait: "wait", ops.release: "release", ops.reduce_scatter: "reduce"}
+    kinds = {
+        ops.swap_in: "swap in",
+        ops.swap_out: "swap out",
+        ops.all_gather: "gather",
+        ops.wait: "wait",
+        ops.release: "release",
+        ops.reduce_scatter: "reduce",
+    }
     current: _Stretch = []
     current_kind, current_group = "", ops.LONE_GROUP
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         kind = kinds.get(node.target, "region")
-        group = group_of(node) if kind in ("gather", "reduce") else ops.LONE_GROUP
+        group = group_of(node) if kind in ("gather", "reduce", "swap in") else ops.LONE_GROUP
         together = not starts_region(node) if kind == "region" else group != ops.LONE_GROUP and group == current_group
         extends = kind == current_kind and together
+        if kind == "swap in" and extends:
+            extends = hop_of(node) == hop_of(current[-1])
         if current and not extends:
             yield current_kind, current
             current = []
@@ -121,6 +141,10 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         assert isinstance(argument, fx.Node)
         return register[argument]
 
+    if kind == "swap in":
+        return SwapIn(*hop_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes))
+    if kind == "swap out":
+        return SwapOut(*hop_of(nodes[0]), at(nodes[0], 0), register[nodes[0]])
     if kind == "gather":
         return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes), wire_type(nodes[0]))
     if kind == "wait":
@@ -209,8 +233,10 @@ def _frees(steps: list[Step], kept: set[int]) -> tuple[tuple[int, ...], ...]:
 
 def _reads(step: Step) -> tuple[int, ...]:
     match step:
-        case Gather(_, members, _):
-            return tuple(unit for unit, _ in members)
+        case Gather(_, members, _) | SwapIn(_, _, members):
+            return tuple(source for source, _ in members)
+        case SwapOut(_, _, grad, _):
+            return (grad,)
         case Wait(handle, _):
             return (handle,)
         case Release(full):
@@ -223,8 +249,10 @@ def _reads(step: Step) -> tuple[int, ...]:
 
 def _writes(step: Step) -> tuple[int, ...]:
     match step:
-        case Gather(_, members, _):
+        case Gather(_, members, _) | SwapIn(_, _, members):
             return tuple(out for _, out in members)
+        case SwapOut(_, _, _, out):
+            return (out,)
         case Wait(_, out):
             return (out,)
         case Release():

@@ -36,7 +36,7 @@ def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_value(node.args[0])}"
     args = node.args
-    if node.target in (ops.all_gather, ops.reduce_scatter) and args[-1] == ops.LONE_GROUP:
+    if node.target in (ops.all_gather, ops.reduce_scatter, ops.swap_in) and args[-1] == ops.LONE_GROUP:
         args = args[:-1]
     arguments = [_value(a) for a in args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     if node.op == "get_attr":

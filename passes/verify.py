@@ -9,7 +9,20 @@ from zinf_compile import ops
 from zinf_compile.errors import IllegalGraphError
 
 from .alias import METADATA_OPS, alias_closure
-from .facts import fake_value, group_of, parameters, positions, slot_of, wire_bytes
+from .facts import (
+    fake_value,
+    gather_started_by,
+    group_of,
+    hop_of,
+    live_bytes,
+    parameters,
+    positions,
+    slot_of,
+    unit_of,
+)
+
+_TIERS = ("nvme", "host", "device")
+"""From far to near."""
 
 
 def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None = None) -> fx.GraphModule:
@@ -17,7 +30,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
 
     Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
     release, and it is released once; no value that shares a gathered unit's memory leaves the graph; a reduced gradient does
-    nothing but leave it; members of a group stand together and are of one data type; a gather changes a unit's type to a
+    nothing but leave it, on the way perhaps swapped out; swaps lead from tier to tier without a gap, to the device and from it;
+    members of a group stand together and are of one data type; a gather changes a unit's type to a
     narrower one only; what is gathered and not yet released never exceeds `limit_bytes`.
     With `complete=False`, for a graph between two passes, units may still be hollow or unreleased.
     """
@@ -32,6 +46,10 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
             broken.append(f"{node.name} releases {node.args[0]}, which is not the result of a wait")
         elif node.target is ops.reduce_scatter:
             _check_reduction(node, broken)
+        elif node.target is ops.swap_in:
+            _check_swap_in(node, broken)
+        elif node.target is ops.swap_out:
+            _check_swap_out(node, broken)
     _check_groups(gm.graph, broken)
     if complete:
         _check_hollow(gm.graph, broken)
@@ -45,16 +63,19 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
 
 
 def peak_gathered_bytes(graph: fx.Graph) -> tuple[int, str]:
-    """Return the largest number of bytes gathered (from the start of a gather to its release), and the node reaching it."""
+    """Return the largest number of bytes gathered, and the node reaching it.
+
+    A unit counts from the start of its gather, or where it is swapped in from the swap that ends on the device, to its release.
+    """
     live = peak = 0
     where = ""
     for node in graph.nodes:
-        if node.target is ops.all_gather:
-            live += wire_bytes(node)
+        if gather_started_by(node) is not None:
+            live += live_bytes(node)
             if live > peak:
                 peak, where = live, node.name
         elif node.target is ops.release:
-            live -= wire_bytes(node)
+            live -= live_bytes(node)
     return peak, where
 
 
@@ -63,7 +84,11 @@ def _target_of(node: object) -> object:
 
 
 def _check_gather(node: fx.Node, broken: list[str]) -> None:
-    slot, dtype = slot_of(node.args[0]), node.kwargs.get("dtype")  # type: ignore[arg-type]
+    source, dtype = node.args[0], node.kwargs.get("dtype")
+    assert isinstance(source, fx.Node)
+    slot = unit_of(source) if source.target is ops.swap_in else slot_of(source)
+    if source.target is ops.swap_in and hop_of(source)[1] != "device":
+        broken.append(f"{node.name} gathers {source.name}, which is on {hop_of(source)[1]}, not on the device")
     if slot is None:
         broken.append(f"{node.name} gathers {node.args[0]}, which is not a parameter")
     elif isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize < slot.dtype.itemsize):
@@ -77,9 +102,42 @@ def _check_gather(node: fx.Node, broken: list[str]) -> None:
 def _check_reduction(node: fx.Node, broken: list[str]) -> None:
     if slot_of(node.args[1]) is None:  # type: ignore[arg-type]
         broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
+    _check_leaves(node, "device", broken)
+
+
+def _check_leaves(node: fx.Node, tier: str, broken: list[str]) -> None:
+    """Check that a reduced gradient, which is on `tier`, does nothing but leave the graph or be swapped out."""
     for user in node.users:
-        if user.op != "output":
+        if user.target is ops.swap_out and hop_of(user)[0] != tier:
+            broken.append(f"{user.name} moves {node.name} from {hop_of(user)[0]}, but it is on {tier}")
+        elif user.op != "output" and user.target is not ops.swap_out:
             broken.append(f"{user.name} reads {node.name}, a reduced gradient, which may only leave the graph")
+    if len(node.users) > 1 and any(user.target is ops.swap_out for user in node.users):
+        broken.append(f"{node.name} is swapped out and used besides")
+
+
+def _check_swap_in(node: fx.Node, broken: list[str]) -> None:
+    source, (src, dst) = node.args[0], hop_of(node)
+    assert isinstance(source, fx.Node)
+    if _TIERS.index(src) >= _TIERS.index(dst):
+        broken.append(f"{node.name} moves from {src} to {dst}, which is no nearer to the device")
+    if source.target is ops.swap_in:
+        if hop_of(source)[1] != src:
+            broken.append(f"{node.name} moves {source.name} from {src}, but it is on {hop_of(source)[1]}")
+    elif slot_of(source) is None:
+        broken.append(f"{node.name} swaps {source.name} in, which is not a parameter")
+    if len(node.users) != 1 or next(iter(node.users)).target not in (ops.swap_in, ops.all_gather):
+        users = ", ".join(user.name for user in node.users) or "nothing"
+        broken.append(f"the handle {node.name} must be used by one swap_in or all_gather alone, found: {users}")
+
+
+def _check_swap_out(node: fx.Node, broken: list[str]) -> None:
+    src, dst = hop_of(node)
+    if _TIERS.index(src) <= _TIERS.index(dst):
+        broken.append(f"{node.name} moves from {src} to {dst}, which is no further from the device")
+    if _target_of(node.args[0]) not in (ops.reduce_scatter, ops.swap_out):
+        broken.append(f"{node.name} swaps {node.args[0]} out, which is not a reduced gradient")
+    _check_leaves(node, dst, broken)
 
 
 def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], complete: bool) -> None:
@@ -123,6 +181,6 @@ def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:
     for unit, slot in parameters(graph):
         for user in unit.users:
             named_only = user.target is ops.reduce_scatter and user.args[0] is not unit
-            if user.op == "output" or user.target is ops.all_gather or user.target in METADATA_OPS or named_only:
+            if user.op == "output" or user.target in (ops.all_gather, ops.swap_in) or user.target in METADATA_OPS or named_only:
                 continue
             broken.append(f"{user.name} reads the hollow parameter {slot.name}")

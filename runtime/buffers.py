@@ -31,12 +31,14 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     return buffer
 
 
-def private_memory(length: int) -> mmap.mmap:
+def private_memory(length: int, *, pinned: bool = False) -> mmap.mmap:
     """Map fresh memory of `length` bytes; of huge pages where the kernel has them and they fit."""
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if length >= _HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
+    if pinned:
+        _pin(memory, torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), length)
     return memory
 
 

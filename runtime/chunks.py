@@ -1,12 +1,16 @@
-"""Cut a row of shards into chunks of about equal size."""
+"""Cut shards into pieces, and put pieces of about equal size together."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-ALIGN = 64
-"""Shards begin, and are cut, at multiples of this many elements: aligned in memory, and whole vectors for every kernel."""
+PIECE_NUMEL = 4 << 20
+"""Elements of a piece: large enough for a drive's full speed, small beside what a process has. Part of the compute shape: fused
+optimizers divide each piece over threads by itself."""
+
+ALIGN = 4096
+"""Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,27 +23,29 @@ class Piece:
     place: int
 
 
-def cut_chunks(sizes: Sequence[int], *, chunk_numel: int) -> list[tuple[Piece, ...]]:
-    """Fill chunks of up to `chunk_numel` elements (a multiple of `ALIGN`) with shards of these sizes, in order.
+def cut_pieces(numel: int, *, piece_numel: int) -> list[tuple[int, int]]:
+    """Cut a shard into stretches [start, end) of `piece_numel` elements, the last one shorter."""
+    return [(start, min(numel, start + piece_numel)) for start in range(0, numel, piece_numel)]
 
-    A shard that doesn't fit into what is left of a chunk goes on in the next one.
+
+def cut_chunks(sizes: Sequence[int], *, piece_numel: int) -> list[tuple[Piece, ...]]:
+    """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes, in order.
+
+    A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed it by its gap.
     """
-    chunks: list[tuple[Piece, ...]] = []
-    pieces: list[Piece] = []
+    chunks: list[list[Piece]] = []
     used = 0
     for shard, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if used == chunk_numel:
-                chunks.append(tuple(pieces))
-                pieces, used = [], 0
-            end = min(size, start + chunk_numel - used)
-            pieces.append(Piece(shard, start, end, used))
-            used += -(-(end - start) // ALIGN) * ALIGN
-            start = end
-    return [*chunks, tuple(pieces)] if pieces else chunks
+        for start, end in cut_pieces(size, piece_numel=piece_numel):
+            room = -(-(end - start) // ALIGN) * ALIGN
+            if not chunks or used + room > piece_numel:
+                chunks.append([])
+                used = 0
+            chunks[-1].append(Piece(shard, start, end, used))
+            used += room
+    return [tuple(chunk) for chunk in chunks]
 
 
 def chunk_end(chunk: Sequence[Piece]) -> int:
     """Return the elements of a chunk, gaps included."""
-    return max(piece.place + piece.end - piece.start for piece in chunk)
+    return max(piece.place + -(-(piece.end - piece.start) // ALIGN) * ALIGN for piece in chunk)

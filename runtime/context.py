@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import itertools
@@ -19,6 +20,8 @@ from zinf_compile._torch import level_group_names
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.program import digest_of
 
+from .aio import Engine
+from .bridge import Bridge, CudaBridge, Unified, player_of
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .gather_memory import GatherMemory
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
 class Context:
     """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: Bridge | None = None
+    ) -> None:
         self.group = group
         self.device = device
         self.timeout_s = timeout_s
@@ -43,6 +48,9 @@ class Context:
         self.serials = itertools.count()
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
+        self.bridge: Bridge = player or (Unified(self.gather_memory) if device.type == "cpu" else CudaBridge(device))
+        self._engine: Engine | None = None
+        self._swap_lane: Lane | None = None
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()
@@ -80,6 +88,24 @@ class Context:
             backend = dist.get_default_backend_for_device(device)
             self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
             self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
+
+    @property
+    def engine(self) -> Engine:
+        """What moves bytes to and from drives; made when first needed."""
+        if self._engine is None:
+            self._engine = Engine()
+            atexit.register(self._let_engine_go)
+        return self._engine
+
+    def _let_engine_go(self) -> None:
+        self._engine = None  # its last transfers are finished when it is dropped
+
+    @property
+    def swap_lane(self) -> Lane:
+        """On which gradients leave for their tier; made when first needed."""
+        if self._swap_lane is None:
+            self._swap_lane = ThreadLane("zinf-swap", forgiving=True)
+        return self._swap_lane
 
     def admit(self, signature: str) -> None:
         """Check, the first time these options are used, that all ranks use them."""
@@ -192,7 +218,7 @@ _UNTIMED = contextlib.nullcontext()
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
 """What the messages of broken transfers have in common; they have no class of their own."""
 
-_contexts: dict[tuple[object, str], Context] = {}
+_contexts: dict[tuple[object, str, Bridge | None], Context] = {}
 
 
 def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> Context:
@@ -203,9 +229,10 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
             "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
         )
-    key = (group, str(device))
+    player = player_of(device)
+    key = (group, str(device), player)
     if key not in _contexts:
-        _contexts[key] = Context(group, device, timeout_s=timeout_s)
+        _contexts[key] = Context(group, device, timeout_s=timeout_s, player=player)
     context = _contexts[key]
     if context.size > 1 and timeout_s != context.timeout_s:
         raise OptionError(

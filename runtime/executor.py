@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Sight, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Sight, SwapIn, SwapOut, Wait
 
 from .context import Context
+from .gradient_room import AwayGradient
 from .lanes import Done, Pending
 from .partition import shard_numel
+from .swap import Arriving, swap_in, swap_out
 from .unit import Unit
 
-GradientMaker = Callable[[Unit, torch.Tensor, Pending], torch.Tensor]
+GradientMaker = Callable[[Unit, torch.Tensor | AwayGradient, Pending], torch.Tensor]
 
 _DONE = Done()
 
@@ -22,12 +24,25 @@ _DONE = Done()
 class _Gathered:
     """A handle: the full unit, usable once `pending` is over; None where nothing travels."""
 
-    __slots__ = ("full", "pending", "what")
+    __slots__ = ("dtype", "full", "pending", "what")
 
-    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str) -> None:
+    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str, dtype: torch.dtype | None = None) -> None:
         self.full = full
         self.pending = pending
         self.what = what
+        self.dtype = dtype
+        """As which the unit is wanted, where that is another than it arrives in."""
+
+
+class _Reduced:
+    """A gradient's shard, usable once `reduction` is over, before it is known where it will live."""
+
+    __slots__ = ("reduction", "shard", "unit")
+
+    def __init__(self, unit: Unit, shard: torch.Tensor | AwayGradient, reduction: Pending) -> None:
+        self.unit = unit
+        self.shard = shard
+        self.reduction = reduction
 
 
 class Reduction:
@@ -65,15 +80,36 @@ def execute(
             gathered = registers[step.handle]
             if gathered.pending is not None:
                 context.finish(gathered.pending, gathered.what)
-            registers[step.out] = gathered.full
+            registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, context)
             del gathered
         elif isinstance(step, Gather):
             _start_gather(program, step, units, registers, context)
         elif isinstance(step, Reduce):
-            _start_reduce(program, step, units, registers, context, make_gradient=make_gradient)
+            _start_reduce(program, step, units, registers, context)
+        elif isinstance(step, SwapIn):
+            for source, out in step.members:
+                earlier = registers[source] if isinstance(registers[source], Arriving) else None
+                unit = units[source] if earlier is None else earlier.unit
+                registers[out] = swap_in(unit, step.src, step.dst, earlier)
+                del earlier
+        elif isinstance(step, SwapOut):
+            grad = registers[step.grad]
+            away, leaving = swap_out(grad.unit, grad.shard, step.dst, grad.reduction)
+            registers[step.out] = _Reduced(grad.unit, away, leaving)
+            del grad
         for r in frees:  # all there is to a release: the ledger notices when the memory goes
             registers[r] = None
-    return [None if r is None else registers[r] for r in program.outputs]
+    return [None if r is None else _result(registers[r], make_gradient) for r in program.outputs]
+
+
+def _result(value: Any, make_gradient: GradientMaker) -> Any:
+    return make_gradient(value.unit, value.shard, value.reduction) if type(value) is _Reduced else value
+
+
+def _cast(gathered: _Gathered, context: Context) -> torch.Tensor:
+    full = gathered.full.to(gathered.dtype)
+    context.ledger.track("gathered", full)
+    return full
 
 
 def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
@@ -83,40 +119,42 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -
 
 
 def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], registers: list[Any], context: Context) -> None:
-    if context.size == 1:
-        for slot, out in step.members:
-            full = units[slot].whole()
-            if full.dtype != step.dtype:
-                full = full.to(step.dtype)
-                context.ledger.track("gathered", full)
-            registers[out] = _Gathered(full, None, "")
-        return
-    members = [units[slot] for slot, _ in step.members]
-    shards = [unit.shard for unit in members]
-    flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
-    pending = context.start(context.gather_lane, lambda: context.gathers.all_gather(shards, flats))
+    arriving = [registers[source] if isinstance(registers[source], Arriving) else None for source, _ in step.members]
+    members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     what = f"gathering {_names(members)} (group {step.group}) in {program.name}"
+    if context.size == 1:
+        for unit, arrived, (_, out) in zip(members, arriving, step.members, strict=True):
+            narrower = step.dtype if step.dtype != unit.dtype else None
+            if arrived is not None:
+                registers[out] = _Gathered(unit.logical(arrived.shard), arrived.pending, what, narrower)
+            elif narrower is None:
+                registers[out] = _Gathered(unit.whole(), None, what)
+            else:
+                registers[out] = _Gathered(_cast(_Gathered(unit.whole(), None, what, narrower), context), None, what)
+        return
+    shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
+    before = [a.pending for a in arriving if a is not None and a.pending is not None]
+    flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
+
+    def gather() -> None:
+        for pending in before:
+            pending.wait()
+        context.gathers.all_gather(shards, flats)
+
+    pending = context.start(context.gather_lane, gather)
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
         context.ledger.track("gathered", full)
         registers[out] = _Gathered(full, pending, what)
 
 
-def _start_reduce(
-    program: Program,
-    step: Reduce,
-    units: Mapping[int, Unit],
-    registers: list[Any],
-    context: Context,
-    *,
-    make_gradient: GradientMaker,
-) -> None:
+def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], registers: list[Any], context: Context) -> None:
     if context.size == 1:
         for grad, slot, out, sight in step.members:
             unit, value = units[slot], registers[grad]
             shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
             context.ledger.track("grads", shard)
-            registers[out] = make_gradient(unit, shard, _DONE)
+            registers[out] = _Reduced(unit, shard, _DONE)
         return
     members = [units[slot] for _, slot, _, _ in step.members]
     grads = [
@@ -129,7 +167,7 @@ def _start_reduce(
     reduction = Reduction(pending, context, what)
     for unit, (_, _, out, _), shard in zip(members, step.members, shards, strict=True):
         context.ledger.track("grads", shard)
-        registers[out] = make_gradient(unit, shard, reduction)
+        registers[out] = _Reduced(unit, shard, reduction)
 
 
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:

@@ -20,7 +20,8 @@ class GatherMemory:
     lent. What doesn't fit is new memory, kept for nobody. Any thread may call, and drop tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         self._lock = threading.RLock()  # a tensor may be dropped inside any allocation, also one made under this lock
         self._size = 0
         self._arena: mmap.mmap | None = None
@@ -67,7 +68,7 @@ class GatherMemory:
 
     def _renew(self, size: int) -> None:
         self._size = size
-        self._arena = private_memory(size) if size else None
+        self._arena = private_memory(size, pinned=self._pinned) if size else None
         self._free = [(0, size)] if size else []
 
     def _take(self, length: int) -> int | None:

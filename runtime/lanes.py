@@ -67,17 +67,21 @@ class _Job:
 
 
 class ThreadLane:
-    """A worker thread that performs transfers on the CPU. After a failed one, all later ones fail with its error.
+    """A worker thread that performs transfers on the CPU.
 
-    `submit` waits while as many transfers as `MOST_UNDER_WAY` are unfinished: what they hold (full gradients, above all) must not
+    After a failed one, all later ones fail with its error: ranks would no longer be doing the same. Where that doesn't matter a
+    lane is `forgiving`.
+
+    `submit` waits while as many transfers as `most` are unfinished: what they hold (full gradients, above all) must not
     pile up where compute is faster than the link. Ranks can't lock each other out by that: all issue the same transfers in the
     same order, so the oldest one is under way everywhere.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
+        self._forgiving = forgiving
         self.log: Spans | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(MOST_UNDER_WAY)
+        self._room = threading.Semaphore(most)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a daemon inside a transfer while the interpreter ends would abort the process
@@ -98,7 +102,9 @@ class ThreadLane:
         failure: BaseException | None = None
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
-                failure = job.run(failure)
+                error = job.run(failure)
+                failure = None if self._forgiving else error
+                del job  # with the buffers that its transfer held
                 self._room.release()
 
 

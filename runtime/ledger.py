@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["params", "grads", "states", "gathered"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered")
+Kind = Literal["params", "grads", "states", "gathered", "staged"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staged")
 
 
 class _Counted(weakref.ref[torch.Tensor]):

@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 
-TIERS = ("device", "nvme")
+TIERS = ("device", "host", "nvme")
+"""From near to far. Where the device is host memory, "device" and "host" are the same."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """A tier for each kind of state."""
 
+    params: str = "device"
+    grads: str = "device"
     optimizer: str = "device"
     nvme: tuple[str, ...] = ()
     """Folders on drives; states are striped over several."""
+    update: str | None = None
+    """Where parameters are updated, "host" or "device"; None: where the optimizer's states live."""
+
+    @property
+    def update_on_device(self) -> bool:
+        """Whether the device updates parameters; where it is host memory that is the same."""
+        return self.update == "device" if self.update else self.optimizer == "device"
+
+    def streams_values(self, *, unified: bool) -> bool:
+        """Say whether parameters and gradients have to be brought to where they are updated."""
+        away = ("nvme",) if unified else ("nvme", "host")
+        return self.params in away or self.grads in away or not (unified or self.update_on_device)
+
+    def streams(self, *, unified: bool) -> bool:
+        """Say whether anything has to be brought there, or back."""
+        away = ("nvme",) if unified else ("nvme", "host")
+        return self.streams_values(unified=unified) or self.optimizer in away
 
 
 ON_DEVICE = Placement()
 """All on the device."""
+
+
+def way_in(tier: str, *, unified: bool) -> tuple[str, ...]:
+    """Return the tiers that a shard passes on its way to the device; none where it is there. `unified`: it is host memory."""
+    ways = {"nvme": ("nvme", "device") if unified else ("nvme", "host", "device"), "host": () if unified else ("host", "device")}
+    return ways.get(tier, ())

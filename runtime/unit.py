@@ -8,25 +8,32 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .home import Home
 from .partition import shard_numel, shard_range
 from .placement import ON_DEVICE, Placement
 
 if TYPE_CHECKING:
     from .context import Context
+    from .gradient_room import GradientShelves
 
 
 class Unit:
-    """One partitioned parameter on this rank. Its flat order is that of the parameter's memory."""
+    """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
+
+    Its shard is a tensor on its device, or has a `home` elsewhere.
+    """
 
     def __init__(
         self,
         parameter: torch.Tensor,
-        shard: torch.Tensor,
+        shard: torch.Tensor | None,
         *,
         name: str,
         context: Context,
         placement: Placement = ON_DEVICE,
+        home: Home | None = None,
     ) -> None:
+        assert (shard is None) == (home is not None), "a shard is in one place"
         self.name = name
         self.context = context
         self.placement = placement
@@ -39,14 +46,64 @@ class Unit:
         self.dtype = parameter.dtype
         self.device = parameter.device
         self.numel = math.prod(self.shape)
-        self.shard = shard
-        """This rank's elements, flat, then zeros up to `shard_numel`."""
+        self._shard = shard
+        self.home = home
+        """Where the shard is; None: on the device, in `shard`."""
+        self.gradient_room: tuple[GradientShelves, int] | None = None
+        """Where gradients go whose tier is a drive: the unit's number there."""
         self._whole: torch.Tensor | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of the full parameter."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's elements, flat, then zeros up to `shard_numel`; only where they are on the device."""
+        assert self._shard is not None, "the shard is brought by `load`"
+        return self._shard
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of the shard, padding included."""
+        return shard_numel(self.numel, self.context.size)
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether this process has the whole value in memory of the device."""
+        return self.home is None and self.context.size == 1
+
+    def load(self) -> torch.Tensor:
+        """Return the shard on the device: itself, or a copy of what is elsewhere."""
+        if self.home is None:
+            return self.shard
+        bridge = self.context.bridge
+        host = self.home.resident
+        if host is None:
+            host = bridge.host_buffer(self.shard_numel, self.dtype)
+            self.home.read(host).wait()
+        if bridge.unified:
+            return host
+        shard = bridge.device_buffer(self.shard_numel, self.dtype)
+        bridge.to_device(host, shard, None).wait()
+        return shard
+
+    def blank(self) -> torch.Tensor:
+        """Return memory of the device to be filled with the shard, and then kept by `save`."""
+        return self.shard if self.home is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
+
+    def save(self, shard: torch.Tensor) -> None:
+        """Keep what `blank` returned."""
+        if self.home is None:
+            return
+        bridge = self.context.bridge
+        if not bridge.unified:
+            host = self.home.resident
+            host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
+            bridge.to_host(shard, host, None).wait()
+            shard = host
+        self.home.write(shard).wait()
 
     @property
     def valid(self) -> int:
@@ -69,7 +126,7 @@ class Unit:
 
         Its own storage, because who saves or compares tensors by storage must not see the whole arena.
         """
-        assert self.context.size == 1, "only a single rank has the whole parameter at hand"
+        assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
         if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
             own = (
                 torch.utils.dlpack.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)

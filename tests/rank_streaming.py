@@ -10,12 +10,12 @@ from torch import nn
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile import streaming
+from zinf_compile.runtime import chunks
 
 
 def train_on_ranks(rank: int, size: int, folder: str) -> tuple[Any, Any]:
     """Return losses, parameters and this rank's states for each."""
-    streaming.CHUNK_NUMEL = 128
+    chunks.PIECE_NUMEL = 128
     results = []
     for options in ({}, {"optimizer": "nvme", "nvme": folder}):
         torch.manual_seed(7)

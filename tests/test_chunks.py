@@ -1,95 +1,103 @@
-from __future__ import annotations
+"""How shards are cut into chunks, and which chunks keep their memory."""
 
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_compile.errors import StoreError
-from zinf_compile.runtime.chunk_states import ChunkSpec, ChunkStates
+from zinf_compile.runtime.bridge import Unified
+from zinf_compile.runtime.chunk_slots import ChunkSlots, Column
 from zinf_compile.runtime.chunks import ALIGN, chunk_end, cut_chunks
+from zinf_compile.runtime.gather_memory import GatherMemory
 
 
-@given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 5))
+@given(st.lists(st.integers(0, 20 * ALIGN), max_size=20), st.integers(1, 5))
 def test_chunks_cover_every_shard_once_in_order(sizes: list[int], chunk: int) -> None:
-    chunks = cut_chunks(sizes, chunk_numel=chunk * ALIGN)
+    piece_numel = chunk * ALIGN
     covered: dict[int, int] = {}
-    for pieces in chunks:
-        assert 0 < chunk_end(pieces) <= chunk * ALIGN
+    for pieces in cut_chunks(sizes, piece_numel=piece_numel):
+        assert 0 < chunk_end(pieces) <= piece_numel
         end = 0
         for piece in pieces:
             assert piece.start == covered.get(piece.shard, 0)
-            assert piece.start % ALIGN == piece.place % ALIGN == 0
+            assert piece.end == min(piece.start + piece_numel, sizes[piece.shard]), "where a shard is cut follows from it alone"
+            assert piece.place % ALIGN == 0
             assert end <= piece.place < end + ALIGN
             end = piece.place + piece.end - piece.start
             covered[piece.shard] = piece.end
     assert covered == {n: size for n, size in enumerate(sizes) if size}
-    order = [piece.shard for pieces in chunks for piece in pieces]
-    assert order == sorted(order)
 
 
-def test_a_chunk_is_as_full_as_it_can_be() -> None:
-    chunks = cut_chunks([100, 300], chunk_numel=256)
-    assert [[(p.shard, p.start, p.end, p.place) for p in pieces] for pieces in chunks] == [
-        [(0, 0, 100, 0), (1, 0, 128, 128)],
-        [(1, 128, 300, 0)],
+def test_pieces_share_a_chunk_and_a_large_shard_has_several() -> None:
+    cut = cut_chunks([100, 5000, 12000], piece_numel=3 * ALIGN)
+    assert [[(p.shard, p.start, p.end, p.place) for p in pieces] for pieces in cut] == [
+        [(0, 0, 100, 0), (1, 0, 5000, ALIGN)],
+        [(2, 0, 12000, 0)],
+    ]
+    assert [[(p.start, p.end) for p in pieces] for pieces in cut_chunks([2 * ALIGN + 1], piece_numel=ALIGN)] == [
+        [(0, ALIGN)],
+        [(ALIGN, 2 * ALIGN)],
+        [(2 * ALIGN, 2 * ALIGN + 1)],
     ]
 
 
-def filled(states: ChunkStates, count: int, seed: int) -> None:
-    for n in range(count):
-        for i, view in enumerate(states.take(n).values()):
-            view.fill_(seed + 10 * n + i)
-        states.give_back(n)
+COLUMNS = {
+    "a": Column(torch.float32, host=True, device=False),
+    "b": Column(torch.bfloat16, host=True, device=False),
+    "c": Column(torch.float32, host=False, device=False),
+}
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=25))
-def test_each_chunk_comes_back_as_it_was_left(order: list[tuple[int, bool]]) -> None:
-    specs = [ChunkSpec(f"chunk {n}", 64 * (n + 1), {"a": torch.float32, "b": torch.bfloat16}) for n in range(5)]
-    states = ChunkStates(["."], specs)
-    values = dict.fromkeys(range(5), 0)
-    filled(states, 5, 0)
-    for n, write in order:
-        states.prepare((n + 1) % 5)
-        views = states.take(n)
-        for i, view in enumerate(views.values()):
-            assert view.numel() == 64 * (n + 1)
-            assert bool((view == values[n] + 10 * n + i).all())
-        if write:
-            values[n] += 1
-            for i, view in enumerate(views.values()):
-                view.fill_(values[n] + 10 * n + i)
-            states.give_back(n)
-    states.close()
+def make_slots(count: int) -> ChunkSlots:
+    return ChunkSlots([(COLUMNS, ALIGN * (n + 1)) for n in range(count)], Unified(GatherMemory()), pinned=False)
 
 
-def test_memory_is_that_of_three_chunks(tmp_path: Path) -> None:
-    states = ChunkStates([tmp_path], [ChunkSpec(f"c{n}", 1024, {"a": torch.float32, "b": torch.float32}) for n in range(9)])
-    assert states.memory_bytes == 3 * 2 * 4096
-    assert states.drive_bytes == 9 * 2 * 4096
-    states.close()
+def test_columns_lie_apart_and_have_room_where_they_need_it() -> None:
+    slots = make_slots(9)
+    assert (slots.host_bytes, slots.device_bytes) == (3 * 9 * ALIGN * 6, 0)
+    slot, new = slots.slot_for(4)
+    assert new
+    rooms = slot.rooms(COLUMNS, 5 * ALIGN)
+    assert rooms["c"].host is rooms["c"].device is rooms["a"].device is None
+    a, b = rooms["a"].host, rooms["b"].host
+    assert a is not None
+    assert b is not None
+    assert (a.numel(), a.dtype, b.numel(), b.dtype) == (5 * ALIGN, torch.float32, 5 * ALIGN, torch.bfloat16)
+    assert a.data_ptr() % 4096 == b.data_ptr() % 4096 == 0
+    assert a.data_ptr() + a.nbytes <= b.data_ptr()
 
 
-def test_an_error_names_state_and_chunk_and_the_chunk_can_be_written_again(tmp_path: Path) -> None:
-    states = ChunkStates([tmp_path], [ChunkSpec(f"chunk {n}", 1024, {"a": torch.float32}) for n in range(9)])
-    filled(states, 9, 0)
-    for n in range(6, 9):
-        states.take(n)
-    block = next(iter(states.store.layout.find_blocks(states.store.layout.find("a of chunk 2"), 0, 4096)))
-    states.store.files[0]._open()
-    with open(f"/proc/self/fd/{states.store.files[0].fd}", "r+b") as file:
-        file.seek(block.offset)
-        file.write(b"wrong")
-    with pytest.raises(StoreError, match="a of chunk 2"):
-        states.take(2)
-    with pytest.raises(StoreError, match="a of chunk 2"):
-        states.take(2)
-    states.forget(2)
-    states.take(2)["a"].fill_(5)
-    states.give_back(2)
-    for n in range(3, 9):
-        states.take(n)
-    assert bool((states.take(2)["a"] == 5).all())
-    states.close()
+@given(st.lists(st.integers(0, 5), max_size=25))
+def test_the_chunks_used_last_keep_their_memory(order: list[int]) -> None:
+    slots = make_slots(6)
+    recent: list[int] = []
+    for number in order:
+        _, new = slots.slot_for(number)
+        assert new == (number not in recent[-3:])
+        recent = [n for n in recent if n != number] + [number]
+
+
+class Fails:
+    def wait(self) -> None:
+        raise OSError("broken")
+
+
+class Ends:
+    over = False
+
+    def wait(self) -> None:
+        self.over = True
+
+
+def test_what_failed_to_arrive_counts_for_nothing() -> None:
+    slots = make_slots(2)
+    slot, _ = slots.slot_for(0)
+    other = Ends()
+    slot.under_way = [Fails(), other]
+    with pytest.raises(OSError, match="broken"):
+        slots.settle()
+    assert other.over, "nothing moves any more"
+    assert slots.find(0) is None
+    slots.settle()

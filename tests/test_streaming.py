@@ -22,23 +22,24 @@ from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on
 import zinf_compile
 from zinf_compile import streaming
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
-from zinf_compile.runtime.chunk_states import ChunkStates
+from zinf_compile.runtime import chunks
+from zinf_compile.streaming import StreamedStates
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
 
 
 @pytest.fixture(autouse=True)
-def stores(monkeypatch: pytest.MonkeyPatch) -> list[ChunkStates]:
-    """Cut chunks of 128 elements; return what keeps them."""
-    made: list[ChunkStates] = []
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[StreamedStates]:
+    """Cut pieces of 128 elements, each a chunk; return what keeps them."""
+    made: list[StreamedStates] = []
 
-    class Noted(ChunkStates):
+    class Noted(StreamedStates):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(streaming, "CHUNK_NUMEL", 128)
-    monkeypatch.setattr(streaming, "ChunkStates", Noted)
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(streaming, "StreamedStates", Noted)
     return made
 
 
@@ -86,7 +87,7 @@ def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, tmp_path: Path, stores: list[ChunkStates]) -> None:
+def test_every_optimizer(name: str, tmp_path: Path, stores: list[StreamedStates]) -> None:
     sides, models = both(TiedWords, OPTIMIZERS[name], tmp_path)
     for number in range(4):
         train_step_on(sides, models, plain_step, tokens(number), number)
@@ -105,12 +106,13 @@ def test_kinds_of_steps(step: Step, tmp_path: Path) -> None:
     train_both(CASES["tied"], compiled=on_drive(tmp_path), step=step, steps=4)
 
 
-def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[ChunkStates]) -> None:
+def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[StreamedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     (states,) = stores
     reads: list[str] = []
+    assert states.store is not None
     really_read = states.store.read
 
     def read(key: str, into: torch.Tensor) -> Any:
@@ -118,17 +120,18 @@ def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: li
         return really_read(key, into)
 
     states.store.read = read  # type: ignore[method-assign,assignment]
-    chunks = len(states._chunks)
-    assert chunks > 5
+    count = len(states._chunks)
+    assert count > 5
     for number in range(2, 4):
         reads.clear()
         train_step_on(sides, models, plain_step, tokens(number), number)
-        assert len(reads) == 2 * (chunks - 3), "three chunks of the last step are still in memory"
-    assert states.memory_bytes == 3 * 2 * 4096, "three chunks of two states, a page each"
+        assert len(reads) == 2 * (count - 3), "three chunks of the last step are still in memory"
+    assert states._slots.host_bytes == 3 * 2 * 4096 * 4, "three chunks of two states, of the least size"
     held = zinf_compile.memory(models[1])["now"]["states"]
     sides.clear()
     gc.collect()
-    assert held - zinf_compile.memory(models[1])["now"]["states"] == states.memory_bytes, "no states but the chunks in memory"
+    freed = held - zinf_compile.memory(models[1])["now"]["states"]
+    assert freed == states._slots.host_bytes, "no states but the chunks in memory"
 
 
 def test_parameters_come_and_go(tmp_path: Path) -> None:
@@ -179,10 +182,11 @@ def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
     assert_same_states(again, second)
 
 
-def failing(states: ChunkStates, number: int) -> None:
+def failing(states: StreamedStates, number: int) -> None:
     """Flip a bit of a chunk that the next step doesn't read first."""
     key = f"exp_avg of {states._chunks[number].name}"
-    block = next(iter(states.store.layout.find_blocks(states.store.layout.find(key), 0, 512)))
+    assert states.store is not None
+    block = states.store.layout.find(key).blocks[0]
     fd = os.open(f"/proc/self/fd/{states.store.files[0].fd}", os.O_RDWR)
     try:
         byte = os.pread(fd, 1, block.offset + 5)
@@ -192,14 +196,13 @@ def failing(states: ChunkStates, number: int) -> None:
         os.close(fd)
 
 
-def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[ChunkStates]) -> None:
+def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[StreamedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     model, optimizer = sides[1]
     saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
-    for chunk in stores[0]._slots:
-        chunk.settle()
+    stores[0]._slots.settle()
     failing(stores[0], 3)
     with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
         plain_step(model, optimizer, tokens(2))
@@ -212,7 +215,7 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, store
     assert_same_states(sides[0][1], optimizer)
 
 
-def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[ChunkStates]) -> None:
+def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[StreamedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     train_step_on(sides, models, plain_step, tokens(0), 0)
     model, optimizer = sides[1]

@@ -30,12 +30,13 @@ from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
 from .optimizer import install
-from .passes import graph_passes, joint_passes, run_passes, verify
+from .passes import Pass, graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
 from .passes.lower import lower, run_by_operator
 from .program import Program
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
+from .runtime.placement import way_in
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
@@ -68,6 +69,8 @@ class GraphCompiler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.number = next(_numbers)
+        self.unified = True
+        """The device is host memory."""
         self._binder: Binder | None = None
         self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
@@ -76,13 +79,13 @@ class GraphCompiler:
         _reject_wrappers()
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
-        self.config.check_device(captured.device)
         context = context_for(
             self.config.resolve_group(),
             captured.device,
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        self.unified = context.bridge.unified
         install()
         if self.config.compute == "inductor":
             prepare(captured.device)
@@ -131,12 +134,21 @@ class GraphCompiler:
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
-        run_passes(graph, graph_passes(bucket_bytes=self.config.bucket_bytes))
+        run_passes(graph, self.graph_passes())
         verify(graph)
         inductor = self.config.compute == "inductor"
         compile_region = partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
+
+    def graph_passes(self) -> tuple[Pass, ...]:
+        """Return the passes that write the schedule, for where the states of this model live."""
+        placement = self.config.placement()
+        return graph_passes(
+            bucket_bytes=self.config.bucket_bytes,
+            params=way_in(placement.params, unified=self.unified),
+            grads=way_in(placement.grads, unified=self.unified)[::-1],
+        )
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""

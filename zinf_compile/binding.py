@@ -16,8 +16,9 @@ from .parameter import ShardedParameter, hollow_out, unit_behind
 from .program import Program, Slot, digest_of
 from .runtime.context import Context
 from .runtime.partition import is_dense
+from .runtime.partitioning import make_units
 from .runtime.placement import Placement
-from .runtime.unit import Unit, make_shards
+from .runtime.unit import Unit
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -115,18 +116,19 @@ class Binder:
 
 def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
     """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit."""
-    distinct = {id(parameter): (parameter, name) for parameter, name in parameters.values()}
+    distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
-        shards = make_shards([parameter for parameter, _ in distinct.values()], context)
-        for (parameter, name), shard in zip(distinct.values(), shards, strict=True):
-            unit = Unit(parameter, shard, name=name, context=context, placement=placement)
+        for (parameter, name), unit in zip(distinct, make_units(distinct, context, placement), strict=True):
+            shard = unit.blank()
             full = unit.flat(parameter.detach()) if context.rank == 0 else None
-            context.finish(context.gather_lane.submit(_scatter(context, full, unit)), f"partitioning {name}")
-            context.ledger.track("params", unit.shard)
-            del full
+            context.finish(context.gather_lane.submit(_scatter(context, full, shard, unit.numel)), f"partitioning {name}")
+            unit.save(shard)
+            if unit.home is None:
+                context.ledger.track("params", unit.shard)
+            del full, shard
             hollow_out(parameter, unit)
             stop_averaging(parameter)
-    average_the_rest([parameter for parameter, _ in distinct.values()], context)
+    average_the_rest([parameter for parameter, _ in distinct], context)
 
 
 def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
@@ -150,8 +152,8 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
         raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
 
 
-def _scatter(context: Context, full: torch.Tensor | None, unit: Unit) -> Any:
-    return lambda: context.gathers.scatter(full, unit.shard, unit.numel)
+def _scatter(context: Context, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> Any:
+    return lambda: context.gathers.scatter(full, shard, numel)
 
 
 def _home(parameter: torch.Tensor) -> Unit:

@@ -150,9 +150,8 @@ def _full(unit: Unit) -> torch.Tensor:
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device)
     with torch.no_grad():
-        context.finish(
-            context.gather_lane.submit(lambda: context.gathers.all_gather([unit.shard], [full])), f"gathering {unit.name}"
-        )
+        shard = unit.load()
+        context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])), f"gathering {unit.name}")
     return full
 
 
@@ -178,7 +177,8 @@ def _on_first_rank(unit: Unit) -> torch.Tensor | None:
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device) if context.rank == 0 else None
     with torch.no_grad():
-        pending = context.gather_lane.submit(lambda: context.gathers.gather(unit.shard, full))
+        shard = unit.load()
+        pending = context.gather_lane.submit(lambda: context.gathers.gather(shard, full))
         context.finish(pending, f"gathering {unit.name} on rank 0")
     return unit.logical(full) if full is not None else None
 
@@ -208,9 +208,10 @@ def _store(parameter: ShardedParameter, value: torch.Tensor | None) -> None:
 
 def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
     flat = unit.flat(full) if full is not None else None
-    context = unit.context
-    pending = context.gather_lane.submit(lambda: context.gathers.scatter(flat, unit.shard, unit.numel))
+    context, shard = unit.context, unit.blank()
+    pending = context.gather_lane.submit(lambda: context.gathers.scatter(flat, shard, unit.numel))
     context.finish(pending, f"partitioning {unit.name}")
+    unit.save(shard)
 
 
 def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context) -> None:

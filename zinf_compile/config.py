@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from .errors import OptionError
@@ -69,9 +68,21 @@ class Config:
     """What becomes of a stretch that Inductor can't compile. `"fx"`: it runs operator by operator, with a warning that names the
     operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
 
+    params: str = "device"
+    """Where parameters live between their uses: `"device"`, `"host"` (in the host's memory; the same, for a model on the CPU) or
+    `"nvme"` (on the drive that `nvme` names). Each use brings them to the device ahead of time, as the graph says. The numbers
+    are the same wherever states live."""
+
+    grads: str = "device"
+    """Where reduced gradients live until the step: `"device"`, `"host"` or `"nvme"`."""
+
     optimizer: str = "device"
-    """Where optimizer states live: `"device"`, or `"nvme"`: on the drive that `nvme` names, from where they stream through each
-    step, a few chunks at a time in memory. The numbers are the same."""
+    """Where optimizer states live: `"device"`, `"host"` or `"nvme"`, from where they stream through each step, a few chunks at a
+    time in memory."""
+
+    update: str | None = None
+    """Where parameters are updated: `"host"` or `"device"`; default: where the optimizer's states live, so that these never
+    cross to a device."""
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
@@ -111,20 +122,13 @@ class Config:
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
         return (
-            f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} optimizer={self.optimizer} "
-            f"timeout_s={self.timeout_s}"
+            f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} params={self.params} grads={self.grads} "
+            f"optimizer={self.optimizer} update={self.update} timeout_s={self.timeout_s}"
         )
 
     def placement(self) -> Placement:
         """Return where states live."""
-        return Placement(optimizer=self.optimizer, nvme=self._folders())
-
-    def check_device(self, device: torch.device) -> None:
-        """Raise `OptionError` for what can't be on this device."""
-        if self.optimizer == "nvme" and device.type != "cpu":
-            raise OptionError(
-                f"option optimizer='nvme' works for models on the CPU so far; this one is on {device}: leave the option away"
-            )
+        return Placement(params=self.params, grads=self.grads, optimizer=self.optimizer, nvme=self._folders(), update=self.update)
 
     def resolve_group(self) -> dist.ProcessGroup | None:
         """Return the group to partition over; None when torch.distributed is not initialised."""
@@ -164,16 +168,25 @@ class Config:
         return tuple(os.fspath(path).replace("{local_rank}", os.environ.get("LOCAL_RANK", "0")) for path in given)
 
     def _validate_tiers(self) -> None:
-        if self.optimizer not in TIERS:
-            raise OptionError(f"option optimizer={self.optimizer!r} is not known; accepted: {', '.join(map(repr, TIERS))}")
+        for option in ("params", "grads", "optimizer"):
+            if getattr(self, option) not in TIERS:
+                raise OptionError(
+                    f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, TIERS))}"
+                )
+        if self.update not in (None, "host", "device"):
+            raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
+        on_drives = [option for option in ("params", "grads", "optimizer") if getattr(self, option) == "nvme"]
         try:
             folders = self._folders()
         except TypeError:
             raise OptionError(f"option nvme={self.nvme!r} is not a path; accepted: a folder, or a list of folders") from None
-        if self.optimizer == "nvme" and not folders:
-            raise OptionError("option optimizer='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
-        if folders and self.optimizer != "nvme":
-            raise OptionError(f"option nvme={self.nvme!r} is given, and nothing lives there: add optimizer='nvme'")
+        if on_drives and not folders:
+            raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
+        if folders and not on_drives:
+            raise OptionError(
+                f"option nvme={self.nvme!r} is given, and nothing lives there: add params='nvme', grads='nvme' or "
+                "optimizer='nvme'"
+            )
         for folder in folders:
             if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
                 raise OptionError(

@@ -152,7 +152,7 @@ class _Recorder(GraphCompiler):
         return run
 
     def _schedule(self, graph: fx.GraphModule, kind: str) -> None:
-        texts = _run(graph, graph_passes(bucket_bytes=self.config.bucket_bytes), around=self._after)
+        texts = _run(graph, self.graph_passes(), around=self._after)
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None
             texts = texts or ("", "")

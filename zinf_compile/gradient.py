@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from ._torch import no_override
 from .errors import PartitionedParameterError
 from .norms import global_norms
+from .runtime.gradient_room import AwayGradient
 from .runtime.lanes import Done, Pending
+from .runtime.swap import take_away
 from .runtime.unit import Unit
 
 aten = torch.ops.aten
@@ -64,16 +67,17 @@ class ShardedGradient(torch.Tensor):
 
     __slots__ = ("_pending", "_shard", "_unit")  # every step makes one for each parameter
     _unit: Unit
-    _shard: torch.Tensor
+    _shard: torch.Tensor | AwayGradient
+    """On the device, or, with what tier it has, elsewhere."""
     _pending: Pending
 
     @staticmethod
-    def __new__(cls, unit: Unit, shard: torch.Tensor, pending: Pending) -> ShardedGradient:
+    def __new__(cls, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending) -> ShardedGradient:
         return torch.Tensor._make_wrapper_subclass(
-            cls, unit.shape, strides=unit.stride, dtype=shard.dtype, device=shard.device, requires_grad=False
+            cls, unit.shape, strides=unit.stride, dtype=shard.dtype, device=unit.device, requires_grad=False
         )
 
-    def __init__(self, unit: Unit, shard: torch.Tensor, pending: Pending) -> None:
+    def __init__(self, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending) -> None:
         self._unit, self._shard, self._pending = unit, shard, pending
 
     @property
@@ -81,10 +85,38 @@ class ShardedGradient(torch.Tensor):
         """The partitioned parameter this is a gradient of."""
         return self._unit
 
+    @property
+    def away(self) -> AwayGradient | None:
+        """The shard, where it isn't on the device."""
+        return self._shard if isinstance(self._shard, AwayGradient) else None
+
     def local(self) -> torch.Tensor:
-        """Return this rank's shard, flat, with its padding; waits for the reduction."""
+        """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `away`."""
         self._pending.wait()
-        return self._shard
+        return self._shard.load() if isinstance(self._shard, AwayGradient) else self._shard
+
+    def prepare(self) -> None:
+        """Start to bring the shard for the next `local`."""
+        if isinstance(self._shard, AwayGradient):
+            self._shard.prepare()
+
+    def state(self) -> tuple[object, int]:
+        """Return what the shard is, by identity, and how often it was changed."""
+        return (self._shard, self._shard.version) if isinstance(self._shard, AwayGradient) else (s := self.local(), s._version)
+
+    def change(self, function: Callable[[torch.Tensor], object], *, elementwise: bool) -> None:
+        """Change the shard in place; where it is away, and `elementwise` allows it, when it is next read."""
+        away = self.away
+        if away is None:
+            shard = self.local()
+            function(shard)
+            torch.autograd.graph.increment_version(shard)  # which PyTorch doesn't below autograd; on padding, too
+        elif elementwise:
+            away.change(function)
+        else:
+            shard = self.local()
+            function(shard)
+            away.store(shard)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole averaged gradient on every rank. A collective operation."""
@@ -149,6 +181,16 @@ class ShardedGradient(torch.Tensor):
         return _whole(func, args, kwargs)
 
 
+def ahead(gradients: Sequence[Any]) -> Iterator[Any]:
+    """Yield gradients while the next one, where it isn't on the device, is on its way."""
+    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
+        if isinstance(gradient, ShardedGradient):
+            gradient.prepare()
+        if isinstance(following, ShardedGradient):
+            following.prepare()
+        yield gradient
+
+
 def _first(args: Sequence[Any]) -> Any:
     if args and isinstance(args[0], (list, tuple)):
         return next((item for item in args[0] if isinstance(item, ShardedGradient)), None)
@@ -174,15 +216,43 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable and not isinstance(args[0], ShardedGradient):
         return _whole(func, args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
+    if func._schema.is_mutable:
+        _change(func, args[0], args[1:], kwargs)
+        return args[0]
     result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
-    if not func._schema.is_mutable:
-        return _wrapped(unit, result)
-    _changed([args[0]])
-    return args[0]
+    return _wrapped(unit, result)
+
+
+def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: dict[str, Any], *, foreach: bool = False) -> None:
+    """Change one gradient in place; with `foreach`, by an operator on lists, of which it and `args` are elements."""
+    unit = gradient.unit
+    operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
+    alone = gradient.away is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, list):
+            return [local(item) for item in value]
+        return value.clone() if alone and isinstance(value, torch.Tensor) else _local_argument(value, unit)
+
+    others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
+
+    def change(shard: torch.Tensor) -> None:
+        func([shard] if foreach else shard, *others, **named)
+
+    gradient.change(change, elementwise=alone)
 
 
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     owners: Sequence[Any] = args[0]
+
+    if func._schema.is_mutable and any(isinstance(o, ShardedGradient) and o.away is not None for o in owners):
+        for index, owner in enumerate(owners):  # one at a time: they needn't fit into memory together
+            rest = [[v[index]] if isinstance(v, (list, tuple)) else v for v in args[1:]]
+            if isinstance(owner, ShardedGradient):
+                _change(func, owner, rest, kwargs, foreach=True)
+            else:
+                func([owner], *rest, **kwargs)
+        return None
 
     def localised(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
@@ -194,21 +264,16 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
     result = func(*[localised(a) for a in args], **{k: localised(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
-        _changed(owners)
+        for owner in owners:
+            if isinstance(owner, ShardedGradient):
+                torch.autograd.graph.increment_version(owner.local())
         return None
     return [_wrapped(o._unit, r) if isinstance(o, ShardedGradient) else r for o, r in zip(owners, result, strict=True)]
 
 
-def _changed(gradients: Sequence[Any]) -> None:
-    """Count a change of each shard, which PyTorch doesn't below autograd; on every rank alike, also where all is padding."""
-    for gradient in gradients:
-        if isinstance(gradient, ShardedGradient):
-            torch.autograd.graph.increment_version(gradient.local())
-
-
 def _wrapped(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
     unit.context.ledger.track("grads", shard)
-    return ShardedGradient(unit, shard, Done())
+    return ShardedGradient(unit, *take_away(unit, shard, Done()))
 
 
 def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -218,10 +283,11 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, ShardedGradient):
             return value
         unit = value._unit
-        if unit.context.size > 1:
+        if unit.context.size > 1 or value.away is not None:
+            place = f"each of {unit.context.size} ranks holds a part" if value.away is None else "the shards are off the device"
             raise PartitionedParameterError(
-                f"{func} needs the whole gradient of {unit.name}, of which each of {unit.context.size} ranks holds a part; "
-                "element-wise arithmetic, norms, clipping and GradScaler work on it as it is; for anything else call "
+                f"{func} needs the whole gradient of {unit.name}, of which {place}; element-wise "
+                "arithmetic, norms, clipping and GradScaler work on it as it is; for anything else call "
                 "grad.full_tensor() on all ranks"
             )
         return unit.logical(value.local())
@@ -233,6 +299,8 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     gradient, context = args[0], args[0]._unit.context
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
+    if context.size == 1 and gradient.away is not None:
+        return func(gradient.full_tensor(), *args[1:], **kwargs)
     if context.size == 1 or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
@@ -244,16 +312,26 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
     if sharded[0]._unit.context.size == 1:
-        return _whole(func, args, kwargs)
+        if all(g.away is None for g in sharded):
+            return _whole(func, args, kwargs)
+        return [func([g.full_tensor() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
 
 
 def _unscale(func: Any, args: Sequence[Any]) -> None:
     gradients, found_inf, inverse_scale = args
-    local = [g.local()[: g._unit.valid] if isinstance(g, ShardedGradient) else g for g in gradients]  # padding may hold anything
-    func([g for g in local if g.numel()], found_inf, inverse_scale)
-    _changed(gradients)
+
+    def unscale(value: torch.Tensor) -> None:
+        if value.numel():
+            func([value], found_inf, inverse_scale)
+
+    for gradient in ahead(gradients):
+        if isinstance(gradient, ShardedGradient):
+            valid = gradient.unit.valid  # padding may hold anything
+            gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
+        else:
+            unscale(gradient)
     context = next(g for g in gradients if isinstance(g, ShardedGradient))._unit.context
     if context.size > 1:
         everyone = context.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))

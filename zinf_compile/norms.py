@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ class Gradient(Protocol):
     def local(self) -> torch.Tensor:
         """Return this rank's shard."""
 
+    def prepare(self) -> None:
+        """Start to bring the shard for the next `local`, where it isn't on the device."""
+
+    def state(self) -> tuple[object, int]:
+        """Return what the shard is, by identity, and how often it was changed."""
+
 
 _Settings = tuple[float, torch.dtype | None]
 
@@ -36,15 +43,15 @@ class _Known:
 
     def __init__(self, settings: _Settings) -> None:
         self.settings = settings
-        self.by_shard: dict[int, tuple[weakref.ref[torch.Tensor], int, float]] = {}
+        self.by_shard: dict[int, tuple[weakref.ref[object], int, float]] = {}
 
     def recall(self, gradients: Sequence[Gradient]) -> list[float] | None:
         """Return the norms, if all are known and no gradient was changed since."""
         norms = []
         for gradient in gradients:
-            shard = gradient.local()
+            shard, changes = gradient.state()
             reference, version, norm = self.by_shard.get(id(shard), (None, 0, 0.0))
-            if reference is None or reference() is not shard or version != shard._version:
+            if reference is None or reference() is not shard or version != changes:
                 return None
             norms.append(norm)
         return norms
@@ -70,8 +77,8 @@ def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype
     norms = known.recall(gradients) if known is not None and known.settings == settings else None
     if norms is None:
         model = _gradients_of(context)
-        held = {id(gradient.local()) for gradient in model}
-        together = model if all(id(gradient.local()) in held for gradient in gradients) else gradients
+        held = {id(gradient.state()[0]) for gradient in model}
+        together = model if all(id(gradient.state()[0]) in held for gradient in gradients) else gradients
         known = _known[context] = _take(context, settings, together)
         norms = known.recall(gradients)
     assert norms is not None, "the norms were taken a moment ago"
@@ -95,7 +102,10 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
     order, dtype = settings
     empty = math.inf if order == -math.inf else 0.0
     local = []
-    for gradient in gradients:
+    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
+        gradient.prepare()
+        if following is not None:
+            following.prepare()
         valid = gradient.local()[: gradient.unit.valid]
         norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
         local.append(norm.double())
@@ -110,6 +120,6 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
         combined = ranks.pow(order).sum(0).pow(1 / order)
     known = _Known(settings)
     for gradient, norm in zip(gradients, combined.tolist(), strict=True):
-        shard = gradient.local()
-        known.by_shard[id(shard)] = (weakref.ref(shard), shard._version, norm)
+        shard, changes = gradient.state()
+        known.by_shard[id(shard)] = (weakref.ref(shard), changes, norm)
     return known

@@ -1,13 +1,16 @@
-"""The intermediate representation: four operators that say what moves, and when.
+"""The intermediate representation: six operators that say what moves, and when.
 
-| operator                                  | meaning                                                                 |
-|-------------------------------------------|-------------------------------------------------------------------------|
-| `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle |
-| `zinf::wait(handle)`                      | the full unit, usable after this node                                   |
-| `zinf::release(full)`                     | this graph needs the full unit no longer                                |
-| `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle   |
+| operator                                  | meaning                                                                    |
+|-------------------------------------------|----------------------------------------------------------------------------|
+| `zinf::swap_in(unit, src, dst, group)`    | this rank's shard one tier nearer; starts the transfer, returns a handle   |
+| `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle    |
+| `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
+| `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
+| `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
+| `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
 
-`unit` is the hollow parameter itself: it has the logical shape and holds no bytes. `group` numbers the transfers that are
+`unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
+the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
 it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
@@ -25,10 +28,20 @@ LONE_GROUP = -1
 """Group number of a transfer that is issued alone."""
 
 _library = Library("zinf", "DEF")
+_library.define("swap_in(Tensor unit, str src, str dst, int group=-1) -> Tensor")
+_library.define("swap_out(Tensor grad, str src, str dst) -> Tensor")
 _library.define("all_gather(Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
 _library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
+
+
+def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
+    return torch.empty_strided(unit.size(), unit.stride(), dtype=unit.dtype, device=unit.device).copy_(unit)
+
+
+def _swap_out(grad: torch.Tensor, src: str, dst: str) -> torch.Tensor:
+    return grad.clone()
 
 
 def _all_gather(unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -48,6 +61,8 @@ def _reduce_scatter(grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GR
 
 
 for _name, _kernel in (
+    ("swap_in", _swap_in),
+    ("swap_out", _swap_out),
     ("all_gather", _all_gather),
     ("wait", _wait),
     ("release", _release),
@@ -55,10 +70,12 @@ for _name, _kernel in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
+swap_in = torch.ops.zinf.swap_in.default
+swap_out = torch.ops.zinf.swap_out.default
 all_gather = torch.ops.zinf.all_gather.default
 wait = torch.ops.zinf.wait.default
 release = torch.ops.zinf.release.default
 reduce_scatter = torch.ops.zinf.reduce_scatter.default
 
-SCHEDULE_OPS = frozenset({all_gather, wait, release, reduce_scatter})
+SCHEDULE_OPS = frozenset({swap_in, swap_out, all_gather, wait, release, reduce_scatter})
 """What the executor performs itself; everything else in a graph is compute."""

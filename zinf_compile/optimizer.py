@@ -19,13 +19,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .chunk_step import ChunkStep
 from .companions import is_averaged
 from .errors import StepFailedError
 from .parameter import ShardedParameter
 from .probe import check_elementwise
 from .runtime.context import Context
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
-from .streaming import ChunkStep, StreamedStates, streamed_states, torn
+from .streaming import StreamedStates, streamed_states, torn
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Context, int]] = weakref.WeakKeyDictionary()
@@ -50,6 +51,7 @@ class _Streamed:
 
     chunks: list[ChunkStep]
     """In the order of their updates; the stand-in updates the last one, after all others."""
+    sources: Sequence[StreamedStates]
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
     """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
 
@@ -140,7 +142,7 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         return None
     if optimizer in torn:
         raise StepFailedError(torn[optimizer])
-    streamed = _Streamed([], [])
+    streamed = _Streamed([], sources, [])
     chunks = streamed.chunks
     try:
         with torch.no_grad():
@@ -191,6 +193,8 @@ def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimize
         mine.update(changed)
     for chunk in streamed.chunks:
         chunk.settle(optimizer)
+    for source in streamed.sources:
+        source.finish()
     del torn[optimizer]
 
 

@@ -99,7 +99,7 @@ class ShardedParameter(nn.Parameter):
         )
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec and self._zinf_unit.context.size > 1 else super().__format__(spec)
+        return repr(self) if not spec and not self._zinf_unit.at_hand else super().__format__(spec)
 
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.detach().as_subclass(cls)  # torch's own looks at the memory of `self`, past __torch_function__
@@ -216,19 +216,25 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if args[1] is not args[0]:
             _check_assignable(parameters[0], args[1])
         return True
-    if unit.context.size > 1 and (stepping := _stepping_optimizer()):
+    if not unit.at_hand and (stepping := _stepping_optimizer()):
         raise PartitionedParameterError(
             f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
             f"{unit.name} inside the closure: run the model once, forward and backward, before the first step(closure)"
         )
-    if unit.context.size > 1:
+    if not unit.at_hand:
         raise PartitionedParameterError(
-            f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but its value is spread "
-            f"over {unit.context.size} ranks (this is rank {unit.context.rank}). On all ranks, use "
+            f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but {_place(unit)}, use "
             "`with zinf_compile.gathered(model):` to read it (write=True to change it), zinf_compile.full_state_dict(model) to "
             "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed"
         )
     return _on_whole(func, name, parameters, args, kwargs)
+
+
+def _place(unit: Unit) -> str:
+    context = unit.context
+    if context.size == 1 and unit.home is not None:
+        return f"its value is kept off the device (option params={unit.home.tier!r}). There"
+    return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
 def _stepping_optimizer() -> str | None:
@@ -298,7 +304,7 @@ def _assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:
 def _check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:
     unit = parameter._zinf_unit
     same = tuple(value.shape) == unit.shape and value.dtype == unit.dtype and value.device == unit.device
-    if not same or unit.context.size > 1:
+    if not same or not unit.at_hand:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned as {list(unit.shape)} {unit.dtype} on {unit.device}; assigning its data "
             f"({list(value.shape)} {value.dtype} on {value.device}) is not possible. Convert or move the model before its first "

@@ -42,12 +42,32 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Start to bring shards one tier nearer to the device."""
+
+    src: str
+    dst: str
+    members: tuple[tuple[int, int], ...]
+    """(register of the hollow parameter or of the handle of the swap before, register of the handle)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Start to bring a reduced gradient's shard one tier further away."""
+
+    src: str
+    dst: str
+    grad: int
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Gather:
     """Start gathering units, all in one transfer."""
 
     group: int
     members: tuple[tuple[int, int], ...]
-    """(register of the hollow parameter, register of the handle)."""
+    """(register of the hollow parameter or of the handle of its swap, register of the handle)."""
     dtype: torch.dtype
     """As which the units travel and are held: theirs, or a narrower one, to which shards are cast on the way."""
 
@@ -96,7 +116,7 @@ class Region:
     outputs: tuple[int, ...]
 
 
-Step = Gather | Wait | Release | Reduce | Region
+Step = SwapIn | SwapOut | Gather | Wait | Release | Reduce | Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

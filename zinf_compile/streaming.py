@@ -1,10 +1,9 @@
-"""Optimizer states that live on drives: a step takes them chunk by chunk, while the next is read and the last one written."""
+"""Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead, writing behind."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,82 +11,94 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import BudgetError, UnsupportedOptimizerError
+from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
+from .chunk_step import ChunkStep, part_of
+from .errors import BudgetError, StepFailedError, StoreError
+from .gradient import ShardedGradient
 from .parameter import ShardedParameter
 from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
-from .runtime.chunk_states import ChunkSpec, ChunkStates
-from .runtime.chunks import ALIGN, Piece, chunk_end, cut_chunks
+from .runtime.chunk_slots import ChunkSlots, Slot
+from .runtime.chunks import Piece
+from .runtime.lanes import Pending
+from .runtime.mover import Mover, Place, Rooms
+from .runtime.store import Store
 from .shard_state import kept_state, local_gradient, shard_state
-
-_log = logging.getLogger("zinf_compile")
-
-CHUNK_NUMEL = 4 << 20
-"""Elements of a chunk: large enough for a drive's full speed, small beside what a process has."""
-
-Kept = Mapping[str, torch.dtype]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    spec: ChunkSpec
-    pieces: tuple[tuple[ShardedParameter, Piece], ...]
 
 
 class StreamedStates:
-    """The states of some parameters of one optimizer, on drives.
+    """The chunks of some parameters of one optimizer, and the states of these that live on drives.
 
-    `optimizer.state` keeps what is not of a parameter's size, such as step counts; the rest is there only while `state_dict` is
-    taken.
+    `optimizer.state` keeps what is in memory: what is not of a parameter's size, such as step counts, and where the tier of
+    states isn't a drive all of them. What is on drives is there only while `state_dict` is taken.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter], kept: Sequence[Kept]) -> None:
-        self._kept = dict(zip(parameters, kept, strict=True))
-        self._chunks = _cut(parameters, kept)
-        self._present: set[ShardedParameter] = set()
-        self._forward = True
+        placement = parameters[0]._zinf_unit.placement
         context = parameters[0]._zinf_unit.context
-        self._states = ChunkStates(parameters[0]._zinf_unit.placement.nvme, [chunk.spec for chunk in self._chunks])
-        context.ledger.add("states", self._states.memory_bytes)
-        weakref.finalize(optimizer, _close, self._states, context.ledger).atexit = False  # the kernel frees the files
-        _log.info(
-            "%s: %s bytes of states on %s, of which %s at a time are in memory; each step reads and writes them once",
-            type(optimizer).__name__,
-            f"{self._states.drive_bytes:,}",
-            ", ".join(self._states.store.folders),
-            f"{self._states.memory_bytes:,}",
+        self.tier = placement.optimizer
+        self._context = context
+        self._kept = dict(zip(parameters, kept, strict=True))
+        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device)
+        self._chunks = plan_chunks(parameters, kept, self._mover, self.tier)
+        self._present: set[ShardedParameter] = set()
+        self._written: set[int] = set()
+        self._forward = True
+        self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
+        self.store = self._lay_out(placement.nvme) if self.tier == "nvme" and any(kept) else None
+        self._slots = ChunkSlots(
+            [(chunk.columns, chunk.numel) for chunk in self._chunks], context.bridge, pinned=context.device.type == "cuda"
         )
+        context.ledger.add("states", self._slots.host_bytes)
+        weakref.finalize(optimizer, _close, self.store, self._slots, context.ledger).atexit = False  # the kernel frees files
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._kept
 
+    @property
+    def drive_bytes(self) -> int:
+        """Bytes of states on drives."""
+        per_chunk = (c.numel * dtype.itemsize for c in self._chunks for dtype in c.states.values())
+        return sum(per_chunk) if self.store is not None else 0
+
     def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
-        """Yield the chunks with gradients, in the opposite order of the last time; each is loaded when it is yielded."""
+        """Yield the chunks with gradients, in the opposite order of the last time; each is brought when it is yielded."""
+        self._slots.begin()
         self.absorb(optimizer)
+        self._check_gradients()
         order = range(len(self._chunks)) if self._forward else range(len(self._chunks) - 1, -1, -1)
         self._forward = not self._forward
         due = [n for n in order if any(p.grad is not None for p, _ in self._chunks[n].pieces)]
         for number, following in itertools.zip_longest(due, due[1:]):
-            views = self._states.take(number)
+            slot = self._prepare(number, optimizer)
             if following is not None:
-                self._states.prepare(following)
-            yield ChunkStep(self, number, self._chunks[number], views, optimizer)
+                self._prepare(following, optimizer)
+            slot.settle()
+            yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
+
+    def finish(self) -> None:
+        """The step is over: wait for what goes back to the device, which the next graph uses as it is there."""
+        if not self._mover.bridge.unified:
+            self._slots.settle()
 
     def absorb(self, optimizer: Optimizer) -> None:
-        """Move states that are in memory, as after `load_state_dict`, to the drives."""
+        """Move states that were just loaded to where they live."""
         given = {p: names for p, kept in self._kept.items() if (names := kept.keys() & optimizer.state.get(p, {}).keys())}
+        if self.store is None:
+            self._bring_home(optimizer, given)
+            return
         if not given:
             return
         for number, chunk in enumerate(self._chunks):
             if any(p in given for p, _ in chunk.pieces):
-                if all(given.get(p) == chunk.spec.states.keys() for p, _ in chunk.pieces):
-                    self._states.forget(number)  # nothing of it is needed, and it may be what can't be read
-                views = self._states.take(number)
+                if all(given.get(p) == chunk.states.keys() for p, _ in chunk.pieces):
+                    self._forget(number)  # nothing of it is needed, and it may be what can't be read
+                slot, views = self._read(number)
                 for parameter, piece in chunk.pieces:
                     for name in given.get(parameter, ()):
                         value = shard_state(optimizer.state[parameter][name], parameter._zinf_unit, name, optimizer)
-                        _part(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
-                self._states.give_back(number)
+                        part_of(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
+                self._write(number, slot)
         for parameter, names in given.items():
             for name in names:
                 del optimizer.state[parameter][name]
@@ -95,127 +106,218 @@ class StreamedStates:
 
     def bring(self, optimizer: Optimizer) -> None:
         """Put all states into `optimizer.state`; raise `BudgetError` where there is no memory for them."""
+        if self.store is None:
+            return
         present = [p for p in self._kept if p in self._present]
-        needed = sum(p._zinf_unit.shard.numel() * dtype.itemsize for p in present for dtype in self._kept[p].values())
+        needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p in present for dtype in self._kept[p].values())
         available = available_memory_bytes()
         if needed > available:
             raise BudgetError(
                 f"{type(optimizer).__name__}.state_dict() would take {needed:,} bytes of host memory for the states that live on "
-                f"{', '.join(self._states.store.folders)}; {available:,} bytes are available. Save the model alone "
+                f"{', '.join(self.store.folders)}; {available:,} bytes are available. Save the model alone "
                 "(zinf_compile.full_state_dict), or give this process more memory"
             )
         whole = {
-            (p, name): torch.empty(p._zinf_unit.shard.numel(), dtype=dtype)
+            (p, name): torch.empty(p._zinf_unit.shard_numel, dtype=dtype)
             for p in present
             for name, dtype in self._kept[p].items()
         }
         for number, chunk in enumerate(self._chunks):
             if any(p in self._present for p, _ in chunk.pieces):
-                views = self._states.take(number)
+                _, views = self._read(number)
                 for parameter, piece in chunk.pieces:
                     if parameter in self._present:
                         for name in self._kept[parameter]:
-                            whole[parameter, name][piece.start : piece.end].copy_(_part(views[name], piece))
+                            whole[parameter, name][piece.start : piece.end].copy_(part_of(views[name], piece))
         for (parameter, name), value in whole.items():
             optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Take out of `optimizer.state` what `bring` put there."""
+        if self.store is None:
+            return
         for parameter in self._present:  # not in place: the state dict holds the same mappings
             optimizer.state[parameter] = {k: v for k, v in optimizer.state[parameter].items() if k not in self._kept[parameter]}
-
-    def write(self, number: int) -> None:
-        """Start to write a chunk that was changed."""
-        self._states.give_back(number)
-
-    def settle(self, parameter: ShardedParameter) -> None:
-        """Note that the states of a parameter are complete."""
-        self._present.add(parameter)
 
     def has(self, parameter: ShardedParameter) -> bool:
         """Return whether the parameter has states yet."""
         return parameter in self._present
 
+    def settle(self, parameter: ShardedParameter, optimizer: Optimizer) -> None:
+        """Make count what a whole step left in memory of a parameter's states."""
+        for name in [name for owner, name in self._making if owner is parameter]:
+            value = self._making.pop((parameter, name))
+            optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
+        self._present.add(parameter)
 
-class ChunkStep:
-    """One chunk, loaded: what stands in for its parameters in a step of the optimizer."""
+    def bring_piece(self, parameter: ShardedParameter, piece: Piece, name: str, rooms: Rooms, optimizer: Optimizer) -> Any:
+        """Start to bring one column of a piece; return where it will be, and what to wait for."""
+        return self._mover.bring(self._place(parameter, piece, name, optimizer), _cut(rooms, piece))
 
-    def __init__(
-        self, owner: StreamedStates, number: int, chunk: _Chunk, views: Mapping[str, torch.Tensor], optimizer: Optimizer
-    ) -> None:
-        self._owner = owner
-        self._number = number
-        self._views = views
-        self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
-        """Each parameter, and the part of its shard that is updated now."""
-        self._pieces: list[Piece] = []
-        self.state: dict[torch.Tensor, dict[str, Any]] = {}
-        """What the optimizer's state is for the parts."""
-        self.left: dict[ShardedParameter, dict[str, Any]] = {}
-        """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
-        for parameter, piece in chunk.pieces:
-            grad = local_gradient(parameter)
-            if grad is None:
-                continue
-            part = parameter._zinf_unit.shard[piece.start : piece.end]
-            part.grad = grad[piece.start : piece.end]
-            self.parts.append((parameter, part))
-            self._pieces.append(piece)
-            if owner.has(parameter):
-                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state[parameter].items()}
-                self.state[part] = small | {name: _part(view, piece) for name, view in views.items()}
+    def keep_piece(
+        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Rooms, optimizer: Optimizer
+    ) -> Pending | None:
+        """Start to bring one updated column of a piece back."""
+        return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
 
-    def finish(self, stepped: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Start to write what the step left in the optimizer's state; keep the rest in `left`."""
-        for (parameter, part), piece in zip(self.parts, self._pieces, strict=True):
-            part.grad = None
-            if part not in stepped:
-                continue
-            self.left[parameter] = {}
-            for name, value in stepped[part].items():
-                if name in self._views:
-                    place = _part(self._views[name], piece)
-                    if value.data_ptr() != place.data_ptr():
-                        place.copy_(value)
-                elif isinstance(value, torch.Tensor) and value.numel() > 1:
-                    raise UnsupportedOptimizerError(
-                        f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after states were laid out on the "
-                        f"drive (found there: {', '.join(self._views)}): make a new optimizer after changing its flags"
-                    )
-                else:
-                    self.left[parameter][name] = value
-        self._owner.write(self._number)
+    def write(self, number: int, slot: Slot) -> None:
+        """Start to write a chunk's states that were changed."""
+        if self.store is not None:
+            self._write(number, slot)
+        slot.filled = False
 
-    def settle(self, optimizer: Optimizer) -> None:
-        """The whole step is over: make count what this chunk left behind."""
-        for parameter, state in self.left.items():
-            optimizer.state[parameter] = state
-        for parameter, _ in self.parts:
-            self._owner.settle(parameter)
-            torch.autograd.graph.increment_version(parameter)
+    def rooms(self, number: int, slot: Slot) -> dict[str, Rooms]:
+        """Return the columns of a chunk in its slot."""
+        chunk = self._chunks[number]
+        return slot.rooms(chunk.columns, chunk.numel)
+
+    def state_views(self, number: int, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return the states of a chunk that come from drives, where they are updated."""
+        if self.store is None:
+            return {}
+        rooms, mover = self.rooms(number, slot), self._mover
+        on_device = mover.update_on_device and not mover.bridge.unified
+        return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self._chunks[number].states}
+
+    def _prepare(self, number: int, optimizer: Optimizer) -> Slot:
+        slot, new = self._slots.slot_for(number)
+        if new and self.store is not None and number in self._written:
+            self._start_reading(number, slot)
+        if not slot.filled:
+            slot.filled = True
+            slot.brought = {}
+            rooms, has = self.rooms(number, slot), self.has
+            for parameter, piece in self._chunks[number].pieces:
+                if parameter.grad is None:
+                    continue
+                names = [VALUE, GRADIENT]
+                if self.store is None and has(parameter):
+                    names += self._kept[parameter]
+                for name in names:
+                    value, pending = self.bring_piece(parameter, piece, name, rooms[name], optimizer)
+                    slot.brought[parameter, piece, name] = value
+                    if pending is not None:
+                        slot.under_way.append(pending)
+        return slot
+
+    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Place:
+        unit, start, end = parameter._zinf_unit, piece.start, piece.end
+        if name == VALUE:
+            if unit.home is None:
+                return Place(unit.shard[start:end])
+            return _at_home(unit.home, start, end)
+        if name == GRADIENT:
+            grad = parameter.grad
+            away = grad.away if isinstance(grad, ShardedGradient) else None
+            if away is None:
+                local = local_gradient(parameter)
+                assert local is not None
+                return Place(local[start:end])
+            away.settle()
+            return _at_home(away.home, start, end)
+        whole = self._making.get((parameter, name))
+        if whole is None:
+            whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
+        return Place(whole[start:end], on_device=self.tier == "device")
+
+    def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
+        """Make memory for a state that the optimizer begins to keep."""
+        unit = parameter._zinf_unit
+        device = unit.device if self.tier == "device" or self._mover.bridge.unified else torch.device("cpu")
+        if (parameter, name) not in self._making:
+            self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
+
+    def _check_gradients(self) -> None:
+        """Wait until all gradients have left the device: what failed on the way is an error before anything is updated."""
+        for parameter in self._kept:
+            grad = parameter.grad
+            if isinstance(grad, ShardedGradient) and grad.away is not None:
+                try:
+                    grad.away.settle()
+                except StoreError as error:
+                    raise StepFailedError(
+                        f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
+                        f"are as before this step. Cause: {error}"
+                    ) from error
+
+    def _bring_home(self, optimizer: Optimizer, given: Mapping[ShardedParameter, Any]) -> None:
+        for parameter, names in given.items():
+            self._present.add(parameter)
+            if self.tier == "host" and not self._mover.bridge.unified and parameter._zinf_unit.device.type != "cpu":
+                for name in names:
+                    optimizer.state[parameter][name] = optimizer.state[parameter][name].cpu()
+
+    def _lay_out(self, folders: Sequence[str]) -> Store:
+        return Store(
+            folders,
+            [(_key(c, state), c.numel * dtype.itemsize) for c in self._chunks for state, dtype in c.states.items()],
+            engine=self._context.engine,
+        )
+
+    def _start_reading(self, number: int, slot: Slot) -> None:
+        assert self.store is not None
+        chunk, rooms = self._chunks[number], self.rooms(number, slot)
+        for name in chunk.states:
+            key, store = _key(chunk, name), self.store
+            place = Place(read=lambda into, key=key, store=store: store.read(key, into))  # type: ignore[misc]
+            _, pending = self._mover.bring(place, rooms[name])
+            if pending is not None:
+                slot.under_way.append(pending)
+
+    def _read(self, number: int) -> tuple[Slot, dict[str, torch.Tensor]]:
+        slot, new = self._slots.slot_for(number)
+        if new and number in self._written:
+            self._start_reading(number, slot)
+        slot.settle()
+        return slot, self.state_views(number, slot)
+
+    def _write(self, number: int, slot: Slot) -> None:
+        assert self.store is not None
+        chunk, rooms = self._chunks[number], self.rooms(number, slot)
+        for name, value in self.state_views(number, slot).items():
+            key, store = _key(chunk, name), self.store
+            place = Place(write=lambda source, key=key, store=store: store.write(key, source))  # type: ignore[misc]
+            pending = self._mover.keep(place, value, rooms[name])
+            if pending is not None:
+                slot.under_way.append(pending)
+        self._written.add(number)
+
+    def _forget(self, number: int) -> None:
+        """Make a chunk's states as if never written, whatever the drive would say of them."""
+        slot = self._slots.find(number)
+        if slot is not None:
+            with contextlib.suppress(StoreError):
+                slot.settle()
+            slot.chunk = None
+        self._written.discard(number)
 
 
-def _cut(parameters: Sequence[ShardedParameter], kept: Sequence[Kept]) -> list[_Chunk]:
-    chunks: list[_Chunk] = []
-    rows = [(p, dict(states), p._zinf_unit.dtype) for p, states in zip(parameters, kept, strict=True)]
-    for (states, _), same in itertools.groupby(rows, key=lambda row: (row[1], row[2])):
-        members = [p for p, _, _ in same]
-        sizes = [p._zinf_unit.shard.numel() for p in members]
-        for pieces in cut_chunks(sizes, chunk_numel=CHUNK_NUMEL):
-            owned = tuple((members[piece.shard], piece) for piece in pieces)
-            first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
-            name = f"{first} .. {last} (chunk {len(chunks)})" if first != last else f"{first} (chunk {len(chunks)})"
-            chunks.append(_Chunk(ChunkSpec(name, -(-chunk_end(pieces) // ALIGN) * ALIGN, states), owned))
-    return chunks
+def _there(room: torch.Tensor | None) -> torch.Tensor:
+    assert room is not None, "a column that comes from a drive has room"
+    return room
 
 
-def _part(view: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return view[piece.place : piece.place + piece.end - piece.start]
+def _at_home(home: Any, start: int, end: int) -> Place:
+    if home.resident is not None:
+        return Place(home.resident[start:end], on_device=False)
+    return Place(
+        read=lambda into: home.read_piece(start, into),
+        write=lambda source: home.write_piece(start, source),
+    )
 
 
-def _close(states: ChunkStates, ledger: Any) -> None:
-    ledger.add("states", -states.memory_bytes)
-    states.close()
+def _cut(rooms: Rooms, piece: Piece) -> Rooms:
+    return Rooms(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
+
+
+def _key(chunk: Chunk, state: str) -> str:
+    return f"{state} of {chunk.name}"
+
+
+def _close(store: Store | None, slots: ChunkSlots, ledger: Any) -> None:
+    ledger.add("states", -slots.host_bytes)
+    if store is not None:
+        store.close()
 
 
 torn: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -225,26 +327,30 @@ _streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.
 
 
 def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[StreamedStates]:
-    """Return where the states of these parameters live that live on drives; lays out what is new."""
+    """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
     known = _streamed.get(optimizer, [])
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    fresh: list[ShardedParameter] = []
-    kept: list[Kept] = []
+    fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
         unit = p._zinf_unit
-        if unit.placement.optimizer != "nvme" or not unit.shape or not unit.numel or any(p in states for states in known):
+        if not p.requires_grad or not unit.placement.streams(unified=unit.context.bridge.unified):
             continue
-        states = states_kept(optimizer, groups[id(p)], unit.dtype)
-        if states:
-            fresh.append(p)
-            kept.append(states)
-    if fresh:
-        if optimizer not in _streamed:
-            _streamed[optimizer] = known
-            optimizer.register_state_dict_pre_hook(_before_state_dict)
-            optimizer.register_state_dict_post_hook(_after_state_dict)
-            optimizer.register_load_state_dict_post_hook(_after_load)
-        known.append(StreamedStates(optimizer, fresh, kept))
+        if any(p in states for states in known):
+            continue
+        kept = states_kept(optimizer, groups[id(p)], unit.dtype)
+        if kept or unit.placement.streams_values(unified=unit.context.bridge.unified):
+            fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
+    if fresh and optimizer not in _streamed:
+        _streamed[optimizer] = known
+        optimizer.register_state_dict_pre_hook(_before_state_dict)
+        optimizer.register_state_dict_post_hook(_after_state_dict)
+        optimizer.register_load_state_dict_post_hook(_after_load)
+    for rows in fresh.values():
+        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows]))
+        for p, kept in rows:
+            if p in optimizer.state and kept.keys() & optimizer.state[p].keys():
+                known[-1].absorb(optimizer)
+                break
     return known
 
 

@@ -1,0 +1,179 @@
+"""Between host memory and a device's own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from .gather_memory import GatherMemory
+from .lanes import Pending, ThreadLane
+
+MOST_COPIES = 64
+"""Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
+
+
+class Bridge(Protocol):
+    """Buffers on both sides, and copies between them, each direction a lane of its own."""
+
+    unified: bool
+    """The device is host memory: nothing is ever copied."""
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return flat host memory, content undefined, that drives and the device copy from and to without another copy."""
+
+    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return flat memory of the device, content undefined."""
+
+    def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """Start to copy host memory to the device, once `after` is over; both stay until then."""
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """Start to copy the device's memory to the host, once `after` is over."""
+
+
+class Unified:
+    """A device that is host memory."""
+
+    unified = True
+
+    def __init__(self, memory: GatherMemory) -> None:
+        self._memory = memory
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Bridge.host_buffer`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._memory.lend(numel, dtype)
+
+    device_buffer = host_buffer
+
+    def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_device`."""
+        raise AssertionError("a schedule for a device that is host memory copies nothing to it")
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_host`."""
+        raise AssertionError("a schedule for a device that is host memory copies nothing from it")
+
+
+class CudaBridge:
+    """A GPU: pinned host memory, and a stream for each direction."""
+
+    unified = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host_memory = GatherMemory(pinned=True)
+        self._lanes = {way: ThreadLane(f"zinf-{way}", most=MOST_COPIES, forgiving=True) for way in ("to-device", "to-host")}
+        self._streams = {way: torch.cuda.Stream(device) for way in self._lanes}
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Bridge.host_buffer`; used again, since pinning takes milliseconds."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._host_memory.lend(numel, dtype)
+
+    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Bridge.device_buffer`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_device`."""
+        return self._copy("to-device", source, into, after)
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_host`."""
+        return self._copy("to-host", source, into, after)
+
+    def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        stream = self._streams[way]
+        issued = torch.cuda.current_stream(self._device).record_event()  # memory from the allocator is free from then on
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(issued)
+                if after is not None:
+                    after.wait()
+                into.copy_(source, non_blocking=True)
+                stream.record_event().synchronize()
+
+        return self._lanes[way].submit(copy)
+
+
+class FakeLink:
+    """One direction between host memory and a device that is only said to have memory of its own."""
+
+    def __init__(self, name: str, *, bytes_per_s: float, latency_s: float) -> None:
+        self.bytes = 0
+        self.spans: list[tuple[float, float]] = []
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+        self._lane = ThreadLane(name, most=MOST_COPIES, forgiving=True)
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        def run() -> None:
+            if after is not None:
+                after.wait()
+            start = time.perf_counter()
+            into.copy_(source)
+            self.bytes += source.nbytes
+            took = time.perf_counter() - start
+            time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
+            self.spans.append((start, time.perf_counter()))
+
+        return self._lane.submit(run)
+
+
+class FakeDevice:
+    """A device with memory of its own, two links away, played by the CPU: for machines without one.
+
+    Its buffers are counted, and so is what crosses each link, at a speed that can be set.
+    """
+
+    unified = False
+
+    def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
+        self.links = {
+            "to device": FakeLink("zinf-to-device", bytes_per_s=bytes_per_s, latency_s=latency_s),
+            "to host": FakeLink("zinf-to-host", bytes_per_s=bytes_per_s, latency_s=latency_s),
+        }
+        self.memory = GatherMemory()
+        self.host_memory = GatherMemory()
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Bridge.host_buffer`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.host_memory.lend(numel, dtype)
+
+    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Bridge.device_buffer`."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.memory.lend(numel, dtype)
+
+    def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_device`."""
+        return self.links["to device"].copy(source, into, after)
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `Bridge.to_host`."""
+        return self.links["to host"].copy(source, into, after)
+
+
+_players: list[Bridge] = []
+
+
+@contextlib.contextmanager
+def played_by(device: Bridge) -> Iterator[Bridge]:
+    """Context in which the CPU plays `device` for every model that is partitioned."""
+    _players.append(device)
+    try:
+        yield device
+    finally:
+        _players.remove(device)
+
+
+def player_of(device: torch.device) -> Bridge | None:
+    """Return what plays the device, inside `played_by`."""
+    return _players[-1] if device.type == "cpu" and _players else None

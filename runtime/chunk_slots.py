@@ -1,0 +1,116 @@
+"""Memory for a few chunks at a time, each a row of columns: a parameter's values, its gradients, its states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+
+from .bridge import Bridge
+from .buffers import aligned_buffer
+from .lanes import Pending
+from .mover import Rooms
+
+SLOTS = 3
+"""Chunks in memory: one being read, one being updated, one being written."""
+
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What a slot has room for: `numel` elements, on the sides where they are needed."""
+
+    dtype: torch.dtype
+    host: bool
+    device: bool
+
+
+class Slot:
+    """Room for one chunk."""
+
+    def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
+        self._host, self._device = host, device
+        self.chunk: int | None = None
+        """The chunk whose states it holds."""
+        self.filled = False
+        """Parameters and gradients were brought for the step under way."""
+        self.under_way: list[Pending] = []
+        self.brought: dict[Hashable, torch.Tensor] = {}
+        """Where each of them is."""
+
+    def rooms(self, columns: Mapping[str, Column], numel: int) -> dict[str, Rooms]:
+        """Lay the columns of a chunk out, each from a page."""
+        ends = {"host": 0, "device": 0}
+        rooms: dict[str, Rooms] = {}
+        for name, column in columns.items():
+            size = numel * column.dtype.itemsize
+            sides: dict[str, torch.Tensor | None] = {"host": None, "device": None}
+            for side, memory, needed in (("host", self._host, column.host), ("device", self._device, column.device)):
+                if needed:
+                    assert memory is not None
+                    sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
+                    ends[side] += -(-size // _PAGE) * _PAGE
+            rooms[name] = Rooms(sides["host"], sides["device"])
+        return rooms
+
+    def settle(self) -> None:
+        """Wait until nothing moves to or from the slot; where that failed, what it holds counts for nothing."""
+        transfers, self.under_way = self.under_way, []
+        error: BaseException | None = None
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except Exception as failed:
+                error = error or failed
+        if error is not None:
+            self.chunk, self.filled = None, False
+            raise error
+
+
+class ChunkSlots:
+    """Hands out slots to chunks. The chunks used last keep theirs until the room is needed."""
+
+    def __init__(self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool) -> None:
+        host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
+        device = max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
+        count = min(SLOTS, len(chunks))
+        self._slots = [  # the one used last at the end
+            Slot(
+                aligned_buffer(host, pinned=pinned) if host else None,
+                bridge.device_buffer(device, torch.uint8) if device else None,
+            )
+            for _ in range(count)
+        ]
+        self.host_bytes, self.device_bytes = host * count, device * count
+
+    def begin(self) -> None:
+        """A step begins: what an earlier one brought of parameters and gradients counts no more."""
+        for slot in self._slots:
+            slot.filled = False
+
+    def find(self, number: int) -> Slot | None:
+        """Return the slot that holds a chunk."""
+        return next((slot for slot in self._slots if slot.chunk == number), None)
+
+    def slot_for(self, number: int) -> tuple[Slot, bool]:
+        """Return a chunk's slot, and whether it is a new one, in which nothing is defined."""
+        slot, new = self.find(number), False
+        if slot is None:
+            slot, new = self._slots[0], True
+            slot.settle()
+            slot.chunk, slot.filled = number, False
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot, new
+
+    def settle(self) -> None:
+        """Wait until nothing moves."""
+        for slot in self._slots:
+            slot.settle()
+
+
+def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:
+    wanted = [c for c in columns.values() if (c.host if side == "host" else c.device)]
+    return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)

@@ -1,0 +1,138 @@
+"""Gradients that live off their device: where they go, and what is done to them without bringing them back at once."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .home import DriveHome, Home
+from .lanes import Pending
+from .shelf import Shelf, ShelfPlace
+from .store import PathLike
+
+if TYPE_CHECKING:
+    from .aio import Engine
+    from .unit import Unit
+
+InPlace = Callable[[torch.Tensor], object]
+"""Changes a gradient, or a piece of one, element by element."""
+
+
+class GradientShelves:
+    """Room on drives for the gradients of a row of units.
+
+    One shelf is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
+    """
+
+    def __init__(self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine) -> None:
+        self._paths, self._places, self._engine = paths, places, engine
+        self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
+        self._shelves = [self._new_shelf()]
+        self._free: list[list[Shelf]] = [[self._shelves[0]] for _ in places]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes reserved on drives."""
+        return sum(shelf.bytes for shelf in self._shelves)
+
+    def take(self, index: int) -> Shelf:
+        """Return a shelf on which the place of unit `index` is free; it isn't any more."""
+        with self._lock:
+            if not self._free[index]:
+                shelf = self._new_shelf()
+                self._shelves.append(shelf)
+                for free in self._free:
+                    free.append(shelf)
+            return self._free[index].pop()
+
+    def give_back(self, index: int, shelf: Shelf) -> None:
+        """Free a place."""
+        with self._lock:
+            self._free[index].append(shelf)
+
+    def _new_shelf(self) -> Shelf:
+        return Shelf(self._paths, "gradient of", self._places, self._engine)
+
+
+class AwayGradient:
+    """The shard of a reduced gradient, off the device or on its way there.
+
+    Changes that need nothing but the element itself are noted, and made when the gradient is next read.
+    """
+
+    def __init__(self, unit: Unit, home: Home, numel: int, dtype: torch.dtype) -> None:
+        self.unit = unit
+        self.home = home
+        self.numel = numel
+        self.dtype = dtype
+        self.version = 0
+        """Counts the changes."""
+        self._changes: list[InPlace] = []
+        self._arriving: Pending | None = None
+        self._reading: tuple[torch.Tensor, Pending] | None = None
+
+    def arrive(self, pending: Pending) -> None:
+        """Note what is over when the shard is in its home."""
+        self._arriving = pending
+
+    def settle(self) -> None:
+        """Return when the shard is in its home; raise what went wrong on the way."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
+    def prepare(self) -> None:
+        """Start to read the shard for the next `load`."""
+        if self._reading is None:
+            self.settle()
+            buffer = self.unit.context.bridge.host_buffer(self.numel, self.dtype)
+            self._reading = buffer, self.home.read(buffer)
+
+    def load(self) -> torch.Tensor:
+        """Return the shard in host memory of its own."""
+        self.prepare()
+        assert self._reading is not None
+        (buffer, pending), self._reading = self._reading, None
+        pending.wait()
+        self.apply(buffer)
+        return buffer
+
+    def store(self, shard: torch.Tensor) -> None:
+        """Replace the shard by one in host memory."""
+        self._reading = None
+        self._changes.clear()
+        self.home.write(shard).wait()
+        self.version += 1
+
+    def change(self, change: InPlace) -> None:
+        """Note a change; where the shard is in host memory, make it."""
+        self._reading = None
+        self.version += 1
+        resident = self.home.resident
+        if resident is None:
+            self._changes.append(change)
+        else:
+            self.settle()
+            change(resident)
+
+    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
+        """Start to read a piece; `apply` then makes it what it is."""
+        self.settle()
+        return self.home.read_piece(start, into)
+
+    def apply(self, part: torch.Tensor) -> None:
+        """Make the noted changes on what was read."""
+        for change in self._changes:
+            change(part)
+
+
+def away_on_drive(unit: Unit, shelves: GradientShelves, index: int, shard: torch.Tensor) -> AwayGradient:
+    """Return a place for a gradient on drives, which is free again when it is dropped."""
+    shelf = shelves.take(index)
+    away = AwayGradient(unit, DriveHome(shelf, index), shard.numel(), shard.dtype)
+    weakref.finalize(away, shelves.give_back, index, shelf).atexit = False
+    return away

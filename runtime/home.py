@@ -1,0 +1,96 @@
+"""Where a shard lives that isn't on its device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .lanes import Done, Pending
+from .shelf import Shelf
+
+
+class Home(Protocol):
+    """Host memory or a drive; moves whole shards, or their pieces, to and from host memory."""
+
+    tier: str
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """The shard itself, where it is in host memory."""
+
+    def read(self, into: torch.Tensor) -> Pending:
+        """Start to fill `into` with the shard."""
+
+    def write(self, source: torch.Tensor) -> Pending:
+        """Start to keep `source` as the shard."""
+
+    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
+        """Start to fill `into` with the piece that begins at element `start`."""
+
+    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
+        """Start to keep `source` as the piece that begins at element `start`."""
+
+
+class HostHome:
+    """Host memory beside a device with memory of its own."""
+
+    tier = "host"
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._shard = shard
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """See `Home.resident`."""
+        return self._shard
+
+    def read(self, into: torch.Tensor) -> Pending:
+        """See `Home.read`."""
+        into.copy_(self._shard)
+        return Done()
+
+    def write(self, source: torch.Tensor) -> Pending:
+        """See `Home.write`."""
+        if source.data_ptr() != self._shard.data_ptr():
+            self._shard.copy_(source)
+        return Done()
+
+    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
+        """See `Home.read_piece`."""
+        into.copy_(self._shard[start : start + into.numel()])
+        return Done()
+
+    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
+        """See `Home.write_piece`."""
+        place = self._shard[start : start + source.numel()]
+        if source.data_ptr() != place.data_ptr():
+            place.copy_(source)
+        return Done()
+
+
+class DriveHome:
+    """A place on a shelf."""
+
+    tier = "nvme"
+    resident: torch.Tensor | None = None
+
+    def __init__(self, shelf: Shelf, index: int) -> None:
+        self.shelf = shelf
+        self._index = index
+
+    def read(self, into: torch.Tensor) -> Pending:
+        """See `Home.read`."""
+        return self.shelf.read(self._index, into)
+
+    def write(self, source: torch.Tensor) -> Pending:
+        """See `Home.write`."""
+        return self.shelf.write(self._index, source)
+
+    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
+        """See `Home.read_piece`."""
+        return self.shelf.read_piece(self._index, start, into)
+
+    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
+        """See `Home.write_piece`."""
+        return self.shelf.write_piece(self._index, start, source)

@@ -1,0 +1,63 @@
+"""New units for parameters that are about to be partitioned, with room for their shards and gradients where these will live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .buffers import aligned_buffer
+from .context import Context
+from .gradient_room import GradientShelves
+from .home import DriveHome, Home, HostHome
+from .partition import shard_numel
+from .placement import ON_DEVICE, Placement
+from .shelf import Shelf, ShelfPlace
+from .unit import Unit, make_shards
+
+
+def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> list[Unit]:
+    """Reserve all room, in memory and on drives, then return a unit for each parameter, its shard undefined.
+
+    A parameter without dimensions, or without elements, stays on the device whatever the placement says.
+    """
+    moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
+    homes = _make_homes([(p, name) for (p, name), moves in zip(parameters, moving, strict=True) if moves], context, placement)
+    rooms = _make_rooms([(p, name) for (p, name), moves in zip(parameters, moving, strict=True) if moves], context, placement)
+    in_order = iter(zip(homes, rooms, strict=True))
+    home_of = [next(in_order) if moves else (None, None) for moves in moving]
+    staying = [p for (p, _), (home, _) in zip(parameters, home_of, strict=True) if home is None]
+    shards = iter(make_shards(staying, context))
+    units = []
+    for (parameter, name), (home, room), moves in zip(parameters, home_of, moving, strict=True):
+        shard = next(shards) if home is None else None
+        unit = Unit(parameter, shard, name=name, context=context, placement=placement if moves else ON_DEVICE, home=home)
+        unit.gradient_room = room
+        units.append(unit)
+    return units
+
+
+def _places(parameters: Sequence[tuple[torch.Tensor, str]], context: Context) -> list[ShelfPlace]:
+    return [ShelfPlace(name, shard_numel(p.numel(), context.size), p.dtype) for p, name in parameters]
+
+
+def _make_homes(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> Sequence[Home | None]:
+    places = _places(parameters, context)
+    if placement.params == "nvme" and places:
+        shelf = Shelf(placement.nvme, "parameter", places, context.engine)
+        return [DriveHome(shelf, index) for index in range(len(places))]
+    if placement.params == "host" and not context.bridge.unified:
+        pinned = context.device.type == "cuda"
+        return [HostHome(aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype)) for p in places]
+    return [None] * len(places)
+
+
+def _make_rooms(
+    parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement
+) -> list[tuple[GradientShelves, int]] | list[None]:
+    trained = [(p, name) for p, name in parameters if p.requires_grad]
+    if placement.grads != "nvme" or not trained:
+        return [None] * len(parameters)
+    shelves = GradientShelves(placement.nvme, _places(trained, context), context.engine)
+    numbers = iter(range(len(trained)))
+    return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

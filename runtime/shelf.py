@@ -1,0 +1,107 @@
+"""Shards of a row of units on drives, each in pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from . import chunks
+from .aio import Engine
+from .chunks import cut_pieces
+from .lanes import Pending
+from .store import PathLike, Store
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShelfPlace:
+    """What one shard takes."""
+
+    name: str
+    """Of its parameter, for messages."""
+    numel: int
+    dtype: torch.dtype
+
+
+class All:
+    """Several transfers as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when all are over; raise the first one's error, after all have ended."""
+        error: BaseException | None = None
+        for part in self._parts:
+            try:
+                part.wait()
+            except Exception as failed:
+                error = error or failed
+        if error is not None:
+            raise error
+
+
+class Shelf:
+    """Keeps one kind of state of some units: extents for each shard, in pieces of `chunks.PIECE_NUMEL` elements.
+
+    All space is reserved before the constructor returns. The files go with the shelf.
+    """
+
+    def __init__(self, paths: Sequence[PathLike], kind: str, places: Sequence[ShelfPlace], engine: Engine) -> None:
+        self.kind = kind
+        self.places = tuple(places)
+        self._pieces = [cut_pieces(place.numel, piece_numel=chunks.PIECE_NUMEL) for place in places]
+        self.store = Store(
+            paths,
+            [
+                (self._key(index, piece), (end - start) * place.dtype.itemsize)
+                for index, place in enumerate(places)
+                for piece, (start, end) in enumerate(self._pieces[index])
+            ],
+            engine=engine,
+        )
+        weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(place.numel * place.dtype.itemsize for place in self.places)
+
+    def read(self, index: int, into: torch.Tensor) -> Pending:
+        """Start to read a whole shard into host memory of its size."""
+        return self._all(index, into, write=False)
+
+    def write(self, index: int, source: torch.Tensor) -> Pending:
+        """Start to write a whole shard from host memory."""
+        return self._all(index, source, write=True)
+
+    def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
+        """Start to read the piece that begins at element `start`."""
+        return self.store.read(self._key(index, self._number(index, start)), into)
+
+    def write_piece(self, index: int, start: int, source: torch.Tensor) -> Pending:
+        """Start to write the piece that begins at element `start`."""
+        return self.store.write(self._key(index, self._number(index, start)), source)
+
+    def _all(self, index: int, flat: torch.Tensor, *, write: bool) -> Pending:
+        transfer = self.store.write if write else self.store.read
+        parts: list[Pending] = []
+        try:
+            for piece, (start, end) in enumerate(self._pieces[index]):
+                parts.append(transfer(self._key(index, piece), flat[start:end]))
+        except BaseException:
+            All(parts).wait()
+            raise
+        return parts[0] if len(parts) == 1 else All(parts)
+
+    def _number(self, index: int, start: int) -> int:
+        first = self._pieces[index][0]
+        return start // (first[1] - first[0])
+
+    def _key(self, index: int, piece: int) -> str:
+        part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""
+        return f"{self.kind} {self.places[index].name} (unit {index}{part})"

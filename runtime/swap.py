@@ -1,0 +1,96 @@
+"""One hop of a shard towards its device, or of a gradient's away from it."""
+
+from __future__ import annotations
+
+import torch
+
+from .gradient_room import AwayGradient, away_on_drive
+from .home import Home, HostHome
+from .lanes import Done, Pending
+from .placement import way_in
+from .unit import Unit
+
+
+class Arriving:
+    """A unit's shard on its way: where it will be once `pending` is over."""
+
+    __slots__ = ("pending", "shard", "unit")
+
+    def __init__(self, unit: Unit, shard: torch.Tensor, pending: Pending | None = None) -> None:
+        self.unit = unit
+        self.shard = shard
+        self.pending = pending
+
+
+def swap_in(unit: Unit, src: str, dst: str, earlier: Arriving | None) -> Arriving:
+    """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
+    if unit.home is None:
+        return Arriving(unit, unit.shard)
+    context, bridge = unit.context, unit.context.bridge
+    resident = unit.home.resident
+    if src == "nvme":
+        if resident is not None:
+            return Arriving(unit, resident)
+        host = bridge.host_buffer(unit.shard_numel, unit.dtype)
+        context.ledger.track("gathered" if dst == "device" else "staged", host)
+        return Arriving(unit, host, unit.home.read(host))
+    source = earlier.shard if earlier is not None else resident
+    assert source is not None, "what is on a drive comes to host memory first"
+    device = bridge.device_buffer(unit.shard_numel, unit.dtype)
+    context.ledger.track("gathered", device)
+    return Arriving(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
+
+
+def swap_out(
+    unit: Unit, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
+) -> tuple[torch.Tensor | AwayGradient, Pending]:
+    """Start the hop; return where the gradient's shard then is."""
+    context, bridge = unit.context, unit.context.bridge
+    if unit.placement.grads == "device":  # too small to go, or partitioned under other options
+        return shard, reduction
+    if dst == "host":
+        assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
+        host = bridge.host_buffer(shard.numel(), shard.dtype)
+        context.ledger.track("staged", host)
+        away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
+        away.arrive(bridge.to_host(shard, host, reduction))
+        return away, Done()
+    if unit.gradient_room is None:  # its tier is the host
+        return shard, reduction
+    if isinstance(shard, AwayGradient):
+        host_memory = shard.home.resident
+        assert host_memory is not None, "it comes from host memory"
+        before: Pending = _Settled(shard)
+        shard = host_memory
+    else:
+        before = reduction
+    away = away_on_drive(unit, *unit.gradient_room, shard)
+    away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before)))
+    return away, Done()
+
+
+def take_away(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | AwayGradient, Pending]:
+    """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
+    place: torch.Tensor | AwayGradient = shard
+    for dst in way_in(unit.placement.grads, unified=unit.context.bridge.unified)[-2::-1]:
+        place, reduction = swap_out(unit, place, dst, reduction)
+    return place, reduction
+
+
+class _Settled:
+    def __init__(self, gradient: AwayGradient) -> None:
+        self._gradient = gradient
+
+    def wait(self) -> None:
+        self._gradient.settle()
+
+
+class _Leave:
+    """Writes a shard once it is there, and holds it until it is written."""
+
+    def __init__(self, home: Home, shard: torch.Tensor, before: Pending) -> None:
+        self._home, self._shard, self._before = home, shard, before
+
+    def __call__(self) -> None:
+        self._before.wait()
+        self._home.write(self._shard).wait()

@@ -1,0 +1,61 @@
+"""Which pieces of an optimizer's parameters are updated together, and what each of them consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .parameter import ShardedParameter
+from .runtime import chunks
+from .runtime.chunk_slots import Column
+from .runtime.chunks import Piece, chunk_end, cut_chunks
+from .runtime.mover import Mover
+from .runtime.unit import Unit
+
+MASTER = "master"
+"""Name of the state that is a parameter in higher precision."""
+
+VALUE, GRADIENT = "parameter", "gradient"
+"""Names of the columns beside the states'."""
+
+Kept = Mapping[str, torch.dtype]
+"""The states that an optimizer keeps for each element, and their types."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Pieces of parameters that are updated together."""
+
+    name: str
+    numel: int
+    pieces: tuple[tuple[ShardedParameter, Piece], ...]
+    states: Kept
+    columns: Mapping[str, Column]
+    """What passes through a slot: the states, the parameter's values and its gradient."""
+
+
+def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mover: Mover, tier: str) -> list[Chunk]:
+    """Cut parameters into chunks. `tier` is where the states live; parameters of one type and with like states go together."""
+    made: list[Chunk] = []
+    rows = [(p, dict(states), p._zinf_unit) for p, states in zip(parameters, kept, strict=True)]
+    for _, same in itertools.groupby(rows, key=lambda row: (row[1], row[2].dtype, row[2].home is None)):
+        members = list(same)
+        states = members[0][1]
+        columns = _columns(members[0][2], states, mover, tier)
+        for pieces in cut_chunks([unit.shard_numel for _, _, unit in members], piece_numel=chunks.PIECE_NUMEL):
+            owned = tuple((members[piece.shard][0], piece) for piece in pieces)
+            first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
+            name = f"{first} .. {last} (chunk {len(made)})" if first != last else f"{first} (chunk {len(made)})"
+            made.append(Chunk(name, chunk_end(pieces), owned, states, columns))
+    return made
+
+
+def _columns(unit: Unit, states: Kept, mover: Mover, tier: str) -> dict[str, Column]:
+    columns = {name: Column(dtype, *mover.needs(tier)) for name, dtype in states.items()}
+    columns[VALUE] = Column(unit.dtype, *mover.needs("device" if unit.home is None else unit.home.tier))
+    sides = [mover.needs(where) for where in {"device", unit.placement.grads}]  # a user's own gradient is on the device
+    columns[GRADIENT] = Column(unit.dtype, any(host for host, _ in sides), any(device for _, device in sides))
+    return columns

@@ -1,0 +1,128 @@
+"""One chunk in a step of the optimizer: what stands in for its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk
+from .errors import UnsupportedOptimizerError
+from .gradient import ShardedGradient
+from .parameter import ShardedParameter
+from .runtime.chunk_slots import Slot
+from .runtime.chunks import Piece
+from .runtime.mover import Rooms
+
+if TYPE_CHECKING:
+    from .streaming import StreamedStates
+
+
+class ChunkStep:
+    """One chunk, brought: what stands in for its parameters in a step of the optimizer."""
+
+    def __init__(self, owner: StreamedStates, number: int, chunk: Chunk, slot: Slot, optimizer: Optimizer) -> None:
+        self._owner, self._number, self._slot, self._optimizer = owner, number, slot, optimizer
+        self._states = owner.state_views(number, slot)
+        self._kept = chunk.states
+        self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
+        """Each parameter, and the part of its shard that is updated now."""
+        self._pieces: list[tuple[Piece, torch.Tensor]] = []
+        """Of each part: its piece, and the parameter's own values, which the part is unless there is a master copy."""
+        self.state: dict[torch.Tensor, dict[str, Any]] = {}
+        """What the optimizer's state is for the parts."""
+        self.left: dict[ShardedParameter, dict[str, Any]] = {}
+        """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
+        for parameter, piece in chunk.pieces:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            value = _alias(slot.brought[parameter, piece, VALUE])
+            gradient = slot.brought[parameter, piece, GRADIENT]
+            if isinstance(grad, ShardedGradient) and grad.away is not None and grad.away.home.resident is None:
+                grad.away.apply(gradient)
+            states = self._states_of(parameter, piece)
+            part = self._master(parameter, piece, value, states) if MASTER in chunk.states else value
+            part.grad = gradient.to(part.dtype)
+            self.parts.append((parameter, part))
+            self._pieces.append((piece, value))
+            if owner.has(parameter):
+                small = {k: v for k, v in optimizer.state[parameter].items() if k not in chunk.states}
+                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
+                self.state[part] = small | {k: v for k, v in states.items() if k != MASTER}
+
+    def finish(self, stepped: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Start to bring back what the step changed; keep what isn't of a parameter's size in `left`."""
+        rooms = self._owner.rooms(self._number, self._slot)
+        for (parameter, part), (piece, value) in zip(self.parts, self._pieces, strict=True):
+            part.grad = None
+            self.left[parameter] = {}
+            states = dict(stepped.get(part, {}))
+            if part is not value:
+                value.copy_(part)
+                states[MASTER] = part
+            self._keep(parameter, piece, VALUE, value, rooms)
+            for name, state in states.items():
+                self._finish_state(parameter, piece, name, state, rooms)
+        self._owner.write(self._number, self._slot)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """The whole step is over: make count what this chunk left behind."""
+        for parameter, state in self.left.items():
+            kept = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k in self._kept}
+            optimizer.state[parameter] = {**kept, **state}
+        for parameter, _ in self.parts:
+            self._owner.settle(parameter, optimizer)
+            torch.autograd.graph.increment_version(parameter)
+
+    def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
+        if self._states:
+            return {name: part_of(view, piece) for name, view in self._states.items()}
+        brought = self._slot.brought
+        return {name: brought[parameter, piece, name] for name in self._kept if (parameter, piece, name) in brought}
+
+    def _master(
+        self, parameter: ShardedParameter, piece: Piece, value: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the parameter in higher precision; where its values were changed since, as by loading, these count."""
+        wide = value.to(self._kept[MASTER])
+        if not self._owner.has(parameter) or MASTER not in states:
+            return wide
+        master = _alias(states[MASTER])
+        return master.copy_(torch.where(master.to(value.dtype) == value, master, wide))
+
+    def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, Rooms]) -> None:
+        if not isinstance(state, torch.Tensor) or (state.numel() <= 1 and name not in self._kept):
+            self.left[parameter][name] = state
+        elif name not in self._kept:
+            raise UnsupportedOptimizerError(
+                f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after its states were laid out (found then: "
+                f"{', '.join(self._kept) or 'none'}): make a new optimizer after changing its flags"
+            )
+        elif name in self._states:
+            place = part_of(self._states[name], piece)
+            if state.data_ptr() != place.data_ptr():
+                place.copy_(state)
+        else:
+            if not self._owner.has(parameter):
+                self._owner.start_state(parameter, name, state.dtype)
+            self._keep(parameter, piece, name, state, rooms)
+
+    def _keep(
+        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Mapping[str, Rooms]
+    ) -> None:
+        pending = self._owner.keep_piece(parameter, piece, name, value, rooms[name], self._optimizer)
+        if pending is not None:
+            self._slot.under_way.append(pending)
+
+
+def _alias(piece: torch.Tensor) -> torch.Tensor:
+    """Return a tensor object of its own for a piece: an optimizer's state is found by it."""
+    return piece.view(-1)
+
+
+def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Cut a piece's part out of a chunk's column."""
+    return view[piece.place : piece.place + piece.end - piece.start]
