@@ -32,8 +32,9 @@ def merge_gathers(gm: fx.GraphModule) -> fx.GraphModule:
         after:   g = all_gather(w);  k = all_gather(e);  v = wait(g);  a = mm(x, v)
                  u = wait(k);  b = mm(a, u);  release(u);  c = mm(b, v);  release(v)
 
-    With a gather go the swaps that bring it its shard. Runs after `prefetch`: what is held fills room that the gathers running ahead left, and delays none of them. Regions stay
-    as `align_regions` cut them. Follows from order and sizes of the units alone, so ranks with other batch shapes do the same.
+    With a gather go the swaps that bring it its shard. Runs after `prefetch`: what is held fills room that the gathers running
+    ahead left, and delays none of them. Regions stay as `align_regions` cut them. Follows from order and sizes of the units
+    alone, so ranks with other batch shapes do the same.
     """
     started = [(node, gather_started_by(node)) for node in gm.graph.nodes]
     nodes = [gather or node for node, gather in started if gather is not None or node.target is ops.release]
