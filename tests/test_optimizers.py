@@ -47,7 +47,7 @@ def test_parameter_groups_with_their_own_settings_and_one_added_later() -> None:
     sides = []
     for model in (eager, ours):
         groups = [{"params": model.first.parameters(), "lr": 0.1}, {"params": model.norm.parameters(), "weight_decay": 0.0}]
-        sides.append((model, torch.optim.AdamW(groups, lr=0.01)))
+        sides.append((model, torch.optim.AdamW(groups, lr=0.01, fused=True)))
     for number in range(4):
         if number == 2:
             for model, optimizer in sides:
@@ -200,3 +200,20 @@ def test_grad_scaler_with_a_fused_optimizer() -> None:
         return loss
 
     train_both(CASES["mlp"], optimizer=OPTIMIZERS["adamw_fused"], step=step)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("flags", [{}, {"foreach": False}, {"foreach": True}, {"fused": False}, {"fused": True}], ids=str)
+def test_adam_is_fused_where_that_is_left_open(kind: type[torch.optim.Optimizer], flags: dict[str, bool]) -> None:
+    eager, ours = twins(TiedWords)
+    in_place(ours)
+    reference = {"fused": True} if not flags else flags
+    sides = [(eager, kind(eager.parameters(), **reference)), (ours, kind(ours.parameters(), **flags))]  # type: ignore[call-arg]
+    for number in range(3):
+        train_step_on(sides, [eager, ours], plain_step, tokens(number), number)
+    assert_same_states(sides[0][1], sides[1][1])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        sides[1][1].step()
+    kernels = [event.key for event in profile.key_averages() if "fused_adam" in event.key]
+    assert bool(kernels) == ("fused" in reference and reference["fused"])
+    assert sides[1][1].param_groups[0]["fused"] is flags.get("fused"), "the user's settings stay as they are"

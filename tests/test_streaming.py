@@ -149,7 +149,7 @@ def test_parameters_come_and_go(tmp_path: Path) -> None:
 def test_groups_schedules_and_hooks(tmp_path: Path) -> None:
     def grouped(parameters: Any) -> Optimizer:
         first, *rest = parameters
-        return torch.optim.AdamW([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.01)
+        return torch.optim.AdamW([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.01, fused=True)
 
     sides, models = both(OddShapes, grouped, tmp_path)
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _, optimizer in sides]

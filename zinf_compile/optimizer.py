@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .chunk_step import ChunkStep
 from .companions import is_averaged
 from .errors import StepFailedError
+from .fused import fused_settings
 from .parameter import ShardedParameter
 from .probe import check_elementwise
 from .runtime.context import Context
@@ -199,7 +200,7 @@ def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimize
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
+    return {k: v for k, v in group.items() if k not in ("params", "fused")}
 
 
 def _make_stand_in(
@@ -215,7 +216,7 @@ def _make_stand_in(
     for group in optimizer.param_groups:
         present = [members[id(p)] for p in group["params"] if id(p) in members]
         if present or all_groups:
-            stand_in.param_groups.append({**group, "params": present})
+            stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
             groups.append(group)
     stand_in.state = collections.defaultdict(dict)
     return stand_in, groups

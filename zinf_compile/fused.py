@@ -1,0 +1,25 @@
+"""Fused kernels for optimizers whose user left the choice open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+_CHOOSING = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of a group that choose among implementations."""
+
+
+def fused_settings(optimizer: Optimizer, group: Mapping[str, Any], members: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return what to set in a group for one step: `fused`, where it was left open and the CPU updates.
+
+    PyTorch's default on the CPU goes over the memory a dozen times, its fused kernel once; they differ in the last digits. Left
+    open means `fused=None, foreach=None`, the default, of `torch.optim.Adam` and `AdamW`.
+    """
+    chosen = any(group.get(name) for name in _CHOOSING) or False in (group.get("fused"), group.get("foreach"))
+    if type(optimizer) not in (Adam, AdamW) or chosen or not members:
+        return {}
+    fitting = all(p.device.type == "cpu" and p.is_floating_point() and not p.is_complex() for p in members)
+    return {"fused": True} if fitting else {}
