@@ -34,6 +34,7 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
         unit = Unit(parameter, shard, name=name, context=context, placement=placement if moves else ON_DEVICE, home=home)
         unit.gradient_room = room
         units.append(unit)
+        unit.family = units[0].serial
     return units
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 TIERS = ("device", "host", "nvme")
 """From near to far. Where the device is host memory, "device" and "host" are the same."""
 
@@ -17,6 +19,8 @@ class Placement:
     optimizer: str = "device"
     nvme: tuple[str, ...] = ()
     """Folders on drives; states are striped over several."""
+    master: torch.dtype | None = None
+    """The precision in which 16-bit parameters are updated, in a copy kept with the optimizer's states; None: their own."""
     update: str | None = None
     """Where parameters are updated, "host" or "device"; None: where the optimizer's states live."""
 
@@ -24,6 +28,10 @@ class Placement:
     def update_on_device(self) -> bool:
         """Whether the device updates parameters; where it is host memory that is the same."""
         return self.update == "device" if self.update else self.optimizer == "device"
+
+    def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the type of the copy in which a parameter of type `dtype` is updated; None where it is updated itself."""
+        return self.master if dtype in (torch.bfloat16, torch.float16) else None
 
     def streams_values(self, *, unified: bool) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""

@@ -41,6 +41,8 @@ class Unit:
         context.enlist(self)
         self.serial = next(context.serials)
         """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
+        self.family = self.serial
+        """Equal for the parameters that were partitioned together: the serial of the first of them."""
         self.shape = tuple(parameter.shape)
         self.stride = tuple(parameter.stride())
         self.dtype = parameter.dtype

@@ -47,7 +47,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Make an AdamW; on pieces it has eager's bits (with `fused=True` it wouldn't: see `fused_adamw`)."""
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
 
 
 def compare_training(

@@ -16,6 +16,7 @@ from .errors import (
     ZinfError,
 )
 from .memory import memory
+from .precision import keep_precision
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "ZinfError",
     "full_state_dict",
     "gathered",
+    "keep_precision",
     "load_full_state_dict",
     "memory",
 ]

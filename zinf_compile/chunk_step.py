@@ -106,7 +106,7 @@ class ChunkStep:
             if state.data_ptr() != place.data_ptr():
                 place.copy_(state)
         else:
-            if not self._owner.has(parameter):
+            if name not in self._optimizer.state.get(parameter, {}):
                 self._owner.start_state(parameter, name, state.dtype)
             self._keep(parameter, piece, name, state, rooms)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from .errors import OptionError
@@ -84,6 +85,10 @@ class Config:
     """Where parameters are updated: `"host"` or `"device"`; default: where the optimizer's states live, so that these never
     cross to a device."""
 
+    master: str | None = None
+    """`"float32"`: bf16 and fp16 parameters are updated in fp32, in a copy kept with the optimizer's states. It changes numbers
+    (to those that mixed-precision training is known for), hence off by default."""
+
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
@@ -123,12 +128,19 @@ class Config:
         """Return what all ranks must agree on, as text."""
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} params={self.params} grads={self.grads} "
-            f"optimizer={self.optimizer} update={self.update} timeout_s={self.timeout_s}"
+            f"optimizer={self.optimizer} update={self.update} master={self.master} timeout_s={self.timeout_s}"
         )
 
     def placement(self) -> Placement:
         """Return where states live."""
-        return Placement(params=self.params, grads=self.grads, optimizer=self.optimizer, nvme=self._folders(), update=self.update)
+        return Placement(
+            params=self.params,
+            grads=self.grads,
+            optimizer=self.optimizer,
+            nvme=self._folders(),
+            update=self.update,
+            master=torch.float32 if self.master else None,
+        )
 
     def resolve_group(self) -> dist.ProcessGroup | None:
         """Return the group to partition over; None when torch.distributed is not initialised."""
@@ -175,6 +187,8 @@ class Config:
                 )
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
+        if self.master not in (None, "float32"):
+            raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
         on_drives = [option for option in ("params", "grads", "optimizer") if getattr(self, option) == "nvme"]
         try:
             folders = self._folders()

@@ -45,6 +45,10 @@ class _Known:
         self.settings = settings
         self.by_shard: dict[int, tuple[weakref.ref[object], int, float]] = {}
 
+    def still_there(self) -> dict[int, tuple[weakref.ref[object], int, float]]:
+        """Return what is known of gradients that live."""
+        return {key: known for key, known in self.by_shard.items() if known[0]() is not None}
+
     def recall(self, gradients: Sequence[Gradient]) -> list[float] | None:
         """Return the norms, if all are known and no gradient was changed since."""
         norms = []
@@ -63,8 +67,10 @@ _known: weakref.WeakKeyDictionary[Context, _Known] = weakref.WeakKeyDictionary()
 def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return the norm of each whole gradient, the same on all ranks. A collective operation.
 
-    `clip_grad_norm_` asks for one gradient after the other. The first question is answered for all parameters of these ranks at
-    once, and the next ones from memory, as long as no gradient was changed. Combined in double precision, in rank order.
+    `clip_grad_norm_` asks for one gradient after the other. The first question is answered at once for all parameters that were
+    partitioned together with these, and the next ones from memory, as long as no gradient was changed. (Not for all that there
+    are: when a model that nobody uses any more is collected differs from rank to rank.) Combined in double precision, in rank
+    order.
     """
     context = gradients[0].unit.context
     if any(gradient.unit.context is not context for gradient in gradients):
@@ -76,11 +82,14 @@ def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype
     known = _known.get(context)
     norms = known.recall(gradients) if known is not None and known.settings == settings else None
     if norms is None:
-        model = _gradients_of(context)
+        model = _gradients_of(context, {gradient.unit.family for gradient in gradients})
         held = {id(gradient.state()[0]) for gradient in model}
         together = model if all(id(gradient.state()[0]) in held for gradient in gradients) else gradients
-        known = _known[context] = _take(context, settings, together)
+        known = _take(context, settings, together)
         norms = known.recall(gradients)
+        if (before := _known.get(context)) is not None and before.settings == settings:
+            known.by_shard = before.still_there() | known.by_shard
+        _known[context] = known
     assert norms is not None, "the norms were taken a moment ago"
     return [
         torch.tensor(norm, dtype=torch.float64).to(device=gradient.device, dtype=dtype or gradient.dtype)
@@ -88,9 +97,9 @@ def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype
     ]
 
 
-def _gradients_of(context: Context) -> list[Gradient]:
+def _gradients_of(context: Context, families: set[int]) -> list[Gradient]:
     found: list[Gradient] = []
-    for unit in sorted(context.units, key=lambda unit: unit.serial):
+    for unit in sorted((unit for unit in context.units if unit.family in families), key=lambda unit: unit.serial):
         parameter = unit.parameter()
         gradient = parameter.grad if parameter is not None else None
         if gradient is not None and getattr(gradient, "unit", None) is unit:

@@ -24,6 +24,7 @@ from .companions import is_averaged
 from .errors import StepFailedError
 from .fused import fused_settings
 from .parameter import ShardedParameter
+from .precision import warn_of_short_updates
 from .probe import check_elementwise
 from .runtime.context import Context
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
@@ -76,6 +77,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
+    warn_of_short_updates(optimizer, hollow)
     sources = streamed_states(optimizer, hollow)
     kwargs = dict(kwargs)
     if sources:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
+from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk, Kept, plan_chunks
 from .chunk_step import ChunkStep, part_of
 from .errors import BudgetError, StepFailedError, StoreError
 from .gradient import ShardedGradient
 from .parameter import ShardedParameter
+from .precision import keep_precision, warn_of_rounding
 from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_slots import ChunkSlots, Slot
@@ -192,7 +193,7 @@ class StreamedStates:
                     continue
                 names = [VALUE, GRADIENT]
                 if self.store is None and has(parameter):
-                    names += self._kept[parameter]
+                    names += [name for name in self._kept[parameter] if name in optimizer.state[parameter]]
                 for name in names:
                     value, pending = self.bring_piece(parameter, piece, name, rooms[name], optimizer)
                     slot.brought[parameter, piece, name] = value
@@ -333,22 +334,27 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
         unit = p._zinf_unit
-        if not p.requires_grad or not unit.placement.streams(unified=unit.context.bridge.unified):
+        unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
+        if not p.requires_grad or not (master or unit.placement.streams(unified=unified)):
             continue
         if any(p in states for states in known):
             continue
-        kept = states_kept(optimizer, groups[id(p)], unit.dtype)
-        if kept or unit.placement.streams_values(unified=unit.context.bridge.unified):
+        kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
+        if master:
+            kept = {**kept, MASTER: master}
+        if kept or unit.placement.streams_values(unified=unified):
             fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
     if fresh and optimizer not in _streamed:
         _streamed[optimizer] = known
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_state_dict_post_hook(_after_state_dict)
+        keep_precision(optimizer)
         optimizer.register_load_state_dict_post_hook(_after_load)
     for rows in fresh.values():
         known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows]))
         for p, kept in rows:
             if p in optimizer.state and kept.keys() & optimizer.state[p].keys():
+                warn_of_rounding(optimizer, p, kept)
                 known[-1].absorb(optimizer)
                 break
     return known

@@ -1,0 +1,142 @@
+"""bf16 parameters that are updated in fp32: the numbers of a hand-written loop with master copies, wherever states live."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import TiedWords, loss_of, tokens
+from torch import nn
+from training import BACKEND
+
+import zinf_compile
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+STEPS = 6
+OPTIONS: dict[str, Any] = {"compute": "fx", "master": "float32"}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return TiedWords().bfloat16()
+
+
+def by_hand() -> tuple[list[float], list[torch.Tensor]]:
+    """Return the losses and master copies of what this option stands for."""
+    model = build()
+    masters = [p.detach().float() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3, fused=True)
+    losses = []
+    for number in range(STEPS):
+        loss = loss_of(model(*tokens(number)))
+        loss.backward()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
+            optimizer.step()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        losses.append(loss.item())
+    return losses, masters
+
+
+def with_option(options: dict[str, Any], *, reload_at: int | None = None) -> tuple[list[float], list[torch.Tensor]]:
+    torch.compiler.reset()
+    model = build()
+    model.compile(backend=BACKEND, options=OPTIONS | options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for number in range(STEPS):
+        if number == reload_at:
+            saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            zinf_compile.keep_precision(optimizer)
+            optimizer.load_state_dict(saved[1])
+            zinf_compile.load_full_state_dict(model, saved[0])
+        loss = loss_of(model(*tokens(number)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [state["master"] for state in optimizer.state_dict()["state"].values()]
+
+
+def assert_equal(found: tuple[list[float], list[torch.Tensor]], expected: tuple[list[float], list[torch.Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+    assert all(master.dtype == torch.float32 for master in found[1])
+
+
+@pytest.mark.parametrize("reload_at", [None, 3])
+@pytest.mark.parametrize("where", ["memory", "optimizer", "all"])
+@pytest.mark.parametrize("piece", [128, 1 << 20])
+def test_master_copies(where: str, reload_at: int | None, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", piece)
+    away = {"memory": (), "optimizer": ("optimizer",), "all": ("params", "grads", "optimizer")}[where]
+    options: dict[str, Any] = dict.fromkeys(away, "nvme") | ({"nvme": tmp_path} if away else {})
+    assert_equal(with_option(options, reload_at=reload_at), by_hand())
+
+
+@pytest.mark.slow
+def test_every_placement(tmp_path: Path) -> None:
+    expected = by_hand()
+    for tiers in itertools.product(("device", "host", "nvme"), repeat=3):
+        options: dict[str, Any] = dict(zip(("params", "grads", "optimizer"), tiers, strict=True))
+        with played_by(FakeDevice()):
+            assert_equal(with_option(options | ({"nvme": tmp_path} if "nvme" in tiers else {}), reload_at=2), expected)
+
+
+def test_values_loaded_from_outside_count() -> None:
+    """A master copy follows its parameter where the model was loaded; where it agrees, it keeps its digits."""
+    model, other = build(), build()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    model.compile(backend=BACKEND, options=OPTIONS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        loss_of(model(*tokens(0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = [state["master"].clone() for state in optimizer.state_dict()["state"].values()]
+    zinf_compile.load_full_state_dict(model, copy.deepcopy(zinf_compile.full_state_dict(model)))
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    step()
+    assert all(torch.equal(a, b["master"]) for a, b in zip(before, optimizer.state_dict()["state"].values(), strict=True))
+    zinf_compile.load_full_state_dict(model, other.state_dict())
+    step()
+    masters = [state["master"] for state in optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(m, p.float()) for m, p in zip(masters, other.parameters(), strict=True))
+
+
+def test_a_model_all_in_16_bits_gets_one_warning() -> None:
+    model = build()
+    model.compile(backend=BACKEND, options={"compute": "fx"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model(*tokens(0))).backward()
+    with pytest.warns(UserWarning, match=r"all \d+ parameters are torch.bfloat16 .* options=\{\"master\": \"float32\"\}"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_rounded_states_are_named() -> None:
+    model = build()
+    model.compile(backend=BACKEND, options=OPTIONS)
+    loss_of(model(*tokens(0))).backward()
+    (first := torch.optim.AdamW(model.parameters())).step()
+    second = torch.optim.AdamW(model.parameters())
+    second.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match=r"states exp_avg, exp_avg_sq, master of this AdamW .*keep_precision\(optimizer\)"):
+        second.step()
