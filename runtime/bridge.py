@@ -11,6 +11,7 @@ import torch
 
 from .gather_memory import GatherMemory
 from .lanes import Pending, ThreadLane
+from .meter import Meter
 
 MOST_COPIES = 64
 """Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
@@ -64,8 +65,9 @@ class CudaBridge:
 
     unified = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, meter: Meter) -> None:
         self._device = device
+        self._meter = meter
         self._host_memory = GatherMemory(pinned=True)
         self._lanes = {way: ThreadLane(f"zinf-{way}", most=MOST_COPIES, forgiving=True) for way in ("to-device", "to-host")}
         self._streams = {way: torch.cuda.Stream(device) for way in self._lanes}
@@ -90,6 +92,7 @@ class CudaBridge:
 
     def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         stream = self._streams[way]
+        self._meter.moved("host to device" if way == "to-device" else "device to host", source.nbytes)
         issued = torch.cuda.current_stream(self._device).record_event()  # memory from the allocator is free from then on
 
         def copy() -> None:

@@ -26,6 +26,7 @@ from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .gather_memory import GatherMemory
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
+from .meter import Meter
 from .overlap import Spans, Timed
 
 if TYPE_CHECKING:
@@ -45,10 +46,14 @@ class Context:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.ledger = Ledger()
+        """What is held on the device."""
         self.serials = itertools.count()
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
-        self.bridge: Bridge = player or (Unified(self.gather_memory) if device.type == "cpu" else CudaBridge(device))
+        self.meter = Meter()
+        self.bridge: Bridge = player or self._bridge()
+        self.host_ledger = self.ledger if self.bridge.unified else Ledger()
+        """What is held in host memory; the same account where that is the device."""
         self._engine: Engine | None = None
         self._swap_lane: Lane | None = None
         self.synchronised: set[tuple[int, str]] = set()
@@ -88,6 +93,9 @@ class Context:
             backend = dist.get_default_backend_for_device(device)
             self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
             self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
+
+    def _bridge(self) -> Bridge:
+        return Unified(self.gather_memory) if self.device.type == "cpu" else CudaBridge(self.device, self.meter)
 
     @property
     def engine(self) -> Engine:
@@ -184,10 +192,10 @@ class Context:
         with self._waiting():
             return lane.submit(transfer)
 
-    def finish(self, pending: Pending, what: str) -> None:
+    def finish(self, pending: Pending, what: str, *, link: str = "from ranks") -> None:
         """Wait for a transfer; one that got no answer or took too long raises `RankMismatchError` naming `what`."""
         try:
-            with self._waiting():
+            with self._waiting(), self.meter.waiting(link):
                 pending.wait()
         except RuntimeError as error:
             if _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError):

@@ -69,6 +69,7 @@ def execute(
     args.clear()
     for register, value in program.constants.items():
         registers[register] = value
+    link = "from ranks" if context.size > 1 else "nvme to host" if context.bridge.unified else "host to device"
     for step, frees in zip(program.steps, program.frees, strict=True):
         if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
             values = [registers[r] for r in step.inputs]
@@ -79,7 +80,7 @@ def execute(
         if isinstance(step, Wait):
             gathered = registers[step.handle]
             if gathered.pending is not None:
-                context.finish(gathered.pending, gathered.what)
+                context.finish(gathered.pending, gathered.what, link=link)
             registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, context)
             del gathered
         elif isinstance(step, Gather):
@@ -142,6 +143,7 @@ def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], reg
         context.gathers.all_gather(shards, flats)
 
     pending = context.start(context.gather_lane, gather)
+    context.meter.moved("from ranks", (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize)
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
         context.ledger.track("gathered", full)
@@ -162,7 +164,10 @@ def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], reg
         for unit, (grad, _, _, sight) in zip(members, step.members, strict=True)
     ]
     shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
+    for full in grads:
+        context.ledger.track("staged", full)
     pending = context.start(context.reduce_lane, lambda: context.reductions.reduce_scatter(grads, shards))
+    context.meter.moved("to ranks", (context.size - 1) * sum(shard.nbytes for shard in shards))
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)
     for unit, (_, _, out, _), shard in zip(members, step.members, shards, strict=True):

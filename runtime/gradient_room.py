@@ -11,6 +11,7 @@ import torch
 
 from .home import DriveHome, Home
 from .lanes import Pending
+from .meter import Meter
 from .shelf import Shelf, ShelfPlace
 from .store import PathLike
 
@@ -28,8 +29,8 @@ class GradientShelves:
     One shelf is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
     """
 
-    def __init__(self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine) -> None:
-        self._paths, self._places, self._engine = paths, places, engine
+    def __init__(self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine, meter: Meter) -> None:
+        self._paths, self._places, self._engine, self._meter = paths, places, engine, meter
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         self._shelves = [self._new_shelf()]
         self._free: list[list[Shelf]] = [[self._shelves[0]] for _ in places]
@@ -55,7 +56,7 @@ class GradientShelves:
             self._free[index].append(shelf)
 
     def _new_shelf(self) -> Shelf:
-        return Shelf(self._paths, "gradient of", self._places, self._engine)
+        return Shelf(self._paths, "gradient of", self._places, self._engine, self._meter)
 
 
 class AwayGradient:
@@ -89,7 +90,9 @@ class AwayGradient:
         """Start to read the shard for the next `load`."""
         if self._reading is None:
             self.settle()
-            buffer = self.unit.context.bridge.host_buffer(self.numel, self.dtype)
+            context = self.unit.context
+            buffer = context.bridge.host_buffer(self.numel, self.dtype)
+            context.host_ledger.track("staged", buffer)
             self._reading = buffer, self.home.read(buffer)
 
     def load(self) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Ledger:
         self._lock = threading.RLock()  # a finaliser may run inside any allocation, also one made under this lock
         self._now: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._all_now = self._all_peak = 0
         self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do
 
     def add(self, kind: Kind, count: int) -> None:
@@ -34,6 +35,8 @@ class Ledger:
         with self._lock:
             now = self._now[kind] = self._now[kind] + count
             self._peak[kind] = max(self._peak[kind], now)
+            self._all_now += count
+            self._all_peak = max(self._all_peak, self._all_now)
 
     def track(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Count a tensor's bytes until it is dropped."""
@@ -51,6 +54,11 @@ class Ledger:
         """Return the most bytes held at any time, by kind."""
         with self._lock:
             return dict(self._peak)
+
+    def total(self) -> tuple[int, int]:
+        """Return the bytes held of all kinds together: now, and the most at any time."""
+        with self._lock:
+            return self._all_now, self._all_peak
 
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]

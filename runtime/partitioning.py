@@ -45,11 +45,14 @@ def _places(parameters: Sequence[tuple[torch.Tensor, str]], context: Context) ->
 def _make_homes(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> Sequence[Home | None]:
     places = _places(parameters, context)
     if placement.params == "nvme" and places:
-        shelf = Shelf(placement.nvme, "parameter", places, context.engine)
+        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.meter)
         return [DriveHome(shelf, index) for index in range(len(places))]
     if placement.params == "host" and not context.bridge.unified:
         pinned = context.device.type == "cuda"
-        return [HostHome(aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype)) for p in places]
+        kept = [aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype) for p in places]
+        for shard in kept:
+            context.host_ledger.track("params", shard)
+        return [HostHome(shard) for shard in kept]
     return [None] * len(places)
 
 
@@ -59,6 +62,6 @@ def _make_rooms(
     trained = [(p, name) for p, name in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
-    shelves = GradientShelves(placement.nvme, _places(trained, context), context.engine)
+    shelves = GradientShelves(placement.nvme, _places(trained, context), context.engine, context.meter)
     numbers = iter(range(len(trained)))
     return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

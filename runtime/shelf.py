@@ -12,6 +12,7 @@ from . import chunks
 from .aio import Engine
 from .chunks import cut_pieces
 from .lanes import Pending
+from .meter import Meter
 from .store import PathLike, Store
 
 
@@ -51,8 +52,9 @@ class Shelf:
     All space is reserved before the constructor returns. The files go with the shelf.
     """
 
-    def __init__(self, paths: Sequence[PathLike], kind: str, places: Sequence[ShelfPlace], engine: Engine) -> None:
+    def __init__(self, paths: Sequence[PathLike], kind: str, places: Sequence[ShelfPlace], engine: Engine, meter: Meter) -> None:
         self.kind = kind
+        self._meter = meter
         self.places = tuple(places)
         self._pieces = [cut_pieces(place.numel, piece_numel=chunks.PIECE_NUMEL) for place in places]
         self.store = Store(
@@ -81,14 +83,17 @@ class Shelf:
 
     def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the piece that begins at element `start`."""
+        self._meter.moved("nvme to host", into.nbytes)
         return self.store.read(self._key(index, self._number(index, start)), into)
 
     def write_piece(self, index: int, start: int, source: torch.Tensor) -> Pending:
         """Start to write the piece that begins at element `start`."""
+        self._meter.moved("host to nvme", source.nbytes)
         return self.store.write(self._key(index, self._number(index, start)), source)
 
     def _all(self, index: int, flat: torch.Tensor, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
+        self._meter.moved("host to nvme" if write else "nvme to host", flat.nbytes)
         parts: list[Pending] = []
         try:
             for piece, (start, end) in enumerate(self._pieces[index]):

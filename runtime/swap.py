@@ -32,7 +32,7 @@ def swap_in(unit: Unit, src: str, dst: str, earlier: Arriving | None) -> Arrivin
         if resident is not None:
             return Arriving(unit, resident)
         host = bridge.host_buffer(unit.shard_numel, unit.dtype)
-        context.ledger.track("gathered" if dst == "device" else "staged", host)
+        (context.ledger if dst == "device" else context.host_ledger).track("gathered" if dst == "device" else "staged", host)
         return Arriving(unit, host, unit.home.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
@@ -51,7 +51,7 @@ def swap_out(
     if dst == "host":
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
         host = bridge.host_buffer(shard.numel(), shard.dtype)
-        context.ledger.track("staged", host)
+        context.host_ledger.track("grads", host)
         away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
         away.arrive(bridge.to_host(shard, host, reduction))
         return away, Done()

@@ -84,6 +84,7 @@ class Unit:
         host = self.home.resident
         if host is None:
             host = bridge.host_buffer(self.shard_numel, self.dtype)
+            self.context.host_ledger.track("staged", host)
             self.home.read(host).wait()
         if bridge.unified:
             return host

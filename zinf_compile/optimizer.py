@@ -26,12 +26,12 @@ from .fused import fused_settings
 from .parameter import ShardedParameter
 from .precision import warn_of_short_updates
 from .probe import check_elementwise
-from .runtime.context import Context
+from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .streaming import StreamedStates, streamed_states, torn
 
 _STEP_LOCAL = ("param_groups", "state")
-_state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Context, int]] = weakref.WeakKeyDictionary()
+_state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _installed: list[Any] = []
 
@@ -249,24 +249,26 @@ def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], An
 
 
 def _account(optimizer: Optimizer) -> None:
-    """Tell the ledger what this optimizer's state takes on this rank; what streams through is counted where it does."""
-    held: dict[Context, int] = collections.defaultdict(int)
+    """Tell the ledgers what this optimizer's state takes on this rank; what streams through is counted where it does."""
+    held: dict[Ledger, int] = collections.defaultdict(int)
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+        context = parameter._zinf_unit.context
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and name != "step":
-                held[parameter._zinf_unit.context] += value.numel() * value.element_size()
+                on_host = parameter._zinf_unit.placement.optimizer == "host"
+                held[context.host_ledger if on_host else context.ledger] += value.numel() * value.element_size()
     if optimizer not in _state_bytes:
         _state_bytes[optimizer] = {}
         weakref.finalize(optimizer, _forget, _state_bytes[optimizer]).atexit = False
     known = _state_bytes[optimizer]
-    for context, count in held.items():
-        context.ledger.add("states", count - known.get(context, 0))
-        known[context] = count
+    for ledger, count in held.items():
+        ledger.add("states", count - known.get(ledger, 0))
+        known[ledger] = count
 
 
-def _forget(known: dict[Context, int]) -> None:
-    for context, count in known.items():
-        context.ledger.add("states", -count)
+def _forget(known: dict[Ledger, int]) -> None:
+    for ledger, count in known.items():
+        ledger.add("states", -count)
 
 
 def _warn_of_local_gradients(optimizer: Optimizer, example: ShardedParameter) -> None:

@@ -21,6 +21,7 @@ from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_slots import ChunkSlots, Slot
 from .runtime.chunks import Piece
+from .runtime.context import Context
 from .runtime.lanes import Pending
 from .runtime.mover import Mover, Place, Rooms
 from .runtime.store import Store
@@ -50,8 +51,9 @@ class StreamedStates:
         self._slots = ChunkSlots(
             [(chunk.columns, chunk.numel) for chunk in self._chunks], context.bridge, pinned=context.device.type == "cuda"
         )
-        context.ledger.add("states", self._slots.host_bytes)
-        weakref.finalize(optimizer, _close, self.store, self._slots, context.ledger).atexit = False  # the kernel frees files
+        context.host_ledger.add("states", self._slots.host_bytes)
+        context.ledger.add("staged", self._slots.device_bytes)
+        weakref.finalize(optimizer, _close, self.store, self._slots, context).atexit = False  # the kernel frees files
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._kept
@@ -65,6 +67,7 @@ class StreamedStates:
     def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
         """Yield the chunks with gradients, in the opposite order of the last time; each is brought when it is yielded."""
         self._slots.begin()
+        meter = self._context.meter
         self.absorb(optimizer)
         self._check_gradients()
         order = range(len(self._chunks)) if self._forward else range(len(self._chunks) - 1, -1, -1)
@@ -74,7 +77,8 @@ class StreamedStates:
             slot = self._prepare(number, optimizer)
             if following is not None:
                 self._prepare(following, optimizer)
-            slot.settle()
+            with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
+                slot.settle()
             yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
 
     def finish(self) -> None:
@@ -260,6 +264,7 @@ class StreamedStates:
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name in chunk.states:
             key, store = _key(chunk, name), self.store
+            self._context.meter.moved("nvme to host", chunk.numel * chunk.states[name].itemsize)
             place = Place(read=lambda into, key=key, store=store: store.read(key, into))  # type: ignore[misc]
             _, pending = self._mover.bring(place, rooms[name])
             if pending is not None:
@@ -277,6 +282,7 @@ class StreamedStates:
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name, value in self.state_views(number, slot).items():
             key, store = _key(chunk, name), self.store
+            self._context.meter.moved("host to nvme", chunk.numel * chunk.states[name].itemsize)
             place = Place(write=lambda source, key=key, store=store: store.write(key, source))  # type: ignore[misc]
             pending = self._mover.keep(place, value, rooms[name])
             if pending is not None:
@@ -315,8 +321,9 @@ def _key(chunk: Chunk, state: str) -> str:
     return f"{state} of {chunk.name}"
 
 
-def _close(store: Store | None, slots: ChunkSlots, ledger: Any) -> None:
-    ledger.add("states", -slots.host_bytes)
+def _close(store: Store | None, slots: ChunkSlots, context: Context) -> None:
+    context.host_ledger.add("states", -slots.host_bytes)
+    context.ledger.add("staged", -slots.device_bytes)
     if store is not None:
         store.close()
 
