@@ -43,10 +43,17 @@ BUCKETS_ON_THE_WAY = 5
 """Reads of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
 
 
-def graph_passes(*, bucket_bytes: int, params: Sequence[str] = (), grads: Sequence[str] = ()) -> tuple[Pass, ...]:
+def graph_passes(
+    *,
+    bucket_bytes: int,
+    params: Sequence[str] = (),
+    grads: Sequence[str] = (),
+    limits: Callable[[fx.Graph], tuple[int, int]] | None = None,
+) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
     `params` and `grads` are the tiers on the way of a shard to the device, and of a gradient from it; none where they are there.
+    `limits` decides, for a graph whose gathers are just in time, how many bytes may be gathered, and gathered or on the way.
     """
     return (
         sink_unit_views,
@@ -61,6 +68,7 @@ def graph_passes(*, bucket_bytes: int, params: Sequence[str] = (), grads: Sequen
             look_ahead=LOOK_AHEAD,
             limit_bytes=BUCKETS_GATHERED * bucket_bytes,
             swap_limit_bytes=BUCKETS_ON_THE_WAY * bucket_bytes,
+            limits=limits,
         ),
         merge_gathers,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -12,7 +12,14 @@ from zinf_compile import ops
 from .facts import hop_of, hops_before, live_bytes
 
 
-def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int, swap_limit_bytes: int | None = None) -> fx.GraphModule:
+def prefetch(
+    gm: fx.GraphModule,
+    *,
+    look_ahead: int,
+    limit_bytes: int,
+    swap_limit_bytes: int | None = None,
+    limits: Callable[[fx.Graph], tuple[int, int]] | None = None,
+) -> fx.GraphModule:
     """Start the gathers of a group while up to `look_ahead` earlier groups are in use, and its swaps ahead of that.
 
         before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v)
@@ -25,8 +32,10 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int, swap_limi
     together and count as one. Of what is swapped in each hop runs one stage ahead of the next one, so that while one group is in
     use the next is gathered, the one after it is copied to the device and the one after that is read from the drive; reads that
     end on the device run two stages ahead of their gathers. What is on its way to the device, gathered and not yet released
-    stays within `swap_limit_bytes`.
+    stays within `swap_limit_bytes`. `limits`, a planner's, gives both for the graph at hand.
     """
+    if limits is not None:
+        limit_bytes, swap_limit_bytes = limits(gm.graph)
     groups, released = _stages(gm.graph)
     anchors = [group[-1].next for group in groups]  # where a stage's compute begins
     sizes = [sum(live_bytes(node) for node in group) for group in groups]

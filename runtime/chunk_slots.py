@@ -72,10 +72,11 @@ class Slot:
 class ChunkSlots:
     """Hands out slots to chunks. The chunks used last keep theirs until the room is needed."""
 
-    def __init__(self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool) -> None:
-        host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
-        device = max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
-        count = min(SLOTS, len(chunks))
+    def __init__(
+        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool, most: int = SLOTS
+    ) -> None:
+        host, device = slot_bytes(chunks)
+        count = min(most, len(chunks))
         self._slots = [  # the one used last at the end
             Slot(
                 aligned_buffer(host, pinned=pinned) if host else None,
@@ -109,6 +110,12 @@ class ChunkSlots:
         """Wait until nothing moves."""
         for slot in self._slots:
             slot.settle()
+
+
+def slot_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
+    """Return the bytes of one slot for any of these chunks: on the host, on the device."""
+    host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
+    return host, max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
 
 
 def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:

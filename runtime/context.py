@@ -22,6 +22,7 @@ from zinf_compile.program import digest_of
 
 from .aio import Engine
 from .bridge import Bridge, CudaBridge, Unified, player_of
+from .claims import ByteRoom, Claims
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .gather_memory import GatherMemory
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
@@ -51,6 +52,9 @@ class Context:
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
         self.meter = Meter()
+        self.claims = Claims()
+        self.gradient_room = ByteRoom()
+        """Bounds the full gradients on their way to other ranks or to their tier."""
         self.bridge: Bridge = player or self._bridge()
         self.host_ledger = self.ledger if self.bridge.unified else Ledger()
         """What is held in host memory; the same account where that is the device."""
@@ -129,6 +133,7 @@ class Context:
     def _unit_gone(self) -> None:
         if not self.units:
             self.gather_memory.clear()
+            self.claims = Claims()
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""

@@ -166,7 +166,17 @@ def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], reg
     shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
     for full in grads:
         context.ledger.track("staged", full)
-    pending = context.start(context.reduce_lane, lambda: context.reductions.reduce_scatter(grads, shards))
+    held = sum(full.nbytes for full in grads)
+
+    def reduce() -> None:
+        try:
+            context.reductions.reduce_scatter(grads, shards)
+        finally:
+            context.gradient_room.leave(held)
+
+    with context.meter.waiting("to ranks"):
+        context.gradient_room.enter(held)
+        pending = context.start(context.reduce_lane, reduce)
     context.meter.moved("to ranks", (context.size - 1) * sum(shard.nbytes for shard in shards))
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)

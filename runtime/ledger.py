@@ -60,6 +60,12 @@ class Ledger:
         with self._lock:
             return self._all_now, self._all_peak
 
+    def forget_peaks(self) -> None:
+        """Let the peaks be what is held now."""
+        with self._lock:
+            self._peak = dict(self._now)
+            self._all_peak = self._all_now
+
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]
         self.add(tracked.kind, -tracked.count)

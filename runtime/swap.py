@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .claims import ByteRoom
 from .gradient_room import AwayGradient, away_on_drive
 from .home import Home, HostHome
 from .lanes import Done, Pending
@@ -65,7 +66,9 @@ def swap_out(
     else:
         before = reduction
     away = away_on_drive(unit, *unit.gradient_room, shard)
-    away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before)))
+    with context.meter.waiting("host to nvme"):
+        context.gradient_room.enter(shard.nbytes)
+        away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before, context.gradient_room)))
     return away, Done()
 
 
@@ -88,9 +91,12 @@ class _Settled:
 class _Leave:
     """Writes a shard once it is there, and holds it until it is written."""
 
-    def __init__(self, home: Home, shard: torch.Tensor, before: Pending) -> None:
-        self._home, self._shard, self._before = home, shard, before
+    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: ByteRoom) -> None:
+        self._home, self._shard, self._before, self._room = home, shard, before, room
 
     def __call__(self) -> None:
-        self._before.wait()
-        self._home.write(self._shard).wait()
+        try:
+            self._before.wait()
+            self._home.write(self._shard).wait()
+        finally:
+            self._room.leave(self._shard.nbytes)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
+from .budget import GraphBudget
 from .capture import (
     explaining_empty_inputs,
     mark_inputs,
@@ -69,6 +70,7 @@ class GraphCompiler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.number = next(_numbers)
+        self._budget: GraphBudget | None = None
         self.unified = True
         """The device is host memory."""
         self._binder: Binder | None = None
@@ -86,6 +88,7 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         self.unified = context.bridge.unified
+        self._budget = GraphBudget(self.config, list(captured.slots.values()), example_inputs, context)
         install()
         if self.config.compute == "inductor":
             prepare(captured.device)
@@ -118,6 +121,7 @@ class GraphCompiler:
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
+        self._budget.check()
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
             self._binder.partition_ahead(example_inputs)
@@ -148,6 +152,7 @@ class GraphCompiler:
             bucket_bytes=self.config.bucket_bytes,
             params=way_in(placement.params, unified=self.unified),
             grads=way_in(placement.grads, unified=self.unified)[::-1],
+            limits=None if self._budget is None else self._budget.limits,
         )
 
     def finish(self, program: Program, context: Context) -> Compiled:

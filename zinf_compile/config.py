@@ -92,6 +92,13 @@ class Config:
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
+    device_memory: int | str | None = None
+    """The most that is held on a device, for each rank: shards whose tier that is, units being gathered, gradients on their way,
+    buffers of the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth."""
+
+    host_memory: int | str | None = None
+    """The same of host memory, for all ranks of a node together. Where the device is host memory both hold."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -128,7 +135,8 @@ class Config:
         """Return what all ranks must agree on, as text."""
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} params={self.params} grads={self.grads} "
-            f"optimizer={self.optimizer} update={self.update} master={self.master} timeout_s={self.timeout_s}"
+            f"optimizer={self.optimizer} update={self.update} master={self.master} "
+            f"device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
         )
 
     def placement(self) -> Placement:
@@ -158,6 +166,9 @@ class Config:
         if self.on_refusal not in ("fx", "error"):
             raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
         parse_bytes(self.bucket, option="bucket")
+        for option in ("device_memory", "host_memory"):
+            if getattr(self, option) is not None:
+                parse_bytes(getattr(self, option), option=option)
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
         if not number or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
             raise OptionError(f"option timeout_s={self.timeout_s!r} is not a positive number of seconds")

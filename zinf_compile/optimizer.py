@@ -19,13 +19,15 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .budget import check_states
 from .chunk_step import ChunkStep
 from .companions import is_averaged
 from .errors import StepFailedError
 from .fused import fused_settings
 from .parameter import ShardedParameter
 from .precision import warn_of_short_updates
-from .probe import check_elementwise
+from .probe import check_elementwise, states_kept
+from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .streaming import StreamedStates, streamed_states, torn
@@ -33,6 +35,8 @@ from .streaming import StreamedStates, streamed_states, torn
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+"""Parameters, by identity, whose states were counted against the caps."""
 _installed: list[Any] = []
 
 
@@ -82,8 +86,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
+    in_memory = [p for p in hollow if not any(p in states for states in sources)]
+    _check_budget(optimizer, in_memory)
     streamed = _step_chunks(optimizer, sources)
-    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in hollow if not any(p in states for states in sources)}
+    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
     members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
     members.update((id(p), shard) for p, shard in shards.items())
     if streamed is not None:
@@ -125,6 +131,22 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         if name not in _STEP_LOCAL:
             vars(optimizer)[name] = value
     _account(optimizer)
+
+
+def _check_budget(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
+    """Raise `BudgetError`, before the first step makes them, where states in memory exceed a cap."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    missing: dict[Context, int] = collections.defaultdict(int)
+    checked = _checked.setdefault(optimizer, set())
+    for p in parameters:
+        if id(p) not in checked:
+            checked.add(id(p))
+            unit = p._zinf_unit
+            if p.requires_grad and p not in optimizer.state:
+                kept = states_kept(optimizer, groups[id(p)], unit.dtype)
+                missing[unit.context] += sum(unit.shard_numel * dtype.itemsize for dtype in kept.values())
+    for context, states in missing.items():
+        check_states(context, on_device=True, states=states, slots=0, name=type(optimizer).__name__)
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

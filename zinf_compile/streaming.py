@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .budget import check_states
 from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk, Kept, plan_chunks
 from .chunk_step import ChunkStep, part_of
 from .errors import BudgetError, StepFailedError, StoreError
@@ -19,7 +20,7 @@ from .parameter import ShardedParameter
 from .precision import keep_precision, warn_of_rounding
 from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
-from .runtime.chunk_slots import ChunkSlots, Slot
+from .runtime.chunk_slots import ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
 from .runtime.context import Context
 from .runtime.lanes import Pending
@@ -47,9 +48,14 @@ class StreamedStates:
         self._written: set[int] = set()
         self._forward = True
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
+        shapes = [(chunk.columns, chunk.numel) for chunk in self._chunks]
+        self._check_budget(optimizer, shapes)
         self.store = self._lay_out(placement.nvme) if self.tier == "nvme" and any(kept) else None
         self._slots = ChunkSlots(
-            [(chunk.columns, chunk.numel) for chunk in self._chunks], context.bridge, pinned=context.device.type == "cuda"
+            shapes,
+            context.bridge,
+            pinned=context.device.type == "cuda",
+            most=context.claims.slots,
         )
         context.host_ledger.add("states", self._slots.host_bytes)
         context.ledger.add("staged", self._slots.device_bytes)
@@ -251,6 +257,20 @@ class StreamedStates:
             if self.tier == "host" and not self._mover.bridge.unified and parameter._zinf_unit.device.type != "cpu":
                 for name in names:
                     optimizer.state[parameter][name] = optimizer.state[parameter][name].cpu()
+
+    def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> None:
+        self._check_gradients()  # what is still on its way from the device would be counted there
+        context, name = self._context, type(optimizer).__name__
+        host, device = (size * min(context.claims.slots, len(shapes)) for size in slot_bytes(shapes))
+        bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self._kept.items())
+        states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
+        on_device = states if self.tier == "device" else 0
+        on_host = states if self.tier == "host" else 0
+        if context.bridge.unified:
+            check_states(context, on_device=True, states=on_device + on_host, slots=host, name=name)
+        else:
+            check_states(context, on_device=True, states=on_device, slots=device, name=name)
+            check_states(context, on_device=False, states=on_host, slots=host, name=name)
 
     def _lay_out(self, folders: Sequence[str]) -> Store:
         return Store(

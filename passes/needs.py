@@ -1,0 +1,50 @@
+"""The least memory of the device in which a graph's schedule can run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from zinf_compile import ops
+
+from .facts import group_of, unit_of, wire_bytes, wire_type
+from .verify import peak_gathered_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """Of one graph, in bytes."""
+
+    gathered: int
+    """Full units held at once when each is gathered just before its use."""
+    largest: str
+    """A parameter among those held then."""
+    narrowed: bool
+    """Some are gathered in a narrower type than their own: a copy, even where nothing travels."""
+    left: int
+    """The most bytes of gradients that one stretch of compute leaves behind."""
+    reduced: int
+    """The same with the last transfer of the stretch before, which may still be under way."""
+
+
+def measure_needs(graph: fx.Graph) -> Needs:
+    """Measure a graph before `prefetch`, or what it came to after it."""
+    gathered, where = peak_gathered_bytes(graph)
+    largest = next((unit_of(node).name for node in graph.nodes if node.name == where), "")
+    last_group = ops.LONE_GROUP
+    left = reduced = together = under_way = last = 0
+    for node in graph.nodes:
+        if node.target is ops.reduce_scatter:
+            if not together:
+                under_way = last
+            together += wire_bytes(node)
+            group = group_of(node)
+            last = last + wire_bytes(node) if group == last_group != ops.LONE_GROUP else wire_bytes(node)
+            last_group = group
+            left, reduced = max(left, together), max(reduced, together + under_way)
+        elif node.target not in ops.SCHEDULE_OPS:
+            together = 0
+    gathers = [node for node in graph.nodes if node.target is ops.all_gather]
+    narrowed = any(wire_type(node) != unit_of(node).dtype for node in gathers)
+    return Needs(gathered=gathered, largest=largest, narrowed=narrowed, left=left, reduced=reduced)

@@ -1,0 +1,197 @@
+"""Whether a model fits within the caps, and how far ahead its transfers may run there."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .config import Config, parse_bytes
+from .errors import BudgetError
+from .limits import ranks_of_node, usable_device_bytes, usable_host_bytes
+from .parameter import ShardedParameter
+from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
+from .passes.needs import measure_needs
+from .program import Slot
+from .runtime import chunks
+from .runtime.chunk_slots import SLOTS
+from .runtime.context import Context
+from .runtime.ledger import Ledger
+from .runtime.mover import Mover
+from .runtime.placement import Placement, way_in
+
+BUCKETS_REDUCED = 4
+"""Full gradients on their way to their tier or to other ranks, where there is room for as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Caps:
+    """What this rank may hold, in bytes, and who says so."""
+
+    device: int
+    host: int
+    device_source: str
+    host_source: str
+
+
+def find_caps(config: Config, device: torch.device, *, held: int) -> Caps:
+    """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
+    declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
+    of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
+    host = usable_host_bytes() + held if of_node is None else of_node // ranks_of_node()
+    host_source = "what this process may use" if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
+    if declared is not None:
+        return Caps(declared, host, "option device_memory", host_source)
+    if device.type == "cpu":
+        return Caps(host, host, host_source, host_source)
+    return Caps(usable_device_bytes(device) + held, host, "what this process may use", host_source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """What stays on the device, and in host memory beside it, in bytes."""
+
+    device: int
+    host: int
+    slot_device: int
+    """Of one chunk during a step."""
+    slot_host: int
+    states: int
+    """On the device: a guess, Adam's two of each, of what an optimizer will keep. It isn't known before its first step."""
+
+
+def measure_resident(slots: Sequence[Slot], placement: Placement, context: Context, *, size: int) -> Resident:
+    """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer."""
+    unified = context.bridge.unified
+    sides = {"device": 0, "host": 0}
+    largest = total = 0
+    for slot in slots:
+        shard = math.ceil(slot.numel / size)
+        for tier in (placement.params, *((placement.grads,) if slot.requires_grad else ())):
+            if tier != "nvme":
+                sides["device" if unified else tier] += shard * slot.dtype.itemsize
+        if slot.requires_grad:
+            largest = max(largest, min(shard, chunks.PIECE_NUMEL))
+            total += -(-shard // chunks.ALIGN) * chunks.ALIGN
+    numel = min(max(largest, chunks.PIECE_NUMEL), total)
+    mover = Mover(context.bridge, update_on_device=placement.update_on_device)
+    rooms = [0, 0]
+    for columns, tier in ((1, placement.params), (1, placement.grads), (2, placement.optimizer)):
+        for side, needed in enumerate(mover.needs(tier)):
+            rooms[side] += columns * 4 * numel if needed else 0
+    on_device = placement.optimizer == "device" or (unified and placement.optimizer == "host")
+    states = 2 * sum(math.ceil(s.numel / size) * s.dtype.itemsize for s in slots if s.requires_grad) if on_device else 0
+    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], states)
+
+
+class GraphBudget:
+    """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
+
+    Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both.
+    """
+
+    def __init__(self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> None:
+        fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
+        whole = sum(slot.bytes for slot in fresh)
+        self.caps = find_caps(config, context.device, held=whole + context.ledger.total()[0])
+        self._short: list[tuple[int, str]] = []
+        self._checked = False
+        self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()
+        self._resident = measure_resident(fresh, self._placement, context, size=context.size)
+        self._swapped = bool(way_in(self._placement.params, unified=context.bridge.unified))
+        self._away = self._placement.grads == "nvme" or (self._placement.grads == "host" and not context.bridge.unified)
+
+    def limits(self, graph: fx.Graph) -> tuple[int, int]:
+        """Return how many bytes may be gathered, and how many gathered or on the way."""
+        context, unified = self._context, self._context.bridge.unified
+        needs = measure_needs(graph)
+        factor = 0 if context.size == 1 and not self._away else 1 if context.size == 1 or not self._away else 1 + 1 / context.size
+        reduced, left = math.ceil(factor * needs.reduced), math.ceil(factor * needs.left)
+        slot = self._resident.slot_device + (self._resident.slot_host if unified else 0)
+        gathered = needs.gathered if context.size > 1 or self._swapped or needs.narrowed else 0
+        cap = min(self.caps.device, self.caps.host) if unified else self.caps.device
+        here = self._resident.device + slot + gathered + reduced
+        least = here + _held(context.ledger, here, cap)
+        if least > cap:
+            fixed = least - slot - gathered - reduced
+            source = self.caps.device_source if cap == self.caps.device else self.caps.host_source
+            self._fall_short(
+                least,
+                f"the model needs {least:,} bytes on {context.device} of each rank: {fixed:,} stay there (parameters and "
+                f"gradients whose tier that is), {gathered:,} are gathered at once (with {needs.largest or 'nothing'}), "
+                f"{reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's step. {cap:,} are allowed "
+                f"({source}); the smallest that works is {least:,}. A smaller `bucket` gathers less at once; params, grads and "
+                "optimizer on 'host' or 'nvme' keep less there",
+            )
+        if not unified:
+            self._check_host(gathered)
+        spare = max(0, cap - least - self._resident.states)
+        slots = 1 + min(SLOTS - 1, spare // slot if slot else SLOTS - 1)
+        spare -= (slots - 1) * slot
+        ahead = max(0, min(spare, BUCKETS_ON_THE_WAY * self._bucket - gathered)) if gathered else 0
+        flight = max(0, min(spare - ahead, BUCKETS_REDUCED * self._bucket - reduced))
+        if not reduced:
+            flight = 0
+        claims = context.claims
+        claims.device_cap, claims.host_cap = cap, self.caps.host
+        claims.passing = max(claims.passing, gathered + ahead + reduced + flight)
+        claims.slots = min(claims.slots, slots)
+        claims.reduced = max(claims.reduced, reduced + flight)
+        claims.left = max(claims.left, left)
+        context.gradient_room.limit = claims.reduced - claims.left
+        most = max(needs.gathered, gathered + ahead)
+        return min(most, BUCKETS_GATHERED * self._bucket), most
+
+    def _check_host(self, gathered: int) -> None:
+        staged = math.ceil(gathered / self._context.size) if self._placement.params == "nvme" else 0
+        needed = self._resident.host + self._resident.slot_host + staged + self._context.host_ledger.total()[0]
+        if needed > self.caps.host:
+            self._fall_short(
+                needed,
+                f"the model needs {needed:,} bytes of host memory for each rank: {self._resident.host:,} of parameters and "
+                f"gradients, {staged:,} on their way from the drive, {self._resident.slot_host:,} for one chunk of the "
+                f"optimizer's step. {self.caps.host:,} are allowed ({self.caps.host_source}); the smallest host_memory that "
+                f"works is {needed * ranks_of_node():,}. 'nvme' for params, grads or optimizer keeps less there",
+            )
+
+    def check(self) -> None:
+        """Raise `BudgetError` for the graph seen so far that needs most beyond a cap; from now on, at once for any other."""
+        self._checked = True
+        if self._short:
+            raise BudgetError(max(self._short)[1])
+
+    def _fall_short(self, needed: int, message: str) -> None:
+        self._short.append((needed, message))
+        if self._checked:
+            raise BudgetError(message)
+
+
+def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
+    """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
+    claims = context.claims
+    on_device = on_device or context.bridge.unified
+    ledger, cap = (context.ledger, claims.device_cap) if on_device else (context.host_ledger, claims.host_cap)
+    if cap is None:
+        return
+    side, passing = ("device", claims.passing) if on_device else ("host", 0)
+    here = slots + states + passing
+    needed = here + (held := _held(ledger, here, cap))
+    if needed > cap:
+        raise BudgetError(
+            f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
+            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. The smallest "
+            f"{side}_memory that works is {needed * (1 if on_device else ranks_of_node()):,}; optimizer='nvme' keeps states on a "
+            "drive"
+        )
+
+
+def _held(ledger: Ledger, more: int, cap: int) -> int:
+    """Return the bytes that an account holds; where `more` don't fit beside them, without models that nobody uses any more."""
+    if ledger.total()[0] + more > cap:
+        gc.collect()
+    return ledger.total()[0]
