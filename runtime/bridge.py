@@ -23,6 +23,9 @@ class Bridge(Protocol):
     unified: bool
     """The device is host memory: nothing is ever copied."""
 
+    def attach(self, meter: Meter) -> None:
+        """Count what crosses on this meter."""
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return flat host memory, content undefined, that drives and the device copy from and to without another copy."""
 
@@ -43,6 +46,9 @@ class Unified:
 
     def __init__(self, memory: GatherMemory) -> None:
         self._memory = memory
+
+    def attach(self, meter: Meter) -> None:
+        """See `Bridge.attach`; nothing crosses."""
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`."""
@@ -65,12 +71,16 @@ class CudaBridge:
 
     unified = False
 
-    def __init__(self, device: torch.device, meter: Meter) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._meter = meter
+        self._meters: list[Meter] = []
         self._host_memory = GatherMemory(pinned=True)
         self._lanes = {way: ThreadLane(f"zinf-{way}", most=MOST_COPIES, forgiving=True) for way in ("to-device", "to-host")}
         self._streams = {way: torch.cuda.Stream(device) for way in self._lanes}
+
+    def attach(self, meter: Meter) -> None:
+        """See `Bridge.attach`."""
+        self._meters.append(meter)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`; used again, since pinning takes milliseconds."""
@@ -92,7 +102,8 @@ class CudaBridge:
 
     def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         stream = self._streams[way]
-        self._meter.moved("host to device" if way == "to-device" else "device to host", source.nbytes)
+        for meter in self._meters:
+            meter.moved("host to device" if way == "to-device" else "device to host", source.nbytes)
         issued = torch.cuda.current_stream(self._device).record_event()  # memory from the allocator is free from then on
 
         def copy() -> None:
@@ -111,9 +122,12 @@ class FakeLink:
 
     def __init__(self, name: str, *, bytes_per_s: float, latency_s: float) -> None:
         self.bytes = 0
+        self.meters: list[Meter] = []
+        """Where what crosses is counted, too."""
+        self.name = name
         self.spans: list[tuple[float, float]] = []
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
-        self._lane = ThreadLane(name, most=MOST_COPIES, forgiving=True)
+        self._lane = ThreadLane(f"zinf {name}", most=MOST_COPIES, forgiving=True)
 
     def copy(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         def run() -> None:
@@ -122,6 +136,8 @@ class FakeLink:
             start = time.perf_counter()
             into.copy_(source)
             self.bytes += source.nbytes
+            for meter in self.meters:
+                meter.moved(self.name, source.nbytes)
             took = time.perf_counter() - start
             time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
             self.spans.append((start, time.perf_counter()))
@@ -139,11 +155,16 @@ class FakeDevice:
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
         self.links = {
-            "to device": FakeLink("zinf-to-device", bytes_per_s=bytes_per_s, latency_s=latency_s),
-            "to host": FakeLink("zinf-to-host", bytes_per_s=bytes_per_s, latency_s=latency_s),
+            "to device": FakeLink("host to device", bytes_per_s=bytes_per_s, latency_s=latency_s),
+            "to host": FakeLink("device to host", bytes_per_s=bytes_per_s, latency_s=latency_s),
         }
         self.memory = GatherMemory()
         self.host_memory = GatherMemory()
+
+    def attach(self, meter: Meter) -> None:
+        """See `Bridge.attach`."""
+        for link in self.links.values():
+            link.meters.append(meter)
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`."""

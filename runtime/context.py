@@ -56,6 +56,7 @@ class Context:
         self.gradient_room = ByteRoom()
         """Bounds the full gradients on their way to other ranks or to their tier."""
         self.bridge: Bridge = player or self._bridge()
+        self.bridge.attach(self.meter)
         self.host_ledger = self.ledger if self.bridge.unified else Ledger()
         """What is held in host memory; the same account where that is the device."""
         self._engine: Engine | None = None
@@ -99,7 +100,7 @@ class Context:
             self.gather_lane, self.reduce_lane = StreamLane(device), StreamLane(device)
 
     def _bridge(self) -> Bridge:
-        return Unified(self.gather_memory) if self.device.type == "cpu" else CudaBridge(self.device, self.meter)
+        return Unified(self.gather_memory) if self.device.type == "cpu" else CudaBridge(self.device)
 
     @property
     def engine(self) -> Engine:

@@ -64,6 +64,7 @@ def execute(
     program: Program, units: Mapping[int, Unit], context: Context, args: list[Any], make_gradient: GradientMaker
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
+    context.meter.begin()
     registers: list[Any] = [None] * program.registers
     registers[: len(args)] = args
     args.clear()

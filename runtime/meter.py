@@ -20,6 +20,16 @@ class Meter:
         self._before: tuple[dict[str, int], dict[str, float]] = (dict(self._bytes), dict(self._waited_s))
         self._last: tuple[dict[str, int], dict[str, float]] = (dict(self._bytes), dict(self._waited_s))
         self.steps = 0
+        self._began_s: float | None = None
+        self._last_s = 0.0
+
+    def begin(self) -> None:
+        """A graph runs; the first time since the last step, that is where the next one begins."""
+        if self._began_s is None:
+            with self._lock:
+                self._began_s = time.perf_counter()
+                if not self.steps:
+                    self._before = dict(self._bytes), dict(self._waited_s)
 
     def moved(self, link: str, count: int) -> None:
         """Count bytes."""
@@ -45,6 +55,13 @@ class Meter:
             )
             self._before = now
             self.steps += 1
+            self._last_s = time.perf_counter() - self._began_s if self._began_s is not None else 0.0
+            self._began_s = None
+
+    def last_step(self) -> tuple[int, float]:
+        """Return the bytes that the last step wrote to drives, and its seconds, from the first graph on."""
+        with self._lock:
+            return self._last[0]["host to nvme"], self._last_s
 
     def report(self) -> dict[str, dict[str, float]]:
         """Return for each link bytes and seconds waited, in total and of the last step."""

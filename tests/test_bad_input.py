@@ -70,7 +70,7 @@ def assert_refused(
     model: nn.Module, batch: Sequence[Any], message: str, error: type[Exception] = UnsupportedModelError, **settings: Any
 ) -> None:
     """The first call raises `error` itself; then the model is what it was, and its optimizer trains it eagerly."""
-    twin, optimizer = copy.deepcopy(model), adamw(model.parameters())
+    twin, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters(), foreach=False)
     before = list(model.parameters())
     compiled: Any = torch.compile(model, **({"backend": BACKEND} | settings))
     with pytest.raises(error, match=message):
@@ -79,7 +79,7 @@ def assert_refused(
     assert {type(p) for p in before} <= {nn.Parameter, Subclass}
     assert_same_models(twin, model)
     plain_step(model, optimizer, tuple(batch))
-    plain_step(twin, adamw(twin.parameters()), tuple(batch))
+    plain_step(twin, torch.optim.AdamW(twin.parameters(), foreach=False), tuple(batch))
     assert_same_models(twin, model)
 
 

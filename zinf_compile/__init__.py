@@ -17,6 +17,7 @@ from .errors import (
 )
 from .memory import memory
 from .precision import keep_precision
+from .stats import stats
 
 __version__ = "0.1.0"
 
@@ -38,4 +39,5 @@ __all__ = [
     "keep_precision",
     "load_full_state_dict",
     "memory",
+    "stats",
 ]

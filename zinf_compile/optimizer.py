@@ -30,7 +30,8 @@ from .probe import check_elementwise, states_kept
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
-from .streaming import StreamedStates, streamed_states, torn
+from .stats import log_first_step
+from .streaming import StreamedStates, drive_bytes, streamed_states, torn
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
@@ -131,6 +132,17 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         if name not in _STEP_LOCAL:
             vars(optimizer)[name] = value
     _account(optimizer)
+    _end_step(optimizer)
+
+
+def _end_step(optimizer: Optimizer) -> None:
+    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    for context in {p._zinf_unit.context for p in hollow}:
+        context.meter.end_step()
+        if context.meter.steps == 1:
+            held = _state_bytes.get(optimizer, {})
+            in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
+            log_first_step(context, optimizer, hollow, in_memory + drive_bytes(optimizer))
 
 
 def _check_budget(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:

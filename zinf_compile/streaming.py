@@ -387,6 +387,11 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
     return known
 
 
+def drive_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the optimizer's states that live on drives."""
+    return sum(states.drive_bytes for states in _streamed.get(optimizer, []))
+
+
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
     for states in _streamed.get(optimizer, []):

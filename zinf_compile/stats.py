@@ -1,0 +1,93 @@
+"""What a partitioned model moves, holds and waits for on this rank; and the line that says so at the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from .parameter import ShardedParameter
+from .runtime.context import Context
+from .runtime.placement import Placement
+from .runtime.unit import Unit
+
+_log = logging.getLogger("zinf_compile")
+
+ENDURANCE_BYTES = 600e12
+"""A usual rating of a consumer drive of 1 TB: 600 TBW."""
+
+_NAMES = {"device": "the device", "host": "host memory", "nvme": "NVMe"}
+
+
+def stats(model: nn.Module) -> dict[str, Any]:
+    """Return this rank's account since its first compiled call, for all models partitioned over these ranks.
+
+    `steps`: of optimizers. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from ranks"
+    and "to ranks" `bytes`, and `waited_s`, the seconds compute stood still for it; `bytes_last_step` and `waited_s_last_step` of
+    the last step and the forward and backward before it. `memory`: for "device" and "host" (one account where the device is
+    host memory) the bytes held `now` and at the `peak` by kind, as `memory` gives them, and of all kinds together. `caps`: what
+    the schedule keeps within. Empty before the first compiled call.
+    """
+    context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
+    if context is None:
+        return {}
+    accounts = {"device": context.ledger} if context.bridge.unified else {"device": context.ledger, "host": context.host_ledger}
+    return {
+        "steps": context.meter.steps,
+        "links": context.meter.report(),
+        "memory": {
+            side: {
+                "now": {**ledger.now(), "all": ledger.total()[0]},
+                "peak": {**ledger.peak(), "all": ledger.total()[1]},
+            }
+            for side, ledger in accounts.items()
+        },
+        "caps": {"device_memory": context.claims.device_cap, "host_memory": context.claims.host_cap},
+    }
+
+
+def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[ShardedParameter], states_bytes: int) -> None:
+    """Log, on the first rank, what lives where and what a step writes to drives."""
+    if context.rank == 0 and _log.isEnabledFor(logging.INFO):
+        units = [p._zinf_unit for p in parameters if p._zinf_unit.context is context]
+        _log.info("%s", first_line(units, type(optimizer).__name__, states_bytes, context.meter.last_step()))
+
+
+def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple[int, float]) -> str:
+    """Write the line; `step` is (bytes written to drives, seconds) of one step."""
+    placement = max(units, key=lambda unit: unit.numel).placement
+    context = units[0].context
+    shards = sum(unit.shard_numel * unit.dtype.itemsize for unit in units)
+    trained = sum(unit.shard_numel * unit.dtype.itemsize for unit in units if _is_trained(unit))
+    kinds = (
+        ("parameters", shards, placement.params),
+        ("gradients", trained, placement.grads),
+        (f"states of {optimizer}", states_bytes, placement.optimizer),
+    )
+    lives = ", ".join(f"{name} on {_NAMES[_tier(tier, context)]} ({count:,} B)" for name, count, tier in kinds)
+    text = f"each of {context.size} rank(s) keeps {lives}; updated on {_updated_on(placement, context)}"
+    written, seconds = step
+    if written:
+        days = ENDURANCE_BYTES / written * seconds / 86400
+        folders = ", ".join(placement.nvme)
+        text += (
+            f". A step writes {written:,} B to {folders}: at this one's {seconds:.3g} s a drive rated for "
+            f"{ENDURANCE_BYTES / 1e12:.0f} TBW lasts {days:,.0f} days of training"
+        )
+    return text
+
+
+def _is_trained(unit: Unit) -> bool:
+    parameter = unit.parameter()
+    return parameter is not None and parameter.requires_grad
+
+
+def _tier(tier: str, context: Context) -> str:
+    return "device" if tier == "host" and context.bridge.unified else tier
+
+
+def _updated_on(placement: Placement, context: Context) -> str:
+    return _NAMES["device" if context.bridge.unified or placement.update_on_device else "host"]
