@@ -21,19 +21,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
-import multiprocessing as mp
 import os
 import statistics
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import _readme
+from _peers import Peer, alternate, check_losses, matmul_rate, spawn, table_rows
+from _worker import TakeStep, serve
 from tabulate import tabulate
 
 LENGTH, BATCH, VOCABULARY = 256, 2, 50257
@@ -41,11 +40,6 @@ PEERS: dict[int, tuple[str, ...]] = {
     1: ("inductor", "eager", "zinf fx", "zinf inductor"),
     2: ("ddp", "fsdp2", "fsdp2 compiled", "deepspeed", "zinf fx", "zinf inductor"),
 }
-STEPS_FOR_MEMORY = 2
-"""Taken by each peer after the timed ones; the most memory held during them is reported."""
-
-TakeStep = Callable[[Any, Any], Any]
-"""`take(tokens, targets)` makes one training step and returns its loss."""
 
 
 def trainer(peer: str, model: Any) -> TakeStep:
@@ -107,7 +101,7 @@ def _deepspeed_trainer(model: Any, optimizer: Any) -> TakeStep:
 
 
 def work(peer: str, rank: int, world: int, layers: int, rendezvous: str, commands: Any) -> None:
-    """Serve commands: "step" is answered with (wall s, CPU s, loss), the others with one number."""
+    """Build the model and serve; "compiling" asks for the seconds spent with it, None where the peer doesn't say."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )  # as torchrun does
@@ -126,101 +120,25 @@ def work(peer: str, rank: int, world: int, layers: int, rendezvous: str, command
     model = GPT(layers=layers, width=768, heads=12, vocabulary=VOCABULARY, length=LENGTH)
     torch.nn.init.normal_(model.wte.weight, std=0.02)  # torch's own, 1, would saturate the loss
     generator = torch.Generator().manual_seed(rank)
-    take: TakeStep | None = None
-    while (command := commands.recv()) != "end":
-        if command == "step":
-            tokens, targets = torch.randint(VOCABULARY, (2, BATCH, LENGTH), generator=generator)
-            wall, cpu = time.perf_counter(), time.process_time()
-            take = take or trainer(peer, model)  # the first step's time includes wrapping the model
-            loss = take(tokens, targets)
-            commands.send((time.perf_counter() - wall, time.process_time() - cpu, loss.item()))
-        elif command == "forget peak":
-            Path("/proc/self/clear_refs").write_text("5")
-            commands.send(0)
-        elif command == "peak":
-            commands.send(_peak_pss_gib())
-        elif command == "compiling":
-            commands.send(_seconds_compiling())
-    commands.send("ended")
+
+    def draw() -> Any:
+        return torch.randint(VOCABULARY, (2, BATCH, LENGTH), generator=generator)
+
+    serve(commands, draw, lambda: trainer(peer, model), more={"compiling": _seconds_compiling})
     if world > 1:
         dist.destroy_process_group()
 
 
-class Peer:
-    """The ranks of one way to train, alive and waiting."""
-
-    def __init__(self, name: str, world: int, layers: int, folder: str) -> None:
-        self.name = name
-        context = mp.get_context("spawn")
-        rendezvous = f"{folder}/{name.replace(' ', '-')}"
-        pairs = [context.Pipe() for _ in range(world)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._workers = [
-            context.Process(target=work, args=(name, rank, world, layers, rendezvous, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for worker in self._workers:
-            worker.start()
-        for _, theirs in pairs:
-            theirs.close()  # so that a rank that dies is noticed
-        self.losses: list[float] = []
-        self.first_s = self.step()[0]
-        self.steps: list[tuple[float, float]] = []
-
-    def step(self) -> tuple[float, float]:
-        """Take one step on all ranks; return the slowest rank's wall seconds and all ranks' CPU seconds."""
-        walls, cpus, losses = zip(*self._ask("step"), strict=True)
-        self.losses.append(statistics.mean(losses))
-        return max(walls), sum(cpus)
-
-    def peak_pss_gib(self) -> float:
-        """Take a few steps; return the most memory that a rank held during them."""
-        self._ask("forget peak")
-        for _ in range(STEPS_FOR_MEMORY):
-            self.step()
-        return max(self._ask("peak"))
-
-    def seconds_compiling(self) -> float | None:
-        """Return how long the slowest rank was compiling regions; None where the peer doesn't say."""
-        return max((s for s in self._ask("compiling") if s is not None), default=None)
-
-    def end(self) -> None:
-        """Stop all ranks."""
-        self._ask("end")
-        for worker in self._workers:
-            worker.join(timeout=10)
-
-    def _ask(self, command: str) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(command)
-        try:
-            return [pipe.recv() for pipe in self._pipes]
-        except EOFError:
-            raise SystemExit(f"{self.name}: a rank ended early; what it said is above") from None
+def start(name: str, world: int, layers: int, folder: str) -> Peer:
+    """Start the ranks of a peer and take its first step."""
+    rendezvous = f"{folder}/{name.replace(' ', '-')}"
+    return Peer(name, [spawn(work, name, rank, world, layers, rendezvous) for rank in range(world)])
 
 
 def measure(names: Sequence[str], *, world: int, layers: int, rounds: int) -> dict[str, Any]:
     """Alternate the peers' steps; return the numbers."""
     with tempfile.TemporaryDirectory() as folder:
-        peers = [Peer(name, world, layers, folder) for name in names]
-        for _ in range(rounds):
-            for peer in peers:
-                peer.steps.append(peer.step())
-        rows = [
-            {
-                "peer": peer.name,
-                "step_s": statistics.median(wall for wall, _ in peer.steps),
-                "cpu_s": statistics.median(cpu for _, cpu in peer.steps),
-                "first_step_s": peer.first_s,
-                "peak_pss_gib": peer.peak_pss_gib(),
-                "steps_s": [wall for wall, _ in peer.steps],
-                "losses": peer.losses,
-            }
-            for peer in peers
-        ]
-        for peer in peers:
-            peer.end()
-    _check_losses(rows)
+        rows = alternate([start(name, world, layers, folder) for name in names], rounds)
     return {"world": world, "layers": layers, "rounds": rounds, "floor_s": floor_s(layers, world), "rows": rows}
 
 
@@ -232,11 +150,11 @@ def measure_cold(names: Sequence[str], *, world: int, layers: int, rounds: int) 
     for _ in range(rounds):
         for name in names:
             with tempfile.TemporaryDirectory() as folder:
-                peer = Peer(name, world, layers, folder)
+                peer = start(name, world, layers, folder)
                 firsts[name].append(peer.first_s)
                 losses[name] = peer.losses
-                if (seconds := peer.seconds_compiling()) is not None:
-                    compiling[name].append(seconds)
+                if said := [seconds for seconds in peer.ask("compiling") if seconds is not None]:
+                    compiling[name].append(max(said))
                 peer.end()
     rows = [
         {
@@ -248,27 +166,14 @@ def measure_cold(names: Sequence[str], *, world: int, layers: int, rounds: int) 
         }
         for name in names
     ]
-    _check_losses(rows)
+    check_losses(rows)
     return {"cold": True, "world": world, "layers": layers, "rounds": rounds, "rows": rows}
-
-
-def _check_losses(rows: Sequence[dict[str, Any]]) -> None:
-    expected = rows[0]["losses"]
-    for row in rows:
-        if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(row["losses"], expected, strict=True)):
-            raise SystemExit(f"{row['peer']} trained something else: losses {row['losses']}; {rows[0]['peer']} had {expected}")
 
 
 def floor_s(layers: int, world: int) -> float:
     """Return the time of the step's matrix products alone, at the rate of one large product measured here and now."""
-    import torch  # noqa: PLC0415
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    a, b = torch.randn(512, 3072), torch.randn(3072, 3072)
-    seconds = _best_of(lambda: a @ b)
-    rate = 2 * 512 * 3072 * 3072 / seconds
     matrix_elements = layers * 12 * 768**2 + 50257 * 768
-    return 6 * matrix_elements * BATCH * LENGTH / rate
+    return 6 * matrix_elements * BATCH * LENGTH / matmul_rate(max(1, (os.cpu_count() or 1) // world))
 
 
 def report(result: dict[str, Any]) -> str:
@@ -282,20 +187,8 @@ def report(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Return the rows as text, each with its ratio to the first."""
-    base = result["rows"][0]
-    rows = [
-        [
-            row["peer"],
-            f"{row['step_s']:.2f}",
-            f"{row['step_s'] / base['step_s']:.2f}",
-            f"{row['cpu_s']:.2f}",
-            f"{row['first_step_s']:.1f}",
-            f"{row['peak_pss_gib']:.2f}",
-        ]
-        for row in result["rows"]
-    ]
-    headers = ["peer", "step s", f"/ {base['peer']}", "CPU s, all ranks", "first step s", "peak PSS GiB per rank"]
-    return tabulate(rows, headers, tablefmt="github")
+    headers = ["peer", "step s", f"/ {result['rows'][0]['peer']}", "CPU s, all ranks", "first step s", "peak PSS GiB per rank"]
+    return tabulate(table_rows(result["rows"]), headers, tablefmt="github")
 
 
 def cold_table(result: dict[str, Any]) -> str:
@@ -311,30 +204,6 @@ def cold_table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     return tabulate(rows, ["peer", "first step s", f"/ {base['peer']}", "of it compiling regions s"], tablefmt="github")
-
-
-def _best_of(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _peak_pss_gib() -> float:
-    """Return the most memory this process held since its peak was forgotten, shared pages counted by their share.
-
-    The kernel keeps the peak of RSS, exactly and for free, but none of PSS. What is shared here are libraries, which stay: so
-    what PSS is below RSS now is taken off the peak.
-    """
-    peak = _kib("/proc/self/status", "VmHWM:")
-    shared = _kib("/proc/self/smaps_rollup", "Rss:") - _kib("/proc/self/smaps_rollup", "Pss:")
-    return (peak - shared) / 2**20
-
-
-def _kib(path: str, field: str) -> int:
-    return int(next(line for line in Path(path).read_text().splitlines() if line.startswith(field)).split()[1])
 
 
 def _seconds_compiling() -> float | None:
