@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc
 	touch $@
 
 train: setup
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 256MiB $(ARGS)
 
 test: setup
 	$(BIN)/pytest -m "not gpu and not zoo" $(ARGS)

@@ -32,6 +32,7 @@ void raise_os_error(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 NB_MODULE(_csrc, m) {
+    nb::set_leak_warnings(false);  // at exit models in caches of PyTorch hold stores, and these an engine, which is closed by then
     m.doc() = "The native part of zinf-compile: its I/O engine and what that asks of the kernel.";
     zinf::bind_engine(m);
     nb::register_exception_translator(raise_os_error);

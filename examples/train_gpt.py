@@ -2,13 +2,14 @@
 
     python examples/train_gpt.py                                    # one process, about two minutes on two cores
     torchrun --nproc-per-node 2 examples/train_gpt.py               # each rank holds half of every parameter
-    python examples/train_gpt.py --nvme DIR                         # optimizer states on the drive that DIR is on
+    python examples/train_gpt.py --nvme DIR --device-memory 256MiB  # all of them on DIR's drive, within a cap
     python examples/train_gpt.py --eager                            # the same script without the backend
 
 The text is the source code of Python's standard library, which every machine has; --text FILE takes another.
 """
 
 import argparse
+import logging
 import math
 import os
 import resource
@@ -92,7 +93,8 @@ def generate(model, prompt, count):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--eager", action="store_true", help="train without the backend, to compare")
-parser.add_argument("--nvme", metavar="DIR", help="keep the optimizer states in this folder's drive")
+parser.add_argument("--nvme", metavar="DIR", help="keep parameters, gradients and optimizer states on this folder's drive")
+parser.add_argument("--device-memory", metavar="SIZE", help="the most that the backend may hold, such as 256MiB")
 parser.add_argument("--text", metavar="FILE", help="text to learn; default: Python's standard library")
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
@@ -110,13 +112,18 @@ rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() 
 if args.batch % ranks or (args.eager and ranks > 1):
     parser.error(f"{ranks} ranks: --batch must be divisible by them, and --eager trains on one process")
 
+logging.basicConfig(format="%(name)s: %(message)s")
+logging.getLogger("zinf_compile").setLevel(logging.INFO)
 torch.manual_seed(1337)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 text = load_text(args.text)
 model = GPT(args.layers, args.width, heads=args.width // 64, length=args.length).to(device)
 parameters = sum(p.numel() for p in model.parameters())
 if not args.eager:
-    model = torch.compile(model, backend="zero_infinity", options={"optimizer": "nvme", "nvme": args.nvme} if args.nvme else None)
+    options = {"device_memory": args.device_memory} if args.device_memory else {}
+    if args.nvme:
+        options |= {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": args.nvme}
+    model = torch.compile(model, backend="zero_infinity", options=options)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 warmup = max(1, args.steps // 20)
