@@ -75,8 +75,8 @@ class CudaBridge:
         self._device = device
         self._meters: list[Meter] = []
         self._host_memory = GatherMemory(pinned=True)
-        self._lanes = {way: ThreadLane(f"zinf-{way}", most=MOST_COPIES, forgiving=True) for way in ("to-device", "to-host")}
-        self._streams = {way: torch.cuda.Stream(device) for way in self._lanes}
+        self._lanes: dict[str, ThreadLane] = {}
+        self._streams: dict[str, torch.cuda.Stream] = {}
 
     def attach(self, meter: Meter) -> None:
         """See `Bridge.attach`."""
@@ -94,16 +94,19 @@ class CudaBridge:
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `Bridge.to_device`."""
-        return self._copy("to-device", source, into, after)
+        return self._copy("host to device", source, into, after)
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `Bridge.to_host`."""
-        return self._copy("to-host", source, into, after)
+        return self._copy("device to host", source, into, after)
 
     def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        if way not in self._lanes:
+            self._lanes[way] = ThreadLane(f"zinf {way}", most=MOST_COPIES, forgiving=True)
+            self._streams[way] = torch.cuda.Stream(self._device)
         stream = self._streams[way]
         for meter in self._meters:
-            meter.moved("host to device" if way == "to-device" else "device to host", source.nbytes)
+            meter.moved(way, source.nbytes)
         issued = torch.cuda.current_stream(self._device).record_event()  # memory from the allocator is free from then on
 
         def copy() -> None:

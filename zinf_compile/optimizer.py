@@ -36,6 +36,7 @@ from .streaming import StreamedStates, drive_bytes, streamed_states, torn
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_described: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
 """Parameters, by identity, whose states were counted against the caps."""
 _installed: list[Any] = []
@@ -137,9 +138,11 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _end_step(optimizer: Optimizer) -> None:
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    first = optimizer not in _described
+    _described.add(optimizer)
     for context in {p._zinf_unit.context for p in hollow}:
         context.meter.end_step()
-        if context.meter.steps == 1:
+        if first:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
             log_first_step(context, optimizer, hollow, in_memory + drive_bytes(optimizer))
