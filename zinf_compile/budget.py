@@ -78,7 +78,7 @@ def measure_resident(slots: Sequence[Slot], placement: Placement, context: Conte
         if slot.requires_grad:
             largest = max(largest, min(shard, chunks.PIECE_NUMEL))
             total += -(-shard // chunks.ALIGN) * chunks.ALIGN
-    numel = min(max(largest, chunks.PIECE_NUMEL), total)
+    numel = min(-(-max(largest, chunks.PIECE_NUMEL) // chunks.ALIGN) * chunks.ALIGN, total)
     mover = Mover(context.bridge, update_on_device=placement.update_on_device)
     rooms = [0, 0]
     for columns, tier in ((1, placement.params), (1, placement.grads), (2, placement.optimizer)):

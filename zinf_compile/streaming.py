@@ -49,13 +49,13 @@ class StreamedStates:
         self._forward = True
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
         shapes = [(chunk.columns, chunk.numel) for chunk in self._chunks]
-        self._check_budget(optimizer, shapes)
+        most = self._slots_within_budget(optimizer, shapes)
         self.store = self._lay_out(placement.nvme) if self.tier == "nvme" and any(kept) else None
         self._slots = ChunkSlots(
             shapes,
             context.bridge,
             pinned=context.device.type == "cuda",
-            most=context.claims.slots,
+            most=most,
         )
         context.host_ledger.add("states", self._slots.host_bytes)
         context.ledger.add("staged", self._slots.device_bytes)
@@ -258,10 +258,20 @@ class StreamedStates:
                 for name in names:
                     optimizer.state[parameter][name] = optimizer.state[parameter][name].cpu()
 
-    def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> None:
+    def _slots_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
+        """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
         self._check_gradients()  # what is still on its way from the device would be counted there
+        most = min(self._context.claims.slots, len(shapes))
+        for count in range(most, 1, -1):
+            with contextlib.suppress(BudgetError):
+                self._check_budget(optimizer, shapes, count)
+                return count
+        self._check_budget(optimizer, shapes, 1)
+        return 1
+
+    def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]], count: int) -> None:
         context, name = self._context, type(optimizer).__name__
-        host, device = (size * min(context.claims.slots, len(shapes)) for size in slot_bytes(shapes))
+        host, device = (size * count for size in slot_bytes(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self._kept.items())
         states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == "device" else 0
