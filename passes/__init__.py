@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch import fx
 
@@ -16,12 +16,14 @@ from .insert_swaps import insert_swaps
 from .merge_gathers import merge_gathers
 from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
+from .prefetch_swaps import prefetch_swaps
 from .recompute_unit_views import recompute_unit_views
 from .sink_unit_views import sink_unit_views
 from .verify import verify
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
+Limits = Callable[[fx.Graph], tuple[int, int]]
 
 LOOK_AHEAD = 1
 """Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
@@ -29,6 +31,9 @@ none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 BUCKETS_GATHERED = 3
 """The gathers of one graph run ahead while no more than this many buckets are gathered."""
+
+BUCKETS_ON_THE_WAY = 5
+"""The swaps of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
 
 
 def joint_passes() -> tuple[Pass, ...]:
@@ -39,22 +44,20 @@ def joint_passes() -> tuple[Pass, ...]:
     )
 
 
-BUCKETS_ON_THE_WAY = 5
-"""Reads of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
-
-
 def graph_passes(
     *,
     bucket_bytes: int,
     params: Sequence[str] = (),
     grads: Sequence[str] = (),
-    limits: Callable[[fx.Graph], tuple[int, int]] | None = None,
+    limits: Limits | None = None,
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
     `params` and `grads` are the tiers on the way of a shard to the device, and of a gradient from it; none where they are there.
     `limits` decides, for a graph whose gathers are just in time, how many bytes may be gathered, and gathered or on the way.
     """
+    standing = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
+    decided = cache(limits or (lambda graph: standing))  # for both passes at once, when the first one asks
     return (
         sink_unit_views,
         partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
@@ -62,15 +65,10 @@ def graph_passes(
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),
-        partial(insert_swaps, params=params, grads=grads),
-        partial(
-            prefetch,
-            look_ahead=LOOK_AHEAD,
-            limit_bytes=BUCKETS_GATHERED * bucket_bytes,
-            swap_limit_bytes=BUCKETS_ON_THE_WAY * bucket_bytes,
-            limits=limits,
-        ),
+        partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0]),
         merge_gathers,
+        partial(insert_swaps, params=params, grads=grads),
+        partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
     )
 
 

@@ -118,16 +118,6 @@ def hop_of(node: fx.Node) -> tuple[str, str]:
     return src, dst
 
 
-def hops_before(gather: fx.Node) -> list[fx.Node]:
-    """Return the swap_ins that bring a gather its shard, first to last."""
-    hops: list[fx.Node] = []
-    source = gather.args[0]
-    while isinstance(source, fx.Node) and source.target is ops.swap_in:
-        hops.append(source)
-        source = source.args[0]
-    return hops[::-1]
-
-
 def start_of(gather: fx.Node) -> fx.Node:
     """Return where memory of the device is first taken for a gathered unit: its last swap_in, or the gather itself."""
     source = gather.args[0]

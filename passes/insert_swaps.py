@@ -9,44 +9,41 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import group_of
+from .facts import group_of, unit_of
+from .prefetch import find_stages
 
 
 def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[str]) -> fx.GraphModule:
     """Insert a swap_in for each hop of a shard's way to the device, and a swap_out for each hop of a gradient's way from it.
 
-        before:  g = all_gather(w, 0);  v = wait(g);  a = mm(x, v);  ...;  r = reduce_scatter(d, w)
+        before:  g = all_gather(w, 0);  v = wait(g);  a = mm(x, v);  release(v);  r = reduce_scatter(a, w);  return (r,)
         after:   s = swap_in(w, "nvme", "host", 0);  t = swap_in(s, "host", "device", 0);  g = all_gather(t, 0);  v = wait(g)
-                 a = mm(x, v);  ...;  r = reduce_scatter(d, w)
-                 o = swap_out(r, "device", "host");  q = swap_out(o, "host", "nvme")
+                 a = mm(x, v);  release(v);  r = reduce_scatter(a, w);  o = swap_out(r, "device", "host")
+                 q = swap_out(o, "host", "nvme");  return (q,)
 
     `params` and `grads` are the tiers on the way, such as ("nvme", "host", "device"); with fewer than two nothing moves. Each
     rank moves its own shard alone. Where a device is host memory there is one hop, ("nvme", "device"). Members of a group move
-    together; gathers that stand together stay so, behind all their swaps.
+    together; gathers that stand together stay so, behind all their swaps. Units without dimensions or without elements live on
+    the device. Runs when all collectives stand where they stay: no hop moves one, and so where states live changes none.
     """
-    for run in _runs(gm.graph):
+    for run in find_stages(gm.graph)[0]:
         for src, dst in itertools.pairwise(params):
-            for gather in run:
+            for gather in filter(_may_leave, run):
+                source = gather.args[0]
+                assert isinstance(source, fx.Node)
+                name = "read" if src == "nvme" else "copied"
                 with gm.graph.inserting_before(run[0]):
-                    source = gather.args[0]
-                    name = "read" if src == "nvme" else "copied"
                     handle = gm.graph.create_node("call_function", ops.swap_in, (source, src, dst, group_of(gather)), name=name)
-                handle.meta["val"] = source.meta["val"]  # type: ignore[union-attr]
+                handle.meta["val"] = source.meta["val"]
                 gather.args = (handle, *gather.args[1:])
-    for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]:
+    for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter and _may_leave(node)]:
         _take_away(gm.graph, reduction, grads)
     return gm
 
 
-def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the gathers, those that stand together together."""
-    runs: list[list[fx.Node]] = []
-    for node in graph.nodes:
-        if node.target is ops.all_gather:
-            if not runs or node.prev is not runs[-1][-1]:
-                runs.append([])
-            runs[-1].append(node)
-    return runs
+def _may_leave(node: fx.Node) -> bool:
+    unit = unit_of(node)
+    return bool(unit.shape and unit.numel)
 
 
 def _take_away(graph: fx.Graph, reduction: fx.Node, tiers: Sequence[str]) -> None:

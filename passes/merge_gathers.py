@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import gather_started_by, hops_before, live_bytes, unit_of, wire_type
+from .facts import unit_of, wire_bytes, wire_type
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,19 +32,16 @@ def merge_gathers(gm: fx.GraphModule) -> fx.GraphModule:
         after:   g = all_gather(w);  k = all_gather(e);  v = wait(g);  a = mm(x, v)
                  u = wait(k);  b = mm(a, u);  release(u);  c = mm(b, v);  release(v)
 
-    With a gather go the swaps that bring it its shard. Runs after `prefetch`: what is held fills room that the gathers running
-    ahead left, and delays none of them. Regions stay as `align_regions` cut them. Follows from order and sizes of the units
-    alone, so ranks with other batch shapes do the same.
+    Runs after `prefetch`: what is held fills room that the gathers running ahead left, and delays none of them. Regions stay
+    as `align_regions` cut them. Follows from order and sizes of the units alone, so ranks with other batch shapes do the same.
     """
-    started = [(node, gather_started_by(node)) for node in gm.graph.nodes]
-    nodes = [gather or node for node, gather in started if gather is not None or node.target is ops.release]
+    nodes = [node for node in gm.graph.nodes if node.target in (ops.all_gather, ops.release)]
     for end, start in choose_held([_move(node) for node in nodes]):
         release, gather = nodes[end], nodes[start]
         held = release.args[0]
-        assert isinstance(held, fx.Node)
         wait = next(iter(gather.users))
         wait.replace_all_uses_with(held)
-        for node in (release, wait, gather, *reversed(hops_before(gather))):
+        for node in (release, wait, gather):
             gm.graph.erase_node(node)
     return gm
 
@@ -94,4 +91,4 @@ def _next_gathers(moves: Sequence[Move]) -> dict[int, int]:
 
 
 def _move(node: fx.Node) -> Move:
-    return Move((unit_of(node).index, wire_type(node)), live_bytes(node), node.target is ops.all_gather)
+    return Move((unit_of(node).index, wire_type(node)), wire_bytes(node), node.target is ops.all_gather)

@@ -22,6 +22,8 @@ class Needs:
     """A parameter among those held then."""
     narrowed: bool
     """Some are gathered in a narrower type than their own: a copy, even where nothing travels."""
+    widening: float
+    """The most by which a unit's own type is wider than its gather's; a shard that is swapped in arrives in its own."""
     left: int
     """The most bytes of gradients that one stretch of compute leaves behind."""
     reduced: int
@@ -47,4 +49,5 @@ def measure_needs(graph: fx.Graph) -> Needs:
             together = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
     narrowed = any(wire_type(node) != unit_of(node).dtype for node in gathers)
-    return Needs(gathered=gathered, largest=largest, narrowed=narrowed, left=left, reduced=reduced)
+    widening = max((unit_of(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
+    return Needs(gathered=gathered, largest=largest, narrowed=narrowed, widening=widening, left=left, reduced=reduced)

@@ -9,18 +9,11 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import hop_of, hops_before, live_bytes
+from .facts import live_bytes
 
 
-def prefetch(
-    gm: fx.GraphModule,
-    *,
-    look_ahead: int,
-    limit_bytes: int,
-    swap_limit_bytes: int | None = None,
-    limits: Callable[[fx.Graph], tuple[int, int]] | None = None,
-) -> fx.GraphModule:
-    """Start the gathers of a group while up to `look_ahead` earlier groups are in use, and its swaps ahead of that.
+def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:
+    """Start the gathers of a group while up to `look_ahead` earlier groups are in use.
 
         before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v)
                  h = all_gather(w1, 1);  u = wait(h);  b = mm(a, u)
@@ -28,40 +21,22 @@ def prefetch(
                  u = wait(h);  b = mm(a, u)
 
     The first group starts with the graph. A later one starts early only as far as what is gathered and not yet released stays
-    within `limit_bytes`. The order of the gathers never changes. Groups that stand together (a block's, in two data types) start
-    together and count as one. Of what is swapped in each hop runs one stage ahead of the next one, so that while one group is in
-    use the next is gathered, the one after it is copied to the device and the one after that is read from the drive; reads that
-    end on the device run two stages ahead of their gathers. What is on its way to the device, gathered and not yet released
-    stays within `swap_limit_bytes`. `limits`, a planner's, gives both for the graph at hand.
+    within `limit_bytes`, or what that says for the graph. The order of the gathers never changes. Groups that stand together (a
+    block's, in two data types) start together and count as one.
     """
-    if limits is not None:
-        limit_bytes, swap_limit_bytes = limits(gm.graph)
-    groups, released = _stages(gm.graph)
+    groups, released = find_stages(gm.graph)
     anchors = [group[-1].next for group in groups]  # where a stage's compute begins
     sizes = [sum(live_bytes(node) for node in group) for group in groups]
-    chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=limit_bytes)
-    levels = _levels(groups)
+    most = limit_bytes if isinstance(limit_bytes, int) else limit_bytes(gm.graph)
+    chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=most)
     first = next(node for node in gm.graph.nodes if node.op != "placeholder")
-    if groups:
-        start = [node for level in reversed(levels) for node in level[0]]
-        if start[0] is not first:
-            for node in start:
-                first.prepend(node)
+    if groups and groups[0][0] is not first:
+        for node in groups[0]:
+            first.prepend(node)
     for number, stage in enumerate(chosen):
         if stage < number:
             for node in groups[number]:
                 anchors[stage].prepend(node)
-    for level, consumers in zip(levels[1:], levels, strict=False):
-        due = chosen
-        ahead = look_ahead * max((_stages_ahead(nodes) for nodes in level), default=1)
-        chosen = choose_stages(
-            sizes, released, due=due, look_ahead=ahead, limit_bytes=limit_bytes if swap_limit_bytes is None else swap_limit_bytes
-        )
-        for number, nodes in enumerate(level):
-            if number:  # the first group's are at the start already
-                anchor = anchors[chosen[number]] if chosen[number] < due[number] else consumers[number][0]
-                for node in nodes:
-                    anchor.prepend(node)
     return gm
 
 
@@ -97,7 +72,8 @@ def choose_stages(
     return chosen
 
 
-def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
+def find_stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
+    """Return the gathers of each stage, which stand together, and for each the (stage, bytes) of their releases."""
     groups: list[list[fx.Node]] = []
     released: list[list[tuple[int, int]]] = []
     owner: dict[fx.Node, int] = {}
@@ -112,14 +88,3 @@ def _stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, 
             owned = owner[node.args[0].args[0]]
             released[owned].append((len(groups) - 1, live_bytes(node)))
     return groups, released
-
-
-def _levels(groups: Sequence[list[fx.Node]]) -> list[list[list[fx.Node]]]:
-    """Return, for each group, its gathers, then the swaps before them, then the swaps before those."""
-    hops = [[hops_before(gather) for gather in group] for group in groups]
-    depth = max((len(chain) for group in hops for chain in group), default=0)
-    return [list(groups), *([[chain[-level] for chain in group] for group in hops] for level in range(1, depth + 1))]
-
-
-def _stages_ahead(swaps: Sequence[fx.Node]) -> int:
-    return 2 if any(hop_of(node) == ("nvme", "device") for node in swaps) else 1

@@ -62,4 +62,4 @@ def _value(value: object) -> str:
         if isinstance(value, list):
             return f"[{inner}]"
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    return str(value)
+    return f'"{value}"' if isinstance(value, str) else str(value)

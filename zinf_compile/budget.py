@@ -113,7 +113,9 @@ class GraphBudget:
         factor = 0 if context.size == 1 and not self._away else 1 if context.size == 1 or not self._away else 1 + 1 / context.size
         reduced, left = math.ceil(factor * needs.reduced), math.ceil(factor * needs.left)
         slot = self._resident.slot_device + (self._resident.slot_host if unified else 0)
-        gathered = needs.gathered if context.size > 1 or self._swapped or needs.narrowed else 0
+        widening = needs.widening if self._swapped else 1.0
+        full = math.ceil(needs.gathered * widening)
+        gathered = full if context.size > 1 or self._swapped or needs.narrowed else 0
         cap = min(self.caps.device, self.caps.host) if unified else self.caps.device
         here = self._resident.device + slot + gathered + reduced
         least = here + _held(context.ledger, here, cap)
@@ -144,8 +146,8 @@ class GraphBudget:
         claims.reduced = max(claims.reduced, reduced + flight)
         claims.left = max(claims.left, left)
         context.gradient_room.limit = claims.reduced - claims.left
-        most = max(needs.gathered, gathered + ahead)
-        return min(most, BUCKETS_GATHERED * self._bucket), most
+        most = max(full, gathered + ahead)
+        return min(int(most / widening), BUCKETS_GATHERED * self._bucket), most
 
     def _check_host(self, gathered: int) -> None:
         staged = math.ceil(gathered / self._context.size) if self._placement.params == "nvme" else 0
