@@ -18,7 +18,6 @@ from .facts import (
     parameters,
     positions,
     slot_of,
-    unit_of,
 )
 
 _TIERS = ("nvme", "host", "device")
@@ -31,7 +30,7 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
     release, and it is released once; no value that shares a gathered unit's memory leaves the graph; a reduced gradient does
     nothing but leave it, on the way perhaps swapped out; swaps lead from tier to tier without a gap, to the device and from it;
-    members of a group stand together and are of one data type; a gather changes a unit's type to a
+    members of a group stand together, and those of a collective are of one data type; a gather changes a unit's type to a
     narrower one only; what is gathered and not yet released never exceeds `limit_bytes`.
     With `complete=False`, for a graph between two passes, units may still be hollow or unreleased.
     """
@@ -84,13 +83,15 @@ def _target_of(node: object) -> object:
 
 
 def _check_gather(node: fx.Node, broken: list[str]) -> None:
-    source, dtype = node.args[0], node.kwargs.get("dtype")
-    assert isinstance(source, fx.Node)
-    slot = unit_of(source) if source.target is ops.swap_in else slot_of(source)
+    source: fx.Node = node.args[0]  # type: ignore[assignment]
+    dtype = node.kwargs.get("dtype")
     if source.target is ops.swap_in and hop_of(source)[1] != "device":
         broken.append(f"{node.name} gathers {source.name}, which is on {hop_of(source)[1]}, not on the device")
+    while source.target is ops.swap_in:
+        source = source.args[0]  # type: ignore[assignment]
+    slot = slot_of(source)
     if slot is None:
-        broken.append(f"{node.name} gathers {node.args[0]}, which is not a parameter")
+        broken.append(f"{node.name} gathers {source.name}, which is not a parameter")
     elif isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize < slot.dtype.itemsize):
         broken.append(f"{node.name} gathers {slot.name} in {dtype}, which is no narrower form of its {slot.dtype}")
     waits = [user for user in node.users if user.target is ops.wait]
@@ -159,22 +160,22 @@ def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], com
 
 
 def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
-    for target in (ops.all_gather, ops.reduce_scatter):
-        closed: set[int] = set()
-        previous: fx.Node | None = None
-        for node in graph.nodes:
-            if node.target is not target or group_of(node) == ops.LONE_GROUP:
-                continue
-            group = group_of(node)
-            together = previous is not None and group_of(previous) == group
-            if together and previous is not node.prev:
+    closed: set[tuple[object, int]] = set()
+    latest: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target not in (ops.all_gather, ops.reduce_scatter, ops.swap_in) or group_of(node) == ops.LONE_GROUP:
+            continue
+        kind, group = (hop_of(node) if node.target is ops.swap_in else node.target), group_of(node)
+        previous = latest.get(kind)
+        if previous is not None and group_of(previous) == group:
+            if previous is not node.prev:
                 broken.append(f"{node.name} stands apart from its group {group}")
-            if previous is not None and together and fake_value(previous).dtype != fake_value(node).dtype:
+            if node.target is not ops.swap_in and fake_value(previous).dtype != fake_value(node).dtype:
                 broken.append(f"{node.name} is of {fake_value(node).dtype}, others of its group {group} aren't")
-            if not together and group in closed:
-                broken.append(f"{node.name} belongs to group {group}, which was already issued")
-            closed.add(group)
-            previous = node
+        elif (kind, group) in closed:
+            broken.append(f"{node.name} belongs to group {group}, which was already issued")
+        closed.add((kind, group))
+        latest[kind] = node
 
 
 def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:

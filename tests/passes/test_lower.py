@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from irtext import graph_of, results, text_of, traced, unit
 from torch import fx, nn
@@ -9,7 +10,7 @@ from torch import fx, nn
 from zinf_compile.passes import graph_passes
 from zinf_compile.passes.facts import mark_buffer
 from zinf_compile.passes.lower import lower
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, SwapIn, SwapOut, Wait
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "u": unit(4, 4)}
 
@@ -29,6 +30,27 @@ s = reduce_scatter(b, u, 0)
 return (b, None, 3, w, r, s, 3)
 """
 
+SWAPPED = """
+p = swap_in(w, "nvme", "host", 0)
+q = swap_in(u, "nvme", "host", 0)
+c = swap_in(p, "host", "device", 0)
+d = swap_in(q, "host", "device", 0)
+g = all_gather(c, 0)
+h = all_gather(d, 0)
+v = wait(g)
+a = mm(x, v)
+release(v)
+f = wait(h)
+b = mm(a, f)
+release(f)
+r = reduce_scatter(a, w, 0)
+s = reduce_scatter(b, u, 0)
+o = swap_out(r, "device", "host")
+l = swap_out(o, "host", "nvme")
+m = swap_out(s, "device", "host")
+return (b, l, m)
+"""
+
 
 def lowered(text: str, **inputs: torch.Tensor) -> Program:
     return lower(graph_of(text, **inputs), name="test")
@@ -41,6 +63,10 @@ def perform(program: Program, inputs: list[Any]) -> list[Any]:
         match step:
             case Gather(_, members, dtype):
                 registers |= {out: torch.ops.zinf.all_gather(registers[unit], dtype=dtype) for unit, out in members}
+            case SwapIn(_, _, members):
+                registers |= {out: registers[source].clone() for source, out in members}
+            case SwapOut(_, _, grad, out):
+                registers[out] = registers[grad].clone()
             case Wait(handle, out):
                 registers[out] = registers[handle]
             case Release(full):
@@ -75,12 +101,48 @@ def test_outputs_constants_and_parameters_that_pass_through() -> None:
     assert program.outputs[3] == 1
 
 
-def test_the_steps_give_the_graphs_numbers_from_registers_that_are_freed_after_their_last_use() -> None:
-    gm = graph_of(SCHEDULE, **INPUTS)
+def test_swaps_become_steps_a_group_and_hop_in_one() -> None:
+    program = lowered(SWAPPED, **INPUTS)
+    assert [type(step).__name__ for step in program.steps] == [
+        "SwapIn", "SwapIn", "Gather", "Wait", "Region", "Release", "Wait", "Region", "Release", "Reduce",
+        "SwapOut", "SwapOut", "SwapOut",
+    ]  # fmt: skip
+    read, copied, gather = program.steps[:3]
+    assert isinstance(read, SwapIn)
+    assert isinstance(copied, SwapIn)
+    assert isinstance(gather, Gather)
+    assert (read.src, read.dst, copied.src, copied.dst) == ("nvme", "host", "host", "device")
+    assert [source for source, _ in read.members] == [1, 2]
+    assert [source for source, _ in copied.members] == [out for _, out in read.members]
+    assert [source for source, _ in gather.members] == [out for _, out in copied.members]
+    outs = [step for step in program.steps if isinstance(step, SwapOut)]
+    assert [(step.src, step.dst) for step in outs] == [("device", "host"), ("host", "nvme"), ("device", "host")]
+    assert outs[1].grad == outs[0].out
+    assert program.outputs[1:] == (outs[1].out, outs[2].out)
+
+
+def test_groups_and_hops_of_swaps_that_stand_together_are_steps_of_their_own() -> None:
+    text = """
+        p = swap_in(w, "nvme", "device", 0); q = swap_in(u, "nvme", "device", 1); g = all_gather(p, 0); h = all_gather(q, 1)
+        c = swap_in(w, "nvme", "device"); d = swap_in(u, "nvme", "device"); k = all_gather(c); l = all_gather(d)
+        e = wait(g); f = wait(h); i = wait(k); j = wait(l); release(e); release(f); release(i); release(j)
+    """
+    assert [len(step.members) for step in lowered(text, **INPUTS).steps if isinstance(step, SwapIn)] == [1, 1, 1, 1]
+
+
+def test_swaps_are_no_part_of_the_collective_sequence() -> None:
+    kept = [line for line in SWAPPED.splitlines() if "swap" not in line]
+    text = "\n".join(kept).replace("(c, 0)", "(w, 0)").replace("(d, 0)", "(u, 0)").replace("(b, l, m)", "(b, r, s)")
+    assert lowered(text, **INPUTS).sequence == lowered(SWAPPED, **INPUTS).sequence
+
+
+@pytest.mark.parametrize(("text", "outputs"), [(SCHEDULE, 7), (SWAPPED, 3)])
+def test_the_steps_give_the_graphs_numbers_from_registers_that_are_freed_after_their_last_use(text: str, outputs: int) -> None:
+    gm = graph_of(text, **INPUTS)
     values = results(gm)
     program = lower(gm, name="test")
-    assert torch.equal(torch.stack([v for v in perform(program, values[7:]) if isinstance(v, torch.Tensor)]),
-                       torch.stack([v for v in values[:7] if isinstance(v, torch.Tensor)]))  # fmt: skip
+    assert torch.equal(torch.stack([v for v in perform(program, values[outputs:]) if isinstance(v, torch.Tensor)]),
+                       torch.stack([v for v in values[:outputs] if isinstance(v, torch.Tensor)]))  # fmt: skip
     freed = [r for frees in program.frees for r in frees]
     kept = {r for r in program.outputs if r is not None} | set(program.constants)
     assert len(freed) == len(set(freed))

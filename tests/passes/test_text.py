@@ -25,6 +25,9 @@ release(v)
 release(f)
 r = reduce_scatter(a, w)
 q = reduce_scatter(a, u, 0)
+m = swap_in(w, "nvme", "host", 3)
+n = swap_in(m, "host", "device")
+o = swap_out(r, "device", "nvme")
 return (a, None, [c], 2)
 """
 

@@ -35,6 +35,27 @@ release(z)
 return (c, w, r, s)
 """
 
+SWAPPED = """
+p = swap_in(w, "nvme", "host", 0)
+q = swap_in(u, "nvme", "host", 0)
+c = swap_in(p, "host", "device", 0)
+d = swap_in(q, "host", "device", 0)
+g = all_gather(c, 0)
+h = all_gather(d, 0)
+v = wait(g)
+a = mm(x, v)
+release(v)
+f = wait(h)
+b = mm(a, f)
+release(f)
+r = reduce_scatter(b, w, 0)
+s = reduce_scatter(a, u, 0)
+o = swap_out(r, "device", "host")
+l = swap_out(o, "host", "nvme")
+m = swap_out(s, "device", "nvme")
+return (l, m)
+"""
+
 ILLEGAL = {
     "compute reads a hollow parameter": ("a = mm(x, w)", "a reads the hollow parameter w"),
     "compute reads a view of a hollow parameter": ("t = t(w); a = mm(x, t)", "t reads the hollow parameter w"),
@@ -107,6 +128,76 @@ ILLEGAL = {
         "v = wait(g); f = wait(h); z = wait(i); release(v); release(f); release(z)",
         "i belongs to group 0, which was already issued",
     ),
+    "something else swapped in": (
+        's = swap_in(x, "nvme", "device"); g = all_gather(s); v = wait(g); release(v)',
+        "s swaps x in, which is not a parameter",
+    ),
+    "a gradient swapped in": (
+        'r = reduce_scatter(x, w); s = swap_in(r, "host", "device"); g = all_gather(s); v = wait(g); release(v)',
+        "s swaps r in, which is not a parameter",
+    ),
+    "a swap in that leads away": (
+        's = swap_in(w, "device", "host"); t = swap_in(s, "host", "device"); g = all_gather(t); v = wait(g); release(v)',
+        "s moves from device to host, which is no nearer to the device",
+    ),
+    "a swap in that stays where it is": (
+        's = swap_in(w, "device", "device"); g = all_gather(s); v = wait(g); release(v)',
+        "s moves from device to device, which is no nearer to the device",
+    ),
+    "a gap between two swaps": (
+        's = swap_in(w, "nvme", "host"); t = swap_in(s, "nvme", "device"); g = all_gather(t); v = wait(g); release(v)',
+        "t moves s from nvme, but it is on host",
+    ),
+    "a gather of what isn't on the device": (
+        's = swap_in(w, "nvme", "host"); g = all_gather(s); v = wait(g); release(v)',
+        "g gathers s, which is on host, not on the device",
+    ),
+    "a swap nobody takes": (
+        's = swap_in(w, "nvme", "device")',
+        "the handle s must be used by one swap_in or all_gather alone, found: nothing",
+    ),
+    "a swap gathered twice": (
+        's = swap_in(w, "nvme", "device"); g = all_gather(s); h = all_gather(s); v = wait(g); f = wait(h); release(v)'
+        "; release(f)",
+        "the handle s must be used by one swap_in or all_gather alone, found: g, h",
+    ),
+    "a swapped shard read by compute": (
+        's = swap_in(w, "nvme", "device"); a = relu(s)',
+        "the handle s must be used by one swap_in or all_gather alone, found: a",
+    ),
+    "something else swapped out": (
+        'o = swap_out(x, "device", "host"); return (o,)',
+        "o swaps x out, which is not a reduced gradient",
+    ),
+    "a swap out that leads nearer": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "host", "device"); return (o,)',
+        "o moves from host to device, which is no further from the device",
+    ),
+    "a swap out from where the gradient isn't": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "host", "nvme"); return (o,)',
+        "o moves r from host, but it is on device",
+    ),
+    "a gap between two swaps out": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "device", "nvme"); q = swap_out(o, "host", "nvme"); return (q,)',
+        "q moves o from host, but it is on nvme",
+    ),
+    "a gradient that leaves and is swapped out": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); return (r, o)',
+        "r is swapped out and used besides",
+    ),
+    "a gradient swapped out twice": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); q = swap_out(r, "device", "nvme"); return (o, q)',
+        "r is swapped out and used besides",
+    ),
+    "a gradient far away read by compute": (
+        'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); a = relu(o); return (a,)',
+        "a reads o, a reduced gradient, which may only leave the graph",
+    ),
+    "swaps of one group torn apart": (
+        's = swap_in(w, "nvme", "device", 0); a = relu(x); t = swap_in(u, "nvme", "device", 0)\n'
+        "g = all_gather(s, 0); h = all_gather(t, 0); v = wait(g); f = wait(h); release(v); release(f)",
+        "t stands apart from its group 0",
+    ),
 }
 
 
@@ -114,6 +205,12 @@ def test_a_legal_schedule_passes_and_comes_back() -> None:
     gm = graph_of(LEGAL, **INPUTS)
     assert verify(gm, limit_bytes=2 * UNIT) is gm
     assert text_of(gm) == LEGAL.lstrip()
+
+
+def test_a_legal_schedule_with_swaps_passes_and_comes_back() -> None:
+    gm = graph_of(SWAPPED, **INPUTS)
+    assert verify(gm, limit_bytes=2 * UNIT) is gm
+    assert text_of(gm) == SWAPPED.lstrip()
 
 
 @pytest.mark.parametrize("rule", ILLEGAL)
@@ -141,6 +238,22 @@ def test_the_limit_holds_from_the_start_of_a_gather_to_its_release() -> None:
     gm = graph_of(text, **INPUTS)
     assert peak_gathered_bytes(gm.graph) == (2 * UNIT, "h")
     with pytest.raises(IllegalGraphError, match="128 bytes are gathered at h, more than the 127 allowed"):
+        verify(gm, limit_bytes=2 * UNIT - 1)
+
+
+def test_what_is_swapped_in_counts_from_the_hop_that_ends_on_the_device() -> None:
+    text = """
+        s = swap_in(w, "nvme", "host"); p = swap_in(u, "nvme", "host"); c = swap_in(s, "host", "device"); g = all_gather(c)
+        v = wait(g); d = swap_in(p, "host", "device"); release(v); h = all_gather(d); f = wait(h); release(f)
+    """
+    assert peak_gathered_bytes(graph_of(text, **INPUTS).graph) == (2 * UNIT, "d")
+    text = """
+        s = swap_in(w, "nvme", "device"); p = swap_in(u, "nvme", "device"); g = all_gather(s, dtype=torch.bfloat16); v = wait(g)
+        release(v); h = all_gather(p); f = wait(h); release(f)
+    """
+    gm = graph_of(text, **INPUTS)
+    assert peak_gathered_bytes(gm.graph) == (2 * UNIT, "p"), "a shard arrives in the unit's own type"
+    with pytest.raises(IllegalGraphError, match="128 bytes are gathered at p, more than the 127 allowed"):
         verify(gm, limit_bytes=2 * UNIT - 1)
 
 
