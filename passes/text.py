@@ -11,13 +11,15 @@ from torch import fx
 from zinf_compile import ops
 
 from .facts import display_name, policy_of, unit_of, wire_bytes
+from .traffic import bytes_moved
 
 
-def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False) -> str:
+def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False, world_size: int = 1) -> str:
     """Print the graph with short names.
 
-    With `sizes`, transfers show the parameter's name and the bytes it has whole; with `policies`, other operators show what the
-    partitioner is told about them.
+    With `sizes`, schedule operators show the parameter's name and bytes: those it has whole, but in a swap those of the shard,
+    which is all that one of `world_size` ranks moves. With `policies`, other operators show what the partitioner is told about
+    them.
     """
     lines = []
     for node in gm.graph.nodes:
@@ -25,7 +27,9 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             continue
         line = _line(node)
         if sizes and node.target in ops.SCHEDULE_OPS:
-            line = f"{line:<60}  # {unit_of(node).name} {wire_bytes(node):,} B"
+            swap = node.target in (ops.swap_in, ops.swap_out)
+            size = bytes_moved(node, world_size=world_size) if swap else wire_bytes(node)
+            line = f"{line:<60}  # {unit_of(node).name} {size:,} B"
         elif policies and policy_of(node):
             line = f"{line:<60}  # {policy_of(node)}"
         lines.append(line)

@@ -11,36 +11,60 @@ from torch import fx
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import group_of, unit_of, wire_bytes, wire_type
+from .facts import group_of, hop_of, unit_of, wire_bytes, wire_type
 from .verify import peak_gathered_bytes
+
+LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """One graph's account. A rank receives (and sends) N-1 of the N padded shards of a unit per transfer."""
+    """One graph's account: bytes by link, for one rank.
+
+    Over the link between ranks it receives (and sends) N-1 of the N padded shards of a unit per transfer, over the others it
+    moves its own alone.
+    """
 
     units: int
     gathered: int
     reduced: int
+    read: int
+    """From a drive, to the host or, where that is the host's memory, to the device."""
+    copied_in: int
+    """From the host to the device."""
+    copied_out: int
+    """From the device to the host."""
+    written: int
+    """To a drive, from the host or the device."""
     live: int
-    """The most bytes of full units held at once."""
+    """The most bytes of full units held at once; one that is swapped in counts from the hop that ends on the device."""
 
 
 def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
     """Add up the graph's transfers for one of `world_size` ranks."""
-    moved = {ops.all_gather: 0, ops.reduce_scatter: 0}
+    moved = dict.fromkeys(LANES, 0)
     units = set()
     for node in graph.nodes:
-        if node.target in moved:
-            moved[node.target] += bytes_moved(node, world_size=world_size)
+        lane = lane_of(node)
+        if lane is not None:
+            moved[lane] += bytes_moved(node, world_size=world_size)
             units.add(unit_of(node).index)
     live, _ = peak_gathered_bytes(graph)
-    return Traffic(len(units), moved[ops.all_gather], moved[ops.reduce_scatter], live)
+    return Traffic(
+        units=len(units),
+        gathered=moved[GATHER],
+        reduced=moved[REDUCE],
+        read=moved[READ],
+        copied_in=moved[COPY_IN],
+        copied_out=moved[COPY_OUT],
+        written=moved[WRITE],
+        live=live,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One unit's part in a transfer."""
+    """One unit's part in a transfer between ranks."""
 
     operator: str
     """all_gather or reduce_scatter."""
@@ -55,11 +79,25 @@ class Collective:
     """Bytes that this rank receives (and sends)."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Swap:
+    """One hop of a unit's shard, or of its gradient's."""
+
+    operator: str
+    """swap_in or swap_out."""
+    src: str
+    dst: str
+    """Tiers: device, host or nvme."""
+    unit: Slot
+    moved: int
+    """Bytes of this rank's shard."""
+
+
 def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, ...]:
     """Return the graph's collectives in order, for one of `world_size` ranks."""
     return tuple(
         Collective(
-            "all_gather" if node.target is ops.all_gather else "reduce_scatter",
+            _operator(node),
             group_of(node),
             unit_of(node),
             wire_type(node),
@@ -71,6 +109,33 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
     )
 
 
+def list_swaps(graph: fx.Graph, *, world_size: int) -> tuple[Swap, ...]:
+    """Return the graph's swaps in order, for one of `world_size` ranks."""
+    return tuple(
+        Swap(_operator(node), *hop_of(node), unit_of(node), bytes_moved(node, world_size=world_size))
+        for node in graph.nodes
+        if node.target in (ops.swap_in, ops.swap_out)
+    )
+
+
+def lane_of(node: fx.Node) -> str | None:
+    """Return the lane that serves a transfer; None for any other node."""
+    if node.target is ops.all_gather:
+        return GATHER
+    if node.target is ops.reduce_scatter:
+        return REDUCE
+    if node.target is ops.swap_in:
+        return READ if hop_of(node)[0] == "nvme" else COPY_IN
+    if node.target is ops.swap_out:
+        return WRITE if hop_of(node)[1] == "nvme" else COPY_OUT
+    return None
+
+
 def bytes_moved(node: fx.Node, *, world_size: int) -> int:
-    """Return what one rank receives in a unit's gather, or sends in its gradient's reduce-scatter."""
-    return math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize * (world_size - 1)
+    """Return what one rank moves: its shard in a swap; the others' shards, received or sent, in a gather or reduce-scatter."""
+    shard = math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize
+    return shard if node.target in (ops.swap_in, ops.swap_out) else shard * (world_size - 1)
+
+
+def _operator(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]

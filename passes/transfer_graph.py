@@ -18,11 +18,18 @@ from zinf_compile.errors import IllegalGraphError
 
 from .alias import METADATA_OPS, aliased_inputs
 from .facts import group_of, starts_region, unit_of
-from .traffic import bytes_moved
+from .traffic import COPY_IN, COPY_OUT, GATHER, READ, REDUCE, WRITE, bytes_moved, lane_of
 
-COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"
-_LANES = {ops.all_gather: GATHER, ops.reduce_scatter: REDUCE}
-_COLOURS = {COMPUTE: "white", GATHER: "lightblue", REDUCE: "lightsalmon"}
+COMPUTE = "compute"
+_COLOURS = {
+    COMPUTE: "white",
+    GATHER: "lightblue",
+    REDUCE: "lightsalmon",
+    READ: "palegreen",
+    COPY_IN: "lightcyan",
+    COPY_OUT: "mistyrose",
+    WRITE: "khaki",
+}
 
 
 def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
@@ -32,11 +39,11 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
         nodes:  g, v, t (the stretch t, mm), release(v), r
         edges:  g -> v -> t -> release(v),  v -> release(v),  t -> r,  release(v) -> r
 
-    A node is called as its first operator is in the graph's text, and has a `lane` (compute, gather or reduce), a `label` and
-    `bytes`: what the rank moves for a transfer, all members of a group together; for a stretch of compute the memory that it
-    reads from outside and that is read after it, each once, sizes unknown until run time as 0; 0 for a wait or a release. An
-    edge's `kind` is `data`, or `order`: of two neighbours on a lane, and of a transfer with the last of the compute lane before
-    it, after which it is issued.
+    A node is called as its first operator is in the graph's text, and has a `lane` (compute, gather, reduce, read, copy in, copy
+    out or write), a `label` and `bytes`: what the rank moves for a transfer, all members of a group together; for a stretch of
+    compute the memory that it reads from outside and that is read after it, each once, sizes unknown until run time as 0; 0 for
+    a wait or a release. An edge's `kind` is `data`, or `order`: of two neighbours on a lane, and of a transfer with the last of
+    the compute lane before it, after which it is issued.
     """
     found: nx.DiGraph = nx.DiGraph()
     home: dict[fx.Node, str] = {}
@@ -106,22 +113,22 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        lane = _LANES.get(node.target, COMPUTE)
+        lane = lane_of(node) or COMPUTE
         if node.target not in ops.SCHEDULE_OPS:
             stretch = node.name if starts_region(node) else stretch or node.name
             yield node, stretch, lane
             continue
         stretch = ""
         name = f"release({node.args[0]})" if node.target is ops.release else node.name
-        if lane != COMPUTE and group_of(node) != ops.LONE_GROUP:
+        if lane != COMPUTE and node.target is not ops.swap_out and group_of(node) != ops.LONE_GROUP:
             name = groups.setdefault((lane, group_of(node)), name)
         yield node, name, lane
 
 
 def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
-    if node.target in _LANES:
+    if facts["lane"] != COMPUTE:
         facts["bytes"] += bytes_moved(node, world_size=world_size)
-    operator = str(node.target).split(".")[1]
+    operator = facts["lane"] if node.target in (ops.swap_in, ops.swap_out) else str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{unit_of(node).name}" if facts["label"] else f"{operator} {unit_of(node).name}"
 
 

@@ -51,11 +51,11 @@ def zinf(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))
-    traffic = {"units", "gathered", "reduced", "live"}
-    assert set(found) == {"schedule_hash", "world", "options", "traffic", "graphs"}
+    traffic = {"units", "gathered", "reduced", "read", "copied_in", "copied_out", "written", "live"}
+    assert set(found) == {"schedule_hash", "world", "device", "options", "traffic", "graphs"}
     assert set(found["traffic"]) == traffic
     for graph in found["graphs"]:
-        assert set(graph) == {"name", "kind", "collectives", "traffic", "critical_path"}
+        assert set(graph) == {"name", "kind", "collectives", "swaps", "traffic", "critical_path"}
         assert set(graph["traffic"]) == traffic
         assert set(graph["critical_path"]) == {"bytes", "moved", "nodes"}
         assert {key for node in graph["critical_path"]["nodes"] for key in node} == {"name", "lane", "bytes"}
@@ -66,7 +66,8 @@ def test_json_says_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
     full, moved = 4 * 512 * 2048, 3 * 512 * 512 * 4
     assert found["world"] == 4
     assert found["options"].items() >= {"bucket": "4MiB", "timeout_s": 600.0}.items()
-    assert found["traffic"] == {"units": 2, "gathered": 3 * moved, "reduced": 2 * moved, "live": 2 * full}
+    swapped = dict.fromkeys(("read", "copied_in", "copied_out", "written"), 0)
+    assert found["traffic"] == {"units": 2, "gathered": 3 * moved, "reduced": 2 * moved, "live": 2 * full} | swapped
     forward, backward = found["graphs"]
     assert (forward["name"], forward["kind"], backward["kind"]) == ("forward of graph 0", "forward", "backward")
     assert forward["collectives"] == [
@@ -77,7 +78,49 @@ def test_json_says_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
         {"operator": "reduce_scatter", "group": 0, "unit": "down.weight", "dtype": "float32", "bytes": full, "moved": moved},
         {"operator": "reduce_scatter", "group": 1, "unit": "up.weight", "dtype": "float32", "bytes": full, "moved": moved},
     ]
-    assert backward["traffic"] == {"units": 2, "gathered": moved, "reduced": 2 * moved, "live": full}
+    assert backward["traffic"] == {"units": 2, "gathered": moved, "reduced": 2 * moved, "live": full} | swapped
+
+
+NVME = ["--options", '{"bucket": "4MiB", "params": "nvme", "grads": "nvme", "nvme": "/no/such/folder"}']
+
+
+def test_json_says_what_is_swapped(capsys: pytest.CaptureFixture[str]) -> None:
+    shard = 512 * 512 * 4
+    found = json.loads(zinf(capsys, "mlp", "--world", "4", *NVME, "--format", "json"))
+    forward, backward = found["graphs"]
+    assert found["device"] == "cpu"
+    assert forward["swaps"] == [
+        {"operator": "swap_in", "from": "nvme", "to": "device", "unit": "up.weight", "moved": shard},
+        {"operator": "swap_in", "from": "nvme", "to": "device", "unit": "down.weight", "moved": shard},
+    ]
+    assert backward["swaps"][1:] == [
+        {"operator": "swap_out", "from": "device", "to": "nvme", "unit": "down.weight", "moved": shard},
+        {"operator": "swap_out", "from": "device", "to": "nvme", "unit": "up.weight", "moved": shard},
+    ]
+    assert found["traffic"].items() >= {"read": 3 * shard, "written": 2 * shard, "copied_in": 0, "copied_out": 0}.items()
+    assert [(node["lane"], node["bytes"]) for node in forward["critical_path"]["nodes"][:2]] == [
+        ("read", shard),
+        ("gather", 3 * shard),
+    ]
+
+
+def test_a_device_with_memory_of_its_own_is_two_hops_away(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = zinf(capsys, "mlp", "--world", "4", *NVME, "--device", "cuda", "--graph", "forward")
+    assert re.search(r'\nread = swap_in\(up.weight, "nvme", "host", 0\) +# up.weight 1,048,576 B\n', shown)
+    assert re.search(r'\ncopied = swap_in\(read, "host", "device", 0\) +# up.weight 1,048,576 B\n', shown)
+    assert re.search(r"units +bytes gathered +.* bytes read +bytes copied in +bytes copied out +bytes written +largest", shown)
+    assert "copied in" not in zinf(capsys, "mlp", "--world", "4", *NVME)
+    assert "bytes read" not in zinf(capsys, "mlp", *SMALL, "--device", "cuda")
+    found = json.loads(zinf(capsys, "mlp", *NVME, "--device", "cuda", "--format", "json"))
+    assert found["device"] == "cuda"
+    lanes = set(re.findall(r"fillcolor=(\w+)", zinf(capsys, "mlp", *NVME, "--device", "cuda", "--format", "dot")))
+    assert len(lanes) == 7
+
+
+def test_the_hash_says_nothing_of_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = zinf(capsys, "mlp", *SMALL, "--hash")
+    assert alone == zinf(capsys, "mlp", "--world", "4", *NVME, "--hash")
+    assert alone == zinf(capsys, "mlp", "--world", "4", *NVME, "--device", "cuda", "--hash")
 
 
 def test_json_says_in_what_type_a_unit_moves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +200,7 @@ def test_each_pass_starts_from_what_the_one_before_left() -> None:
     ("arguments", "message"),
     [
         (["--format", "svg"], "invalid choice: 'svg' (choose from"),
+        (["--device", "tpu"], "invalid choice: 'tpu' (choose from"),
         (["--diff", "prefetches"], "pass 'prefetches' is not known; accepted: recompute_unit_views"),
         (["--hash", "--diff", "prefetch"], "not allowed with argument"),
         (["--after", "prefetch", "--diff", "prefetch"], "not allowed with argument"),

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import resource
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import dump_targets
 import pytest
 import torch
+from capturing import capturing_backend
 from ranks import run_ranks
 
+from zinf_compile import limits
 from zinf_compile._torch import captured_name
 from zinf_compile.cli import schedule_hash
 from zinf_compile.dump import DumpError, load_target, trace
-from zinf_compile.errors import OptionError
+from zinf_compile.errors import BudgetError, OptionError
+from zinf_compile.program import Program, SwapIn, SwapOut
+from zinf_compile.runtime.bridge import FakeDevice, played_by
 
 OPTIONS = {"bucket": "4KiB", "compute": "fx"}
 
@@ -39,6 +46,75 @@ def test_dump_has_the_schedule_of_a_real_run_on_two_ranks() -> None:
 def test_another_bucket_is_another_schedule() -> None:
     hashes = {schedule_hash(trace(dump_targets.tiny_gpt, options={"bucket": size})) for size in ("2KiB", "4KiB", "1MiB")}
     assert len(hashes) == 3
+
+
+NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": "/no/such/folder"}
+HOST = {"params": "host", "grads": "host"}
+
+
+@pytest.mark.parametrize(
+    ("device", "tiers", "hops"),
+    [
+        ("cpu", NVME, {("nvme", "device")}),
+        ("cpu", HOST, set()),
+        ("cuda", NVME, {("nvme", "host"), ("host", "device")}),
+        ("cuda", HOST, {("host", "device")}),
+    ],
+    ids=["cpu-nvme", "cpu-host", "cuda-nvme", "cuda-host"],
+)
+def test_dump_has_the_swaps_of_a_real_run(device: str, tiers: dict[str, str], hops: set[tuple[str, str]], tmp_path: Path) -> None:
+    options = OPTIONS | tiers
+    dumped = [step for s in trace(dump_targets.tiny_gpt, options=options, device=device) for step in s.program.steps]
+    programs: list[Program] = []
+    model, inputs = dump_targets.tiny_gpt()
+    real = options | ({"nvme": tmp_path} if "nvme" in tiers else {})
+    with played_by(FakeDevice()) if device == "cuda" else contextlib.nullcontext():
+        torch.compile(model, backend=capturing_backend(programs, real))(*inputs).backward()
+    ran = [step for program in programs for step in program.steps]
+    assert [type(step) for step in dumped] == [type(step) for step in ran]
+    swaps = [step for step in dumped if isinstance(step, (SwapIn, SwapOut))]
+    assert swaps == [step for step in ran if isinstance(step, (SwapIn, SwapOut))]
+    assert {(step.src, step.dst) for step in swaps if isinstance(step, SwapIn)} == hops
+    assert {(step.dst, step.src) for step in swaps if isinstance(step, SwapOut)} == hops
+
+
+@pytest.mark.parametrize(("target", "world_size"), [("tiny_gpt", 1), ("tiny_gpt", 2), ("half_mlp", 1), ("half_mlp", 2)])
+def test_where_states_live_changes_no_collective(target: str, world_size: int) -> None:
+    hashes = {
+        schedule_hash(trace(getattr(dump_targets, target), options=OPTIONS | tiers, world_size=world_size, device=device))
+        for device in ("cpu", "cuda")
+        for tiers in ({}, HOST, NVME)
+    }
+    assert len(hashes) == 1
+
+
+def test_memory_sets_a_limit_where_the_options_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)]
+    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 1000)
+    assert [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)] == plain
+    with pytest.raises(BudgetError, match="option device_memory") as caught:
+        trace(dump_targets.tiny_gpt, options=OPTIONS | NVME | {"device_memory": 1, "host_memory": "1GiB"}, device="cuda")
+    least = int(str(caught.value).split("the smallest that works is ")[1].split(".")[0].replace(",", ""))
+    tight = OPTIONS | NVME | {"device_memory": least, "host_memory": "1GiB"}
+    found = trace(dump_targets.tiny_gpt, options=tight, device="cuda")
+    assert max(s.traffic.live for s in found) < max(
+        s.traffic.live for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME, device="cuda")
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_each_rank_moves_its_own_shards_over_its_own_links(world_size: int) -> None:
+    model, _ = dump_targets.mlp()
+    shards = sum(math.ceil(p.numel() / world_size) * p.element_size() for p in model.parameters())
+
+    def links(tiers: dict[str, str], device: str) -> list[list[int]]:
+        found = [s.traffic for s in trace(dump_targets.mlp, options=tiers, world_size=world_size, device=device)]
+        return [[t.read, t.copied_in, t.copied_out, t.written] for t in found]
+
+    assert links(NVME, "cpu") == [[shards, 0, 0, 0], [shards, 0, 0, shards]]
+    assert links(NVME, "cuda") == [[shards, shards, 0, 0], [shards, shards, shards, shards]]
+    assert links(HOST, "cuda") == [[0, shards, 0, 0], [0, shards, shards, 0]]
+    assert links(HOST, "cpu") == links({}, "cuda") == [[0] * 4] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -115,6 +191,8 @@ def test_bad_requests_are_named() -> None:
         trace(dump_targets.not_a_model)
     with pytest.raises(DumpError, match=r"pass 'prefetches' is not known; accepted: .*prefetch"):
         trace(dump_targets.mlp, after="prefetches")
+    with pytest.raises(OptionError, match="params='nvme' needs a drive: add nvme="):
+        trace(dump_targets.mlp, options={"params": "nvme"})
     with pytest.raises(OptionError, match=r"unknown option 'buckets'.*did you mean 'bucket'"):
         trace(dump_targets.mlp, options={"buckets": 1})
 

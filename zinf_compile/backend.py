@@ -34,7 +34,7 @@ from .optimizer import install
 from .passes import Pass, graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
 from .passes.lower import lower, run_by_operator
-from .program import Program
+from .program import Program, Slot
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
 from .runtime.placement import way_in
@@ -88,7 +88,7 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         self.unified = context.bridge.unified
-        self._budget = GraphBudget(self.config, list(captured.slots.values()), example_inputs, context)
+        self._budget = self.make_budget(list(captured.slots.values()), example_inputs, context)
         install()
         if self.config.compute == "inductor":
             prepare(captured.device)
@@ -126,6 +126,10 @@ class GraphCompiler:
         if self._binder is not None and is_first_variant():
             self._binder.partition_ahead(example_inputs)
         return compiled
+
+    def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
+        """Return the caps on memory as this graph meets them."""
+        return GraphBudget(self.config, slots, inputs, context)
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
         """Rewrite the joint graph."""

@@ -92,13 +92,16 @@ def measure_resident(slots: Sequence[Slot], placement: Placement, context: Conte
 class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 
-    Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both.
+    Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
+    default those of this process.
     """
 
-    def __init__(self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> None:
+    def __init__(
+        self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, *, caps: Caps | None = None
+    ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         whole = sum(slot.bytes for slot in fresh)
-        self.caps = find_caps(config, context.device, held=whole + context.ledger.total()[0])
+        self.caps = caps or find_caps(config, context.device, held=whole + context.ledger.total()[0])
         self._short: list[tuple[int, str]] = []
         self._checked = False
         self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()
@@ -135,7 +138,8 @@ class GraphBudget:
         spare = max(0, cap - least - self._resident.states)
         slots = 1 + min(SLOTS - 1, spare // slot if slot else SLOTS - 1)
         spare -= (slots - 1) * slot
-        ahead = max(0, min(spare, BUCKETS_ON_THE_WAY * self._bucket - gathered)) if gathered else 0
+        widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))
+        ahead = max(0, min(spare, widest - gathered)) if gathered else 0
         flight = max(0, min(spare - ahead, BUCKETS_REDUCED * self._bucket - reduced))
         if not reduced:
             flight = 0
@@ -146,6 +150,8 @@ class GraphBudget:
         claims.reduced = max(claims.reduced, reduced + flight)
         claims.left = max(claims.left, left)
         context.gradient_room.limit = claims.reduced - claims.left
+        if not gathered:  # what is used is held anyway
+            return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         most = max(full, gathered + ahead)
         return min(int(most / widening), BUCKETS_GATHERED * self._bucket), most
 

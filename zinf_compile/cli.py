@@ -14,13 +14,23 @@ from tabulate import tabulate
 
 from . import bench_io, doctor
 from .config import Config
-from .dump import DumpError, Scheduled, load_target, pass_names, trace
+from .dump import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
 from .errors import ZinfError
 from .passes import joint_passes, pass_name
 from .passes.traffic import Traffic
 from .passes.transfer_graph import COMPUTE, find_critical_path, transfer_dot
 from .program import digest_of
 from .targets import TARGETS
+
+_LINKS = {
+    "gathered": "gathered",
+    "reduced": "reduce-scattered",
+    "read": "read",
+    "copied_in": "copied in",
+    "copied_out": "copied out",
+    "written": "written",
+}
+_BETWEEN_RANKS = ("gathered", "reduced")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +52,8 @@ def dump(options: argparse.Namespace) -> str:
         if getattr(options, name) and options.format != "text":
             raise DumpError(f"--{name} and --format {options.format} exclude each other; accepted: --format text")
     given, around = _json(options.options), options.after or options.diff
-    found = trace(load_target(options.target), options=given, world_size=options.world, after=around)
+    target = load_target(options.target)
+    found = trace(target, options=given, world_size=options.world, device=options.device, after=around)
     if options.hash:
         return f"{schedule_hash(found):016x}"
     joint = around in map(pass_name, joint_passes())
@@ -50,7 +61,7 @@ def dump(options: argparse.Namespace) -> str:
     if options.format == "dot":
         return transfer_dot([(f"{s.name}, rank 0 of {options.world}", s.transfers) for s in shown])
     if options.format == "json":
-        return json.dumps(report(found, shown, options=given, world_size=options.world), indent=2)
+        return json.dumps(report(found, shown, options=given, world_size=options.world, device=options.device), indent=2)
     seen = [s for s in shown if s.text]
     titles = [s.name.replace("forward", "joint forward and backward") if joint else s.name for s in seen]
     if options.diff:
@@ -61,15 +72,21 @@ def dump(options: argparse.Namespace) -> str:
 
 
 def table(found: Sequence[Scheduled]) -> str:
-    """Return the account of all graphs, bytes moved per rank and step."""
-    rows: list[list[Any]] = [[s.name, *dataclasses.astuple(s.traffic), _critical(s)["bytes"]] for s in found]
-    rows.append(["all", *dataclasses.astuple(_total(found)), sum(row[-1] for row in rows)])
-    headers = ["graph", "units", "bytes gathered", "bytes reduce-scattered", "largest live set", "critical path"]
+    """Return the account of all graphs, bytes moved per rank and step; tiers to which nothing moves are left away."""
+    total = _total(found)
+    links = {link: title for link, title in _LINKS.items() if link in _BETWEEN_RANKS or getattr(total, link)}
+
+    def row(name: str, traffic: Traffic, path: int) -> list[Any]:
+        return [name, traffic.units, *(getattr(traffic, link) for link in links), traffic.live, path]
+
+    rows = [row(s.name, s.traffic, _critical(s)["bytes"]) for s in found]
+    rows.append(row("all", total, sum(path for *_, path in rows)))
+    headers = ["graph", "units", *(f"bytes {title}" for title in links.values()), "largest live set", "critical path"]
     return tabulate(rows, headers, intfmt=",")
 
 
 def report(
-    found: Sequence[Scheduled], shown: Sequence[Scheduled], *, options: Mapping[str, Any], world_size: int
+    found: Sequence[Scheduled], shown: Sequence[Scheduled], *, options: Mapping[str, Any], world_size: int, device: str
 ) -> dict[str, Any]:
     """Return the content of `--format json`: the account of all graphs found, and those shown one by one.
 
@@ -77,22 +94,29 @@ def report(
 
         schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
         world           number of ranks
+        device          cpu, where the device is host memory, or cuda, which has memory of its own
         options         the options in force, as they are written for torch.compile; defaults included
-        traffic         of all graphs: units, gathered, reduced, live (the most bytes of full units held at once)
+        traffic         of all graphs: units; by link gathered and reduced (between ranks), read (from a drive, to the host or to
+                        a device that is host memory), copied_in (host to device), copied_out (device to host), written (to a
+                        drive); live (the most bytes of full units held at once)
         graphs          in order of compilation; of each:
             name, kind      forward, backward or inference
             collectives     in order; of each: operator (all_gather or reduce_scatter), group (those of one operator and group are
                             issued as one; -1: alone), unit (the parameter's name), dtype (as which it moves), bytes (of the full
                             unit in that type), moved (per rank)
+            swaps           in order; of each: operator (swap_in or swap_out), from and to (device, host or nvme), unit, moved
+                            (the bytes of this rank's shard)
             traffic         as above
             critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
-                            (a stretch of compute has that of its first operator), lane (compute, gather or reduce) and bytes
+                            (a stretch of compute has that of its first operator), lane (compute, gather, reduce, read, copy in,
+                            copy out or write) and bytes
     """
-    config = Config.from_options(options)
+    config = Config.from_options(options, check_folders=False)
     in_force = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {
         "schedule_hash": f"{schedule_hash(found):016x}",
         "world": world_size,
+        "device": device,
         "options": {name: value for name, value in in_force.items() if value is not None},
         "traffic": dataclasses.asdict(_total(found)),
         "graphs": [
@@ -109,6 +133,9 @@ def report(
                         "moved": c.moved,
                     }
                     for c in s.collectives
+                ],
+                "swaps": [
+                    {"operator": w.operator, "from": w.src, "to": w.dst, "unit": w.unit.name, "moved": w.moved} for w in s.swaps
                 ],
                 "traffic": dataclasses.asdict(s.traffic),
                 "critical_path": _critical(s),
@@ -132,8 +159,7 @@ def _difference(scheduled: Scheduled, title: str, changed_by: str) -> str:
 def _total(found: Sequence[Scheduled]) -> Traffic:
     return Traffic(
         units=len({slot.name for s in found for slot in s.program.slots.values()}),
-        gathered=sum(s.traffic.gathered for s in found),
-        reduced=sum(s.traffic.reduced for s in found),
+        **{link: sum(getattr(s.traffic, link) for s in found) for link in _LINKS},
         live=max((s.traffic.live for s in found), default=0),
     )
 
@@ -176,6 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
     instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
     dumping.add_argument("--world", metavar="N", type=_world, default=1, help="as one of N ranks (default 1)")
+    dumping.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=DEVICES[0],
+        help="show the schedule for a device that is host memory (cpu, the default) or has memory of its own (cuda); "
+        "needs none, and the operators shown stay the CPU's",
+    )
     dumping.set_defaults(run=dump)
     doctor.add_parser(commands)
     bench_io.add_parser(commands)

@@ -109,8 +109,11 @@ class Config:
     """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone."""
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None) -> Config:
-        """Validate the options or mode given to `torch.compile`; raise `OptionError` for an unknown name or a bad value."""
+    def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None, check_folders: bool = True) -> Config:
+        """Validate the options or mode given to `torch.compile`; raise `OptionError` for an unknown name or a bad value.
+
+        Without `check_folders`, those that `nvme` names may be missing here: for who looks at a schedule and runs nothing.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(options, Mapping | None):
             raise OptionError(f"options={options!r} is a {type(options).__name__}; accepted: a dict of {', '.join(known)}")
@@ -124,6 +127,8 @@ class Config:
                 raise OptionError(f"unknown option {name!r} for backend 'zero_infinity'; accepted: {', '.join(known)}{hint}")
         config = cls(**given)
         config._validate()
+        if check_folders:
+            config._check_folders()
         return config
 
     @property
@@ -212,7 +217,9 @@ class Config:
                 f"option nvme={self.nvme!r} is given, and nothing lives there: add params='nvme', grads='nvme' or "
                 "optimizer='nvme'"
             )
-        for folder in folders:
+
+    def _check_folders(self) -> None:
+        for folder in self._folders():
             if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
                 raise OptionError(
                     f"option nvme: {folder!r} is no folder that this process may write to; make it, or name another"

@@ -8,22 +8,27 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import networkx as nx
 import torch
 from torch import fx, nn
 
-from ._torch import fake_mode, fake_process_group
+from ._torch import fake_mode, fake_process_group, raise_through_dynamo
 from .backend import Compiled, GraphCompiler
+from .budget import GraphBudget, find_caps
 from .config import Config
+from .errors import ZinfError
 from .passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from .passes.lower import lower
 from .passes.text import graph_text
-from .passes.traffic import Collective, Traffic, list_collectives, measure_traffic
+from .passes.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
 from .passes.transfer_graph import build_transfer_graph
-from .program import Program
+from .program import Program, Slot
+from .runtime.bridge import Bridge, FakeDevice, Unified, played_by
 from .runtime.context import Context
+from .runtime.gather_memory import GatherMemory
 from .targets import TARGETS
 
 Target = Callable[[], tuple[nn.Module, Any]]
@@ -42,6 +47,7 @@ class Scheduled:
     before: str
     """The graph before the pass asked for; empty if none is."""
     collectives: tuple[Collective, ...]
+    swaps: tuple[Swap, ...]
     traffic: Traffic
     transfers: nx.DiGraph
     program: Program
@@ -72,16 +78,26 @@ def load_target(spec: str) -> Target:
     return found
 
 
+DEVICES = ("cpu", "cuda")
+
+
 def trace(
-    target: Target, *, options: Mapping[str, Any] | None = None, world_size: int = 1, after: str | None = None
+    target: Target,
+    *,
+    options: Mapping[str, Any] | None = None,
+    world_size: int = 1,
+    device: str = "cpu",
+    after: str | None = None,
 ) -> list[Scheduled]:
     """Run the target's forward on fake tensors, as one of `world_size` ranks, and return every scheduled graph.
 
-    Graphs come in the order of compilation, each forward followed by its backward. `after` names the pass around which graphs
-    are kept as text. Raises `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad
-    options.
+    Graphs come in the order of compilation, each forward followed by its backward. For a `device` other than "cpu" the schedule
+    is that of a device with memory of its own; the operators remain the CPU's. `after` names the pass around which graphs are
+    kept as text. Folders among the options need not exist, and memory sets a limit only where the options do. Raises
+    `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad options, `BudgetError` where
+    the model doesn't fit within them.
     """
-    config = Config.from_options(options)
+    config = Config.from_options(options, check_folders=False)
     known = pass_names(config)
     if after is not None and after not in known:
         raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
@@ -90,9 +106,12 @@ def trace(
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return _Recorder(config, next(numbers), found, world_size=world_size, after=after).compile(gm, inputs)
+        try:
+            return _Recorder(config, next(numbers), found, world_size=world_size, after=after).compile(gm, inputs)
+        except ZinfError as error:
+            raise raise_through_dynamo(error) from error.__cause__
 
-    with _clean_compiler(), fake_process_group(world_size), fake_mode():
+    with _clean_compiler(), fake_process_group(world_size), fake_mode(), played_by(_player(device)):
         result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
@@ -125,7 +144,7 @@ class _Recorder(GraphCompiler):
         self._graphs: dict[str, fx.GraphModule] = {}
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
-        self._joint_texts = _run(joint, joint_passes(), around=self._after, policies=True)
+        self._joint_texts = self._run(joint, joint_passes(), policies=True)
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super().cut(joint, inputs, **kwargs)
@@ -140,6 +159,14 @@ class _Recorder(GraphCompiler):
         self._graphs[kind] = graph
         return self._found[-1].program
 
+    def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
+        caps = find_caps(self.config, context.device, held=0)
+        if self.config.device_memory is None:  # not what this machine has
+            caps = dataclasses.replace(caps, device=sys.maxsize)
+        if self.config.host_memory is None:
+            caps = dataclasses.replace(caps, host=sys.maxsize)
+        return GraphBudget(self.config, slots, inputs, context, caps=caps)
+
     def finish(self, program: Program, context: Context) -> Compiled:
         graph = self._graphs.get("inference") or self._graphs["forward"]
 
@@ -152,13 +179,13 @@ class _Recorder(GraphCompiler):
         return run
 
     def _schedule(self, graph: fx.GraphModule, kind: str) -> None:
-        texts = _run(graph, self.graph_passes(), around=self._after)
+        texts = self._run(graph, self.graph_passes())
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None
             texts = texts or ("", "")
         verify(graph)
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=_leave)
-        before, text = texts or ("", graph_text(graph, sizes=True))
+        before, text = texts or ("", self._text(graph))
         self._found.append(
             Scheduled(
                 name=program.name,
@@ -166,25 +193,33 @@ class _Recorder(GraphCompiler):
                 text=text,
                 before=before,
                 collectives=list_collectives(graph.graph, world_size=self._world_size),
+                swaps=list_swaps(graph.graph, world_size=self._world_size),
                 traffic=measure_traffic(graph.graph, world_size=self._world_size),
                 transfers=build_transfer_graph(graph.graph, world_size=self._world_size),
                 program=program,
             )
         )
 
+    def _run(self, gm: fx.GraphModule, passes: Sequence[Pass], *, policies: bool = False) -> tuple[str, str] | None:
+        """Run the passes; return the graph as text before and after the one asked for, None if it is not among them."""
+        if self._after is None or self._after not in map(pass_name, passes):
+            run_passes(gm, passes)
+            return None
+        texts = [("", self._text(gm, policies=policies))]
+        run_passes(gm, passes, observe=lambda name, gm: texts.append((name, self._text(gm, policies=policies))))
+        return next((before, after) for (_, before), (name, after) in itertools.pairwise(texts) if name == self._after)
+
+    def _text(self, gm: fx.GraphModule, *, policies: bool = False) -> str:
+        return graph_text(gm, sizes=True, policies=policies, world_size=self._world_size)
+
 
 def _leave(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return region.forward  # never called: a dump compiles no region, which at 70B would be a tenth of its time
 
 
-def _run(gm: fx.GraphModule, passes: Sequence[Pass], *, around: str | None, policies: bool = False) -> tuple[str, str] | None:
-    """Run the passes; return the graph as text before and after the one called `around`, None if it is not among them."""
-    if around is None or around not in map(pass_name, passes):
-        run_passes(gm, passes)
-        return None
-    texts = [("", graph_text(gm, sizes=True, policies=policies))]
-    run_passes(gm, passes, observe=lambda name, gm: texts.append((name, graph_text(gm, sizes=True, policies=policies))))
-    return next((before, after) for (_, before), (name, after) in itertools.pairwise(texts) if name == around)
+@cache
+def _player(device: str) -> Bridge:
+    return Unified(GatherMemory()) if device == "cpu" else FakeDevice()
 
 
 @contextmanager

@@ -55,6 +55,14 @@ def test_sizes_are_those_of_what_travels() -> None:
     ]
 
 
+def test_a_swap_shows_the_bytes_of_one_ranks_shard() -> None:
+    text = 's = swap_in(w, "nvme", "device"); g = all_gather(s); r = reduce_scatter(x, w); o = swap_out(r, "device", "nvme")'
+    gm = graph_of(text, w=unit(5, 7), x=torch.empty(5, 7))
+    for world_size, shard in ((1, 140), (2, 72), (4, 36)):
+        shown = [line.split("# ")[1] for line in graph_text(gm, sizes=True, world_size=world_size).splitlines()[:-1]]
+        assert shown == [f"w {shard} B", "w 140 B", "w 140 B", f"w {shard} B"]
+
+
 def test_what_the_partitioner_is_told_stands_behind_operators() -> None:
     gm = graph_of("t = t(w); a = relu(t); return (a,)", w=unit(3, 4))
     next(node for node in gm.graph.nodes if node.name == "t").meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

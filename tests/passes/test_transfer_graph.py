@@ -100,6 +100,29 @@ def test_transfers_of_one_kind_follow_each_other() -> None:
     assert set(transfers.edges) == {("g", "h"), ("r", "s")}
 
 
+def test_swaps_have_lanes_of_their_own() -> None:
+    text = """
+        p = swap_in(w, "nvme", "host", 0); q = swap_in(u, "nvme", "host", 0)
+        c = swap_in(p, "host", "device", 0); d = swap_in(q, "host", "device", 0)
+        g = all_gather(c, 0); h = all_gather(d, 0); v = wait(g); f = wait(h); a = mul(v, f); release(v); release(f)
+        r = reduce_scatter(a, w, 0); s = reduce_scatter(a, u, 0)
+        o = swap_out(r, "device", "host"); l = swap_out(o, "host", "nvme"); m = swap_out(s, "device", "nvme")
+        return (l, m)
+    """
+    transfers = transfers_of(text, w=unit(5), u=unit(5))
+    lanes: dict[str, list[str]] = {}
+    for node, lane in transfers.nodes.data("lane"):
+        lanes.setdefault(lane, []).append(node)
+    del lanes["compute"]
+    assert lanes == {"read": ["p"], "copy in": ["c"], "gather": ["g"], "reduce": ["r"], "copy out": ["o"], "write": ["l", "m"]}
+    assert transfers.nodes["p"] == {"lane": "read", "bytes": 2 * 3 * 4, "label": "read w\nu"}
+    assert transfers.nodes["o"] == {"lane": "copy out", "bytes": 3 * 4, "label": "copy out w"}
+    assert edges_of(transfers, "data") >= {"p -> c", "c -> g", "g -> v", "r -> o", "o -> l", "r -> m"}
+    assert edges_of(transfers, "order") >= {"l -> m"}
+    nodes, _, _ = parsed(transfer_dot([("swaps", transfers)]))
+    assert len(nodes) == len(transfers)
+
+
 @pytest.mark.parametrize(
     ("text", "circle"),
     [
@@ -143,11 +166,16 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-@pytest.fixture(scope="module")
-def scheduled() -> dict[str, Any]:
+WAYS = {"device": (), "nvme": ("nvme", "device"), "host": ("host", "device"), "nvme over host": ("nvme", "host", "device")}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def scheduled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Both halves of a small model as they are run, with sizes of the batch unknown."""
+    way = WAYS[request.param]
     graphs = traced(Net(), torch.ones(6, 8), dynamic=True)
-    return {kind: run_passes(graphs[kind], graph_passes(bucket_bytes=256)).graph for kind in ("forward", "backward")}
+    passes = graph_passes(bucket_bytes=256, params=way, grads=way[::-1])
+    return {kind: run_passes(graphs[kind], passes).graph for kind in ("forward", "backward")}
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
@@ -155,10 +183,18 @@ def test_each_lane_is_a_chain_and_adds_up_to_the_traffic(scheduled: dict[str, An
     transfers = build_transfer_graph(scheduled[kind], world_size=4)
     traffic = measure_traffic(scheduled[kind], world_size=4)
     sizes, path = bytes_of(transfers), find_critical_path(transfers)
-    for lane, total in (("gather", traffic.gathered), ("reduce", traffic.reduced), ("compute", None)):
+    totals = {
+        "gather": traffic.gathered,
+        "reduce": traffic.reduced,
+        "read": traffic.read,
+        "copy in": traffic.copied_in,
+        "copy out": traffic.copied_out,
+        "write": traffic.written,
+    }
+    for lane in ("compute", *totals):
         members = [node for node, found in transfers.nodes.data("lane") if found == lane]
         assert all(transfers.has_edge(a, b) for a, b in itertools.pairwise(members))
-        assert total is None or sum(sizes[node] for node in members) == total
+        assert lane == "compute" or sum(sizes[node] for node in members) == totals[lane]
         assert sum(sizes[node] for node in path) >= sum(sizes[node] for node in members)
     assert all(size > 0 for node, size in sizes.items() if transfers.nodes[node]["lane"] != "compute")
 
