@@ -15,9 +15,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+SHOWN = re.findall(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README)
+
+
 @numbers_nodes_as_readme
-def test_the_graph_shown_is_the_graph_dumped(capsys: pytest.CaptureFixture[str]) -> None:
-    command, shown = re.search(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README).groups()  # type: ignore[union-attr]
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=["in memory", "on a drive"])
+def test_the_graph_shown_is_the_graph_dumped(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)) == 0
     assert f"rank 0 of 4\n{shown}\n" in capsys.readouterr().out
 

@@ -14,6 +14,12 @@ the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
 it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
+A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
+parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
+
+    h = all_gather(c, 2);  d = swap_in(s, "host", "device", 3);  t = swap_in(w4, "nvme", "host", 4)
+    v = wait(g);  a = mm(x, v);  release(v)
+
 The kernels registered here are what the operators mean on one process, where a shard is the whole: a scheduled graph can so be
 run as plain FX, which is how tests compare numbers before and after a pass. In training the executor of
 `zinf_compile.runtime` performs the schedule instead and never dispatches these operators.
