@@ -53,6 +53,8 @@ class Context:
         self.gather_memory = GatherMemory()
         self.meter = Meter()
         self.claims = Claims()
+        self.usable: tuple[int, int] | None = None
+        """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
         self.gradient_room = ByteRoom()
         """Bounds the full gradients on their way to other ranks or to their tier."""
         self.bridge: Bridge = player or self._bridge()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
-from .budget import GraphBudget
+from .budget import GraphBudget, agree_on_memory
 from .capture import (
     explaining_empty_inputs,
     mark_inputs,
@@ -129,6 +129,7 @@ class GraphCompiler:
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
+        agree_on_memory(context)
         return GraphBudget(self.config, slots, inputs, context)
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:

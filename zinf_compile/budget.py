@@ -39,17 +39,27 @@ class Caps:
     host_source: str
 
 
-def find_caps(config: Config, device: torch.device, *, held: int) -> Caps:
+def agree_on_memory(context: Context) -> None:
+    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
+    if context.size > 1 and context.usable is None:
+        mine = torch.tensor([usable_device_bytes(context.device), usable_host_bytes()], dtype=torch.float64)
+        device, host = context.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
+        context.usable = int(device), int(host)
+
+
+def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
+    device = context.device
+    usable_device, usable_host = context.usable or (usable_device_bytes(device), usable_host_bytes())
     declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
     of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
-    host = usable_host_bytes() + held if of_node is None else of_node // ranks_of_node()
+    host = usable_host + held if of_node is None else of_node // ranks_of_node()
     host_source = "what this process may use" if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
     if declared is not None:
         return Caps(declared, host, "option device_memory", host_source)
     if device.type == "cpu":
         return Caps(host, host, host_source, host_source)
-    return Caps(usable_device_bytes(device) + held, host, "what this process may use", host_source)
+    return Caps(usable_device + held, host, "what this process may use", host_source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +111,7 @@ class GraphBudget:
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         whole = sum(slot.bytes for slot in fresh)
-        self.caps = caps or find_caps(config, context.device, held=whole + context.ledger.total()[0])
+        self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
         self._short: list[tuple[int, str]] = []
         self._checked = False
         self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()

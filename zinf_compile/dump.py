@@ -160,7 +160,7 @@ class _Recorder(GraphCompiler):
         return self._found[-1].program
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
-        caps = find_caps(self.config, context.device, held=0)
+        caps = find_caps(self.config, context, held=0)
         if self.config.device_memory is None:  # not what this machine has
             caps = dataclasses.replace(caps, device=sys.maxsize)
         if self.config.host_memory is None:
