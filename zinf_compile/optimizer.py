@@ -88,7 +88,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
-    in_memory = [p for p in hollow if not any(p in states for states in sources)]
+    in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
     _check_budget(optimizer, in_memory)
     streamed = _step_chunks(optimizer, sources)
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}

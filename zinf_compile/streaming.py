@@ -372,7 +372,7 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
     for p in hollow:
         unit = p._zinf_unit
         unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
-        if not p.requires_grad or not (master or unit.placement.streams(unified=unified)):
+        if (not p.requires_grad and p.grad is None) or not (master or unit.placement.streams(unified=unified)):
             continue
         if any(p in states for states in known):
             continue
