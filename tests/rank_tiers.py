@@ -1,0 +1,91 @@
+"""Training with the states at each combination of tiers, on one rank or several, against all on the device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tiers import MICRO_BATCHES, PLACEMENTS, Meter, Needed, Placement, Traffic, compiled, options_for, sundry, train_step
+from training import assert_same
+
+import zinf_compile
+from zinf_compile.errors import StoreWarning
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+Run = tuple[list[float], dict[str, torch.Tensor], dict[Any, dict[str, Any]]]
+"""Losses, the whole parameters (on rank 0), this rank's optimizer states."""
+
+
+def train_everywhere(
+    rank: int,
+    size: int,
+    folder: str,
+    dtype: torch.dtype,
+    compute: str,
+    steps: int,
+    updates: Sequence[str | None] = (None,),
+    piece_numel: int = 100,
+) -> int:
+    """Train with all combinations on a device with memory of its own; return their number.
+
+    Raises where one has other bits than all on the device has, or moved another number of bytes than it needs.
+    """
+    warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
+    chunks.PIECE_NUMEL = piece_numel
+    expected = _train(rank, {"compute": compute}, Meter(None), None, dtype, steps)
+    with played_by(FakeDevice()) as device:
+        meter = Meter(device)
+        for placement in PLACEMENTS:
+            for update in updates:
+                needed = Needed(placement, update=update, unified=False, ranks=size, dtype=dtype)
+                options = options_for(placement, folder, compute=compute, update=update)
+                _check(placement, update, _train(rank, options, meter, needed, dtype, steps), expected)
+    return len(PLACEMENTS) * len(updates)
+
+
+def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, steps: int) -> int:
+    """Do the same where the device is host memory, which makes "host" the same as "device"."""
+    warnings.filterwarnings("ignore", category=StoreWarning)
+    chunks.PIECE_NUMEL = 100
+    meter = Meter(None)
+    expected = _train(rank, {"compute": compute}, meter, None, dtype, steps)
+    placements = [p for p in PLACEMENTS if "host" not in p]
+    for placement in placements:
+        needed = Needed(placement, update=None, unified=True, ranks=size, dtype=dtype)
+        options = options_for(placement, folder, compute=compute)
+        _check(placement, None, _train(rank, options, meter, needed, dtype, steps), expected)
+    return len(placements)
+
+
+def _train(rank: int, options: dict[str, Any], meter: Meter, needed: Needed | None, dtype: torch.dtype, steps: int) -> Run:
+    torch.compiler.reset()
+    model = compiled(sundry(dtype), options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    losses: list[float] = []
+    for step in range(steps):
+        losses += train_step(model, optimizer, step, rank)
+        moved = meter.read(model)
+        if needed is not None:
+            due = needed.micro_batches(MICRO_BATCHES) + needed.step(first=step == 0)
+            due += Traffic() if step else needed.partitioning()
+            assert moved == due, f"{options}, step {step}: moved {moved}, needed {due}"
+    whole = zinf_compile.full_state_dict(model)
+    states = optimizer.state_dict()["state"]
+    meter.read(model)
+    return losses, whole, states
+
+
+def _check(placement: Placement, update: str | None, run: Run, expected: Run) -> None:
+    what = f"{placement}, update={update}:"
+    assert run[0] == expected[0], f"{what} losses"
+    assert run[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert_same(f"{what} {name}", value, run[1][name])
+    assert run[2].keys() == expected[2].keys()
+    for index, state in expected[2].items():
+        assert run[2][index].keys() == state.keys()
+        for name, value in state.items():
+            assert_same(f"{what} {name} of parameter {index}", value, run[2][index][name])

@@ -1,0 +1,250 @@
+"""Train one small model with its states anywhere, and count what crosses each link."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from models import generator
+from torch import nn
+from torch.nn import functional as F
+from training import BACKEND
+
+from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.lanes import Lane
+from zinf_compile.runtime.placement import TIERS
+
+WORDS, WIDTH = 23, 9
+MICRO_BATCHES = 2
+STATES = 2
+"""That AdamW keeps for each element."""
+IN_MEMORY = 3
+"""Chunks."""
+PAGE, GAP = 4096, 4096
+"""Bytes that a drive moves as one; elements, of which a piece in a chunk takes whole multiples."""
+
+Placement = tuple[str, str, str]
+"""Tiers of parameters, gradients and optimizer states."""
+
+PLACEMENTS: list[Placement] = list(itertools.product(TIERS, repeat=3))
+
+
+class Sundry(nn.Module):
+    """Tied and frozen parameters, one without dimensions; no size is a multiple of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.up = nn.Linear(WIDTH, 19)
+        self.down = nn.Linear(19, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embedding(words))
+        x = x + self.down(torch.tanh(self.up(x))) * self.scale
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
+
+
+FORWARD = ("embedding.weight", "frozen.weight", "frozen.bias", "up.weight", "up.bias", "down.weight", "down.bias")
+"""What a forward of `Sundry` gathers, each once, beside `scale`, which is on the device wherever the others live."""
+
+BACKWARD = ("embedding.weight", "frozen.weight", "up.weight", "down.weight")
+"""What its backward gathers: for the gradients of what the layers were given."""
+
+TRAINED = ("embedding.weight", "up.weight", "up.bias", "down.weight", "down.bias")
+
+
+def sundry(dtype: torch.dtype = torch.float32) -> Sundry:
+    """Return the same model every time."""
+    torch.manual_seed(5)
+    return Sundry().to(dtype)
+
+
+def words(step: int, micro: int, rank: int = 0) -> torch.Tensor:
+    """Return the tokens of a micro-batch."""
+    return torch.randint(WORDS, (3, 8), generator=generator(MICRO_BATCHES * step + micro, rank))
+
+
+def options_for(placement: Placement, folder: object, **others: Any) -> dict[str, Any]:
+    """Return the options that put parameters, gradients and states there."""
+    options = {**dict(zip(("params", "grads", "optimizer"), placement, strict=True)), **others}
+    return {**options, "nvme": folder} if "nvme" in placement else options
+
+
+def compiled(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """Compile in place, by operators where the options don't say otherwise."""
+    model.compile(backend=BACKEND, options=dict(options))
+    return model
+
+
+def context_of(model: nn.Module) -> Context:
+    """Return what the ranks of a partitioned model share."""
+    return next(p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0) -> list[float]:
+    """Accumulate, clip, update; return the losses."""
+    losses = []
+    for micro in range(MICRO_BATCHES):
+        loss = model(words(step, micro, rank)) / MICRO_BATCHES
+        loss.backward()
+        losses.append(loss.item())
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes over the links: read from drives, written to them, copied to the device and from it."""
+
+    read: int = 0
+    written: int = 0
+    to_device: int = 0
+    to_host: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self + other * -1
+
+    def __mul__(self, times: int) -> Traffic:
+        return Traffic(*(times * count for count in dataclasses.astuple(self)))
+
+
+class Meter:
+    """Says what crossed since it was last read; of one device and its ranks."""
+
+    def __init__(self, device: FakeDevice | None) -> None:
+        self._device = device
+        self._before = Traffic()
+
+    def read(self, model: nn.Module) -> Traffic:
+        """Return it, once nothing moves any more. `model` is one that is partitioned."""
+        context, links = context_of(model), self._device.links if self._device is not None else {}
+        lanes: list[Lane] = [link._lane for link in links.values()]
+        if context._swap_lane is not None:
+            lanes.insert(0, context._swap_lane)  # what it writes may have to be copied first
+        for lane in lanes:
+            lane.submit(lambda: None).wait()
+        engine = context._engine
+        while engine is not None and engine.in_flight:
+            time.sleep(0.001)
+        drive = (engine.bytes_read, engine.bytes_written) if engine is not None else (0, 0)
+        now = Traffic(*drive, *(link.bytes for link in links.values()))
+        self._before, since = now, now - self._before
+        return since
+
+
+class Needed:
+    """What training `Sundry` must move, from the sizes of its parameters alone; of one rank."""
+
+    def __init__(self, placement: Placement, *, update: str | None, unified: bool, ranks: int, dtype: torch.dtype) -> None:
+        self.params, self.grads, self.states = placement
+        self.unified = unified
+        self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
+        self.element = dtype.itemsize
+        model = sundry()
+        self.numel = {name: -(-p.numel() // ranks) for name, p in model.named_parameters()}
+
+    def partitioning(self) -> Traffic:
+        """Each shard goes to its home, frozen ones too."""
+        return sum((self._leaves(name, self.params) for name in FORWARD), Traffic())
+
+    def gathers(self) -> Traffic:
+        """A forward and a backward bring what they use."""
+        return sum((self._comes(name, self.params) for name in FORWARD + BACKWARD), Traffic())
+
+    def gradients(self) -> Traffic:
+        """A backward brings each gradient to its tier."""
+        return sum((self._leaves(name, self.grads) for name in TRAINED), Traffic())
+
+    def accumulating(self) -> Traffic:
+        """A gradient is added to another: both are read and the sum is written; host memory is next to them."""
+        if self.grads != "nvme":
+            return Traffic()
+        return Traffic(read=2 * self._on_drive(), written=self._on_drive())
+
+    def norm(self) -> Traffic:
+        """The norm reads each gradient."""
+        return Traffic(read=self._on_drive()) if self.grads == "nvme" else Traffic()
+
+    def step(self, *, first: bool) -> Traffic:
+        """Values go and come back, gradients go, states go and come back: all that isn't where it is updated."""
+        values = self._goes(self.params) + self._returns(self.params)
+        gradients = self._goes(self.grads)
+        if self.states == "nvme":
+            states = self._streamed_states(first=first)
+        else:
+            states = self._returns(self.states) + (Traffic() if first else self._goes(self.states))
+            states = states * STATES
+        return values + gradients + states
+
+    def micro_batches(self, count: int) -> Traffic:
+        """The forwards and backwards before a step, and its clipping."""
+        return (self.gathers() + self.gradients()) * count + self.accumulating() * (count - 1) + self.norm()
+
+    def _leaves(self, name: str, tier: str) -> Traffic:
+        size = self.numel[name] * self.element
+        to_host = 0 if self.unified or tier == "device" else size
+        return Traffic(written=self._extents(self.numel[name]) if tier == "nvme" else 0, to_host=to_host)
+
+    def _comes(self, name: str, tier: str) -> Traffic:
+        leaving = self._leaves(name, tier)
+        return Traffic(read=leaving.written, to_device=leaving.to_host)
+
+    def _goes(self, tier: str) -> Traffic:
+        size = 0 if self.unified else sum(self.numel[name] for name in TRAINED) * self.element
+        return Traffic(
+            read=self._on_drive() if tier == "nvme" else 0,
+            to_device=size if self.on_device and tier != "device" else 0,
+            to_host=size if not self.on_device and tier == "device" else 0,
+        )
+
+    def _returns(self, tier: str) -> Traffic:
+        going = self._goes(tier)
+        return Traffic(written=going.read, to_device=going.to_host, to_host=going.to_device)
+
+    def _streamed_states(self, *, first: bool) -> Traffic:
+        """States move by the chunk, gaps included; those of the last step's last chunks are still in memory."""
+        sizes = [numel * self.element for numel in self._chunks()]
+        fresh = 0
+        if not first and len(sizes) > IN_MEMORY:
+            assert len(set(sizes)) == 1, "chunks are of one size: which of them stay in memory makes no difference"
+            fresh = (len(sizes) - IN_MEMORY) * sizes[0]
+        crossing = self.on_device and not self.unified
+        moved = Traffic(read=fresh, written=sum(sizes), to_device=fresh if crossing else 0, to_host=sum(sizes) if crossing else 0)
+        return moved * STATES
+
+    def _chunks(self) -> list[int]:
+        """Return the elements of each chunk, for pieces that are smaller than a gap or all as large as one."""
+        made: list[int] = []
+        for name in TRAINED:
+            for start in range(0, self.numel[name], chunks.PIECE_NUMEL):
+                size = min(chunks.PIECE_NUMEL, self.numel[name] - start)
+                room = -(-size // GAP) * GAP
+                if made and made[-1] + room <= chunks.PIECE_NUMEL:
+                    made[-1] += room
+                else:
+                    made.append(room)
+        return made
+
+    def _on_drive(self) -> int:
+        return sum(self._extents(self.numel[name]) for name in TRAINED)
+
+    def _extents(self, numel: int) -> int:
+        """Return what a shard takes on a drive: each piece begins and ends at a page."""
+        sizes = [min(chunks.PIECE_NUMEL, numel - start) * self.element for start in range(0, numel, chunks.PIECE_NUMEL)]
+        return sum(-(-size // PAGE) * PAGE for size in sizes)
