@@ -33,7 +33,7 @@ class Slot:
     def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
         self._host, self._device = host, device
         self.chunk: int | None = None
-        """The chunk whose states it holds."""
+        """The chunk whose states it holds, or is being given."""
         self.filled = False
         """Parameters and gradients were brought for the step under way."""
         self.under_way: list[Pending] = []
@@ -96,20 +96,29 @@ class ChunkSlots:
         return next((slot for slot in self._slots if slot.chunk == number), None)
 
     def slot_for(self, number: int) -> tuple[Slot, bool]:
-        """Return a chunk's slot, and whether it is a new one, in which nothing is defined."""
+        """Return a chunk's slot, and whether it is a new one, in which nothing is defined.
+
+        A new one is the chunk's once the caller, who started to fill it, says so in `Slot.chunk`.
+        """
         slot, new = self.find(number), False
         if slot is None:
             slot, new = self._slots[0], True
             slot.settle()
-            slot.chunk, slot.filled = number, False
+            slot.chunk, slot.filled = None, False
         self._slots.remove(slot)
         self._slots.append(slot)
         return slot, new
 
     def settle(self) -> None:
-        """Wait until nothing moves."""
+        """Wait until nothing moves; then raise the first error."""
+        error: BaseException | None = None
         for slot in self._slots:
-            slot.settle()
+            try:
+                slot.settle()
+            except Exception as failed:
+                error = error or failed
+        if error is not None:
+            raise error
 
 
 def slot_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:

@@ -191,9 +191,7 @@ class StreamedStates:
         return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self._chunks[number].states}
 
     def _prepare(self, number: int, optimizer: Optimizer) -> Slot:
-        slot, new = self._slots.slot_for(number)
-        if new and self.store is not None and number in self._written:
-            self._start_reading(number, slot)
+        slot = self._slot_for(number)
         if not slot.filled:
             slot.filled = True
             slot.brought = {}
@@ -301,11 +299,17 @@ class StreamedStates:
                 slot.under_way.append(pending)
 
     def _read(self, number: int) -> tuple[Slot, dict[str, torch.Tensor]]:
-        slot, new = self._slots.slot_for(number)
-        if new and number in self._written:
-            self._start_reading(number, slot)
+        slot = self._slot_for(number)
         slot.settle()
         return slot, self.state_views(number, slot)
+
+    def _slot_for(self, number: int) -> Slot:
+        slot, new = self._slots.slot_for(number)
+        if new:
+            if self.store is not None and number in self._written:
+                self._start_reading(number, slot)
+            slot.chunk = number  # not before: an interrupt, or a block that can't be read, leaves it with neither
+        return slot
 
     def _write(self, number: int, slot: Slot) -> None:
         assert self.store is not None
