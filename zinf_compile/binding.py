@@ -115,20 +115,31 @@ class Binder:
 
 
 def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
-    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit."""
+    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit.
+
+    First those that leave the device, which a drive may refuse: until all are kept, all stay whole.
+    """
     distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
-        for (parameter, name), unit in zip(distinct, make_units(distinct, context, placement), strict=True):
-            shard = unit.blank()
-            full = unit.flat(parameter.detach()) if context.rank == 0 else None
-            context.finish(context.gather_lane.submit(_scatter(context, full, shard, unit.numel)), f"partitioning {name}")
-            unit.save(shard)
+        units = list(zip(distinct, make_units(distinct, context, placement), strict=True))
+        for (parameter, name), unit in units:
+            if unit.home is not None:
+                _spread(parameter, unit, name)
+        for (parameter, name), unit in units:
             if unit.home is None:
+                _spread(parameter, unit, name)
                 context.ledger.track("params", unit.shard)
-            del full, shard
             hollow_out(parameter, unit)
             stop_averaging(parameter)
     average_the_rest([parameter for parameter, _ in distinct], context)
+
+
+def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
+    """Bring rank 0's value to the shards of all ranks."""
+    context, shard = unit.context, unit.blank()
+    full = unit.flat(parameter.detach()) if context.rank == 0 else None
+    context.finish(context.gather_lane.submit(_scatter(context, full, shard, unit.numel)), f"partitioning {name}")
+    unit.save(shard)
 
 
 def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
