@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .budget import check_states
 from .chunk_step import ChunkStep
 from .companions import is_averaged
-from .errors import StepFailedError
+from .errors import StepFailedError, StoreError
 from .fused import fused_settings
 from .parameter import ShardedParameter
 from .precision import warn_of_short_updates
@@ -192,6 +192,10 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
                     streamed.settings += _step_one(optimizer, chunks[-1])
                 chunks.append(chunk)
     except Exception as error:
+        if optimizer not in torn and isinstance(error, StoreError):
+            raise StepFailedError(
+                f"nothing is updated yet, parameters and states are as before this step. Cause: {error}"
+            ) from error
         if optimizer not in torn:
             raise
         raise StepFailedError(f"{torn[optimizer]}. Cause: {error}") from error

@@ -72,6 +72,7 @@ class StreamedStates:
 
     def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
         """Yield the chunks with gradients, in the opposite order of the last time; each is brought when it is yielded."""
+        self._check_last_step(optimizer)
         self._slots.begin()
         meter = self._context.meter
         self.absorb(optimizer)
@@ -79,13 +80,18 @@ class StreamedStates:
         order = range(len(self._chunks)) if self._forward else range(len(self._chunks) - 1, -1, -1)
         self._forward = not self._forward
         due = [n for n in order if any(p.grad is not None for p, _ in self._chunks[n].pieces)]
-        for number, following in itertools.zip_longest(due, due[1:]):
-            slot = self._prepare(number, optimizer)
-            if following is not None:
-                self._prepare(following, optimizer)
-            with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
-                slot.settle()
-            yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
+        try:
+            for number, following in itertools.zip_longest(due, due[1:]):
+                slot = self._prepare(number, optimizer)
+                if following is not None:
+                    self._prepare(following, optimizer)
+                with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
+                    slot.settle()
+                yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._slots.settle()  # what was read in vain is no concern of the next step's
+            raise
 
     def finish(self) -> None:
         """The step is over: wait for what goes back to the device, which the next graph uses as it is there."""
@@ -100,6 +106,8 @@ class StreamedStates:
             return
         if not given:
             return
+        with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
+            self._slots.settle()
         for number, chunk in enumerate(self._chunks):
             if any(p in given for p, _ in chunk.pieces):
                 if all(given.get(p) == chunk.states.keys() for p, _ in chunk.pieces):
@@ -235,6 +243,17 @@ class StreamedStates:
         device = unit.device if self.tier == "device" or self._mover.bridge.unified else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
+
+    def _check_last_step(self, optimizer: Optimizer) -> None:
+        """Raise where what the last step updated can't have reached its drive; by now that is over."""
+        try:
+            self._slots.settle()
+        except StoreError:
+            torn[optimizer] = (
+                f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
+                "checkpoint of model and optimizer, both from before that step, and go on from there"
+            )
+            raise
 
     def _check_gradients(self) -> None:
         """Wait until all gradients have left the device: what failed on the way is an error before anything is updated."""

@@ -1,0 +1,98 @@
+"""Make drives fail under a model whose states live there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zinf_compile import streaming
+from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime.aio import Engine
+from zinf_compile.runtime.store import Store
+
+
+def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) -> Store:
+    """Return what keeps "parameter", "gradient of" or, as "exp_avg of", the states."""
+    parameter: Any = next(p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.dim())
+    if kind == "parameter":
+        store = parameter._zinf_unit.home.shelf.store
+        for states in streaming._streamed.get(optimizer, []) if optimizer else []:
+            states._slots.settle()
+    elif kind == "gradient of":
+        parameter.grad.away.settle()
+        store = parameter.grad.away.home.shelf.store
+    else:
+        assert optimizer is not None
+        (states,) = streaming._streamed[optimizer]
+        states._slots.settle()
+        store = states.store
+    assert isinstance(store, Store)
+    store._io.drain()  # type: ignore[union-attr]
+    return store
+
+
+def flip(store: Store, prefix: str) -> Callable[[], None]:
+    """Flip a bit of the first block of the first extent whose name starts so; return what flips it back."""
+    key = next(key for key in store.layout.extents if str(key).startswith(prefix))
+    block = store.layout.find(key).blocks[0]
+
+    def turn() -> None:
+        fd = os.open(f"/proc/self/fd/{store.files[block.device].fd}", os.O_RDWR)
+        try:
+            (byte,) = os.pread(fd, 1, block.offset + 5)
+            os.pwrite(fd, bytes([byte ^ 8]), block.offset + 5)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    turn()
+    return turn
+
+
+class _Failed:
+    """A request that ends as one does on a failing drive."""
+
+    def wait(self) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "nameless")
+
+    def done(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def failing(engine: Engine, way: str, number: int, error: type[BaseException] = OSError) -> Iterator[list[int]]:
+    """Let the transfer of this number, counted from 0, end with EIO, or raise what a signal handler does in the main thread.
+
+    Yields the numbers of those that began.
+    """
+    began: list[int] = []
+    really = getattr(engine, way)
+
+    def transfer(*args: Any, **kwargs: Any) -> Any:
+        if error is not OSError and threading.current_thread() is not threading.main_thread():
+            return really(*args, **kwargs)
+        began.append(len(began))
+        if began[-1] != number:
+            return really(*args, **kwargs)
+        if error is OSError:
+            return _Failed()
+        raise error("in the middle")
+
+    setattr(engine, way, transfer)
+    try:
+        yield began
+    finally:
+        delattr(engine, way)
+
+
+def named(error: BaseException) -> bool:
+    """Say whether an error names what it is about, and where on which drive."""
+    text = str(error)
+    return any(f"{kind} " in text for kind in ("parameter", "gradient of", "exp_avg", "exp_avg_sq")) and "offset" in text

@@ -1,0 +1,295 @@
+"""Drives that fail, fill up or lie, and interrupts, with everything on a drive: an error that says what, never a wrong number."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import failing, flip, named, store_of
+from optimizers import assert_same_states
+from tiers import MICRO_BATCHES, Sundry, compiled, context_of, options_for, sundry, train_step, words
+from torch import nn
+from torch.optim import Optimizer
+from training import assert_same, assert_same_models
+
+import zinf_compile
+from zinf_compile import streaming
+from zinf_compile.errors import StepFailedError, StoreError, ZinfError
+from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime import chunks, scratch_file
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
+"""A model, with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 100)
+
+
+def twins(folder: Path) -> Twins:
+    """Return both."""
+    ours, eager = sundry(), sundry()
+    compiled(ours, options_for(("nvme",) * 3, folder))
+    theirs, other = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    for step in range(2):
+        assert train_step(ours, theirs, step) == train_step(eager, other, step)
+    return ours, theirs, eager, other
+
+
+def backward(model: nn.Module, step: int) -> None:
+    for micro in range(MICRO_BATCHES):
+        (model(words(step, micro)) / MICRO_BATCHES).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def compare(trained: Twins) -> None:
+    """Compare the twins, whole."""
+    ours, optimizer, eager, other = trained
+    whole = zinf_compile.full_state_dict(ours)
+    for name, value in eager.state_dict().items():
+        assert_same(name, value, whole[name])
+    assert_same_states(other, optimizer)
+
+
+def check_same(trained: Twins, *, step: int) -> None:
+    """Take a step with both, then compare them."""
+    ours, optimizer, eager, other = trained
+    assert train_step(ours, optimizer, step) == train_step(eager, other, step)
+    compare(trained)
+
+
+def load(trained: Twins) -> None:
+    """Load the eager twin's state."""
+    ours, optimizer, eager, other = trained
+    zinf_compile.load_full_state_dict(ours, eager.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    optimizer.zero_grad()
+
+
+def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path: Path) -> None:
+    """The step's first reads are those of two chunks."""
+    ours, optimizer, eager, other = trained = twins(tmp_path)
+    (states,) = streaming._streamed[optimizer]
+    for number in range(8):
+        optimizer.state_dict()  # the last chunks are in memory now
+        states._forward = True
+        for model in (ours, eager):
+            backward(model, number)
+        with failing(context_of(ours).engine, "read", number, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        states._forward = True
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+        check_same(trained, step=number)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "norm", "step"])
+def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -> None:
+    """It names what, where and on which drive; once the drive is right again so is the model."""
+    ours, optimizer, eager, other = trained = twins(tmp_path)
+    loss = ours(words(2, 0))
+    if moment in ("norm", "step"):
+        loss.backward()
+        eager(words(2, 0)).backward()
+    name = "gradient of down.weight" if moment == "norm" else "parameter embedding.weight"
+    act: dict[str, Callable[[], Any]] = {
+        "forward": lambda: ours(words(2, 0)),
+        "backward": loss.backward,
+        "norm": lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.1),
+        "step": optimizer.step,
+    }
+    streaming._streamed[optimizer][0]._forward = True  # begins with the embedding
+    back = flip(store_of("gradient of" if moment == "norm" else "parameter", ours, optimizer), name)
+    with pytest.raises((StoreError, StepFailedError), match=rf"{name}.*offset [\d,]+ of the store's file in") as raised:
+        act[moment]()
+    said = "nothing is updated yet, parameters and states are as before this step" in str(raised.value)
+    assert said == (moment == "step")
+    back()
+    for model, each in ((ours, optimizer), (eager, other)):
+        if moment in ("norm", "step"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            each.step()
+        each.zero_grad()
+    check_same(trained, step=3)
+
+
+def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> None:
+    """The states of the step's first chunks, which are read together."""
+    ours, optimizer, eager, other = trained = twins(tmp_path)
+    for model in (ours, eager):
+        backward(model, 2)
+    optimizer.state_dict()  # the last chunks are in memory now
+    streaming._streamed[optimizer][0]._forward = True
+    store = store_of("exp_avg of", ours, optimizer)
+    back = [
+        flip(store, f"{state} of embedding.weight (chunk {chunk})") for state in ("exp_avg", "exp_avg_sq") for chunk in (0, 1)
+    ]
+    for _ in range(2):
+        streaming._streamed[optimizer][0]._forward = True
+        with pytest.raises(StepFailedError, match=r"nothing is updated yet.*exp_avg of embedding.weight \(chunk 0"):
+            optimizer.step()
+    for turn in back:
+        turn()
+    for each in (optimizer, other):
+        each.step()
+        each.zero_grad()
+    check_same(trained, step=3)
+
+
+def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> None:
+    """Where it was of states, by the next step; until a checkpoint is loaded there is none."""
+    ours, optimizer, _, _ = trained = twins(tmp_path)
+    backward(ours, 2)
+    streaming._streamed[optimizer][0]._forward = True
+    with failing(context_of(ours).engine, "write", 25) as began:
+        optimizer.step()
+    assert len(began) == 27, "nine pieces: values and two states"
+    optimizer.zero_grad()
+    backward(ours, 3)
+    lost = "updated was lost in part on its way to the drive. Load a checkpoint"
+    with pytest.raises(StepFailedError, match=rf"{lost}.*exp_avg of .*offset"):
+        optimizer.step()
+    with pytest.raises(StepFailedError, match=lost):
+        optimizer.step()
+    load(trained)
+    check_same(trained, step=2)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "gradient of", "exp_avg of"])
+def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
+    ours, optimizer, _, _ = trained = twins(tmp_path)
+    (states,) = streaming._streamed[optimizer]
+    optimizer.state_dict()
+    states._forward = True
+    backward(ours, 2)
+    back = flip(store_of(kind, ours, optimizer), f"{kind} down.weight")
+    middle = r"ended in the middle, at chunk \d.*Load a checkpoint"
+    with pytest.raises(StepFailedError, match=rf"{middle}.*{kind} down.weight.*offset [\d,]+ of the store's file in"):
+        optimizer.step()
+    back()
+    with pytest.raises(StepFailedError, match=middle):
+        optimizer.step()
+    load(trained)
+    check_same(trained, step=2)
+
+
+def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> int:
+    """Fail every so-manieth transfer of two steps, one at a time, and go on as the error says; return how many failed.
+
+    What a step read can be tried again; where an update may be lost, both twins go back to before it.
+    """
+    ours, optimizer, eager, other = trained
+    engine = context_of(ours).engine
+    for number in range(0, 1000, every):
+        first = 2 * number
+        before, expected = [], []
+        for step in (first, first + 1):
+            before.append(copy.deepcopy((eager.state_dict(), other.state_dict())))
+            expected.append(train_step(eager, other, step))
+        done = 0
+        with failing(engine, way, number, error) as began:
+            while done < 2:
+                try:
+                    assert train_step(ours, optimizer, first + done) == expected[done]
+                    done += 1
+                    if done == 2:
+                        compare(trained)
+                except (ZinfError, KeyboardInterrupt) as failed:
+                    optimizer.zero_grad()
+                    if not (isinstance(failed, KeyboardInterrupt) or named(failed) or optimizer in streaming.torn):
+                        raise
+                    if way == "read" and optimizer not in streaming.torn:
+                        continue
+                    done = 0
+                    zinf_compile.load_full_state_dict(ours, before[0][0])
+                    optimizer.load_state_dict(copy.deepcopy(before[0][1]))
+        if len(began) <= number:
+            return number // every
+    raise AssertionError("two steps are over by then")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "device"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("way", ["read", "write"])
+def test_any_transfer_may_fail(way: str, error: type[BaseException], device: type[FakeDevice] | None, tmp_path: Path) -> None:
+    with played_by(device()) if device else contextlib.nullcontext():
+        assert sweep(twins(tmp_path), way, error, 3 if way == "read" else 2) > 20
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds no room: parameters, gradients, the second gradients while they accumulate, the states."""
+    ours, eager = sundry(), sundry()
+    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    answers = iter([0] * number + [errno.ENOSPC])
+    really = scratch_file.fallocate
+    monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: next(answers, 0) or really(fd, size))
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreError, match=r"cannot reserve space .* bytes needed, .* the disk is full"):
+        train_step(ours, optimizer, 0)
+    gc.collect()
+    if number < 2:
+        assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())
+        assert_same_models(eager, ours)
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 3, "the engine's own"
+    optimizer.zero_grad()
+    other = torch.optim.AdamW(eager.parameters(), lr=0.01)
+    check_same((ours, optimizer, eager, other), step=0)
+
+
+def test_no_room_for_a_second_gradient_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may then be taken with what there is."""
+    ours, eager = sundry(), sundry()
+    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    (optimizer, other) = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    for model in (ours, eager):
+        model(words(0, 0)).backward()
+    loss = ours(words(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch_file, "fallocate", lambda fd, size: errno.ENOSPC)
+        with pytest.raises(StoreError, match="the disk is full"):
+            loss.backward()
+    for each in (optimizer, other):
+        each.step()
+        each.zero_grad()
+    check_same((ours, optimizer, eager, other), step=1)
+
+
+@pytest.mark.parametrize("number", [0, 5, 10])
+def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: int, tmp_path: Path) -> None:
+    """No parameter is hollow before all are kept."""
+    first = compiled(sundry(), options_for(("nvme",) * 3, tmp_path))
+    first(words(0, 0))  # there is an engine now
+    ours, eager = sundry(), sundry()
+    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    with failing(context_of(first).engine, "write", number), pytest.raises(StoreError, match=r"cannot write .*'parameter "):
+        ours(words(0, 0))
+    assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())
+    assert_same_models(eager, ours)
+    optimizer, other = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    check_same((ours, optimizer, eager, other), step=0)
+
+
+def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
+    ours, _, _, _ = trained = twins(tmp_path)
+    for step in range(2, 5):
+        loss = ours(words(step, 0))
+        with pytest.raises(KeyError):
+            {}[loss]
+        del loss
+        check_same(trained, step=step)
