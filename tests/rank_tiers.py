@@ -27,29 +27,28 @@ def train_everywhere(
     compute: str,
     steps: int,
     updates: Sequence[str | None] = (None,),
-    piece_numel: int = 100,
+    piece_numel: int = 96,
+    master: str | None = None,
 ) -> int:
     """Train with all combinations on a device with memory of its own; return their number.
 
     Raises where one has other bits than all on the device has, or moved another number of bytes than it needs.
     """
-    warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
-    chunks.PIECE_NUMEL = piece_numel
-    expected = _train(rank, {"compute": compute}, Meter(None), None, dtype, steps)
+    _prepare(piece_numel)
+    expected = _train(rank, {"compute": compute, "master": master}, Meter(None), None, dtype, steps)
     with played_by(FakeDevice()) as device:
         meter = Meter(device)
         for placement in PLACEMENTS:
             for update in updates:
-                needed = Needed(placement, update=update, unified=False, ranks=size, dtype=dtype)
-                options = options_for(placement, folder, compute=compute, update=update)
+                needed = Needed(placement, update=update, unified=False, ranks=size, dtype=dtype, master=bool(master))
+                options = options_for(placement, folder, compute=compute, update=update, master=master)
                 _check(placement, update, _train(rank, options, meter, needed, dtype, steps), expected)
     return len(PLACEMENTS) * len(updates)
 
 
 def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, steps: int) -> int:
     """Do the same where the device is host memory, which makes "host" the same as "device"."""
-    warnings.filterwarnings("ignore", category=StoreWarning)
-    chunks.PIECE_NUMEL = 100
+    _prepare(96)
     meter = Meter(None)
     expected = _train(rank, {"compute": compute}, meter, None, dtype, steps)
     placements = [p for p in PLACEMENTS if "host" not in p]
@@ -58,6 +57,13 @@ def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype
         options = options_for(placement, folder, compute=compute)
         _check(placement, None, _train(rank, options, meter, needed, dtype, steps), expected)
     return len(placements)
+
+
+def _prepare(piece_numel: int) -> None:
+    """Cut shards into small pieces, of whole vectors: what is left of one a fused optimizer may round otherwise."""
+    chunks.PIECE_NUMEL = piece_numel
+    warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
+    warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
 
 
 def _train(rank: int, options: dict[str, Any], meter: Meter, needed: Needed | None, dtype: torch.dtype, steps: int) -> Run:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from faults import failing, flip, named, store_of
 from optimizers import assert_same_states
 from tiers import MICRO_BATCHES, Sundry, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
 from torch.optim import Optimizer
-from training import assert_same, assert_same_models
+from training import adamw, assert_same, assert_same_models
 
 import zinf_compile
 from zinf_compile import streaming
@@ -35,14 +34,14 @@ Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
 
 
 def twins(folder: Path) -> Twins:
     """Return both."""
     ours, eager = sundry(), sundry()
     compiled(ours, options_for(("nvme",) * 3, folder))
-    theirs, other = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    theirs, other = (adamw(model.parameters()) for model in (ours, eager))
     for step in range(2):
         assert train_step(ours, theirs, step) == train_step(eager, other, step)
     return ours, theirs, eager, other
@@ -238,7 +237,7 @@ def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: 
     answers = iter([0] * number + [errno.ENOSPC])
     really = scratch_file.fallocate
     monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: next(answers, 0) or really(fd, size))
-    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    optimizer = adamw(ours.parameters())
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(StoreError, match=r"cannot reserve space .* bytes needed, .* the disk is full"):
         train_step(ours, optimizer, 0)
@@ -248,7 +247,7 @@ def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: 
         assert_same_models(eager, ours)
         assert len(os.listdir("/proc/self/fd")) <= descriptors + 3, "the engine's own"
     optimizer.zero_grad()
-    other = torch.optim.AdamW(eager.parameters(), lr=0.01)
+    other = adamw(eager.parameters())
     check_same((ours, optimizer, eager, other), step=0)
 
 
@@ -256,7 +255,7 @@ def test_no_room_for_a_second_gradient_leaves_the_first(tmp_path: Path, monkeypa
     """A step may then be taken with what there is."""
     ours, eager = sundry(), sundry()
     compiled(ours, options_for(("nvme",) * 3, tmp_path))
-    (optimizer, other) = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    (optimizer, other) = (adamw(model.parameters()) for model in (ours, eager))
     for model in (ours, eager):
         model(words(0, 0)).backward()
     loss = ours(words(0, 1))
@@ -281,7 +280,7 @@ def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: 
         ours(words(0, 0))
     assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())
     assert_same_models(eager, ours)
-    optimizer, other = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, eager))
+    optimizer, other = (adamw(model.parameters()) for model in (ours, eager))
     check_same((ours, optimizer, eager, other), step=0)
 
 

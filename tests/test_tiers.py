@@ -25,9 +25,10 @@ def test_the_bits_of_all_on_the_device(dtype: torch.dtype, compute: str, ranks: 
 
 
 @pytest.mark.slow
-def test_wherever_parameters_are_updated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "master"), [(FLOAT, None), (BRAIN, "float32")], ids=["fp32", "bf16"])
+def test_wherever_parameters_are_updated(dtype: torch.dtype, master: str | None, tmp_path: Path) -> None:
     """Three chunks of two pieces: what is in memory is never read again."""
-    (count,) = run_ranks(train_everywhere, 1, str(tmp_path), FLOAT, "fx", 3, ("host", "device"), 8192)
+    (count,) = run_ranks(train_everywhere, 1, str(tmp_path), dtype, "fx", 3, ("host", "device"), 8192, master)
     assert count == 2 * len(PLACEMENTS)
 
 

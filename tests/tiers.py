@@ -24,7 +24,7 @@ from zinf_compile.runtime.placement import TIERS
 WORDS, WIDTH = 23, 9
 MICRO_BATCHES = 2
 STATES = 2
-"""That AdamW keeps for each element."""
+"""That AdamW keeps for each element; a master copy is one more."""
 IN_MEMORY = 3
 """Chunks."""
 PAGE, GAP = 4096, 4096
@@ -151,11 +151,15 @@ class Meter:
 class Needed:
     """What training `Sundry` must move, from the sizes of its parameters alone; of one rank."""
 
-    def __init__(self, placement: Placement, *, update: str | None, unified: bool, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, placement: Placement, *, update: str | None, unified: bool, ranks: int, dtype: torch.dtype, master: bool = False
+    ) -> None:
         self.params, self.grads, self.states = placement
         self.unified = unified
         self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
         self.element = dtype.itemsize
+        self.state = torch.float32.itemsize if master else self.element
+        self.count = STATES + master
         model = sundry()
         self.numel = {name: -(-p.numel() // ranks) for name, p in model.named_parameters()}
 
@@ -189,7 +193,8 @@ class Needed:
             states = self._streamed_states(first=first)
         else:
             states = self._returns(self.states) + (Traffic() if first else self._goes(self.states))
-            states = states * STATES
+            states = states * self.count
+            states = Traffic(to_device=states.to_device, to_host=states.to_host) * (self.state // self.element)
         return values + gradients + states
 
     def micro_batches(self, count: int) -> Traffic:
@@ -219,14 +224,14 @@ class Needed:
 
     def _streamed_states(self, *, first: bool) -> Traffic:
         """States move by the chunk, gaps included; those of the last step's last chunks are still in memory."""
-        sizes = [numel * self.element for numel in self._chunks()]
+        sizes = [numel * self.state for numel in self._chunks()]
         fresh = 0
         if not first and len(sizes) > IN_MEMORY:
             assert len(set(sizes)) == 1, "chunks are of one size: which of them stay in memory makes no difference"
             fresh = (len(sizes) - IN_MEMORY) * sizes[0]
         crossing = self.on_device and not self.unified
         moved = Traffic(read=fresh, written=sum(sizes), to_device=fresh if crossing else 0, to_host=sum(sizes) if crossing else 0)
-        return moved * STATES
+        return moved * self.count
 
     def _chunks(self) -> list[int]:
         """Return the elements of each chunk, for pieces that are smaller than a gap or all as large as one."""
