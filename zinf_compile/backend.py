@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
@@ -18,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
 from .budget import GraphBudget, agree_on_memory
+from .callers import callers
 from .capture import (
     explaining_empty_inputs,
     mark_inputs,
@@ -177,13 +176,10 @@ class GraphCompiler:
 
 def _reject_wrappers() -> None:
     """Raise `UnsupportedModelError` when a data-parallel wrapper is what calls: it is the `self` of a frame on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for caller in callers():
         for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
             if isinstance(caller, wrapper):
                 raise _wrapped_in(wrapper)
-        frame = frame.f_back
 
 
 def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from .callers import callers
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -239,13 +239,8 @@ def _place(unit: Unit) -> str:
 
 def _stepping_optimizer() -> str | None:
     """Return the class of an optimizer whose step is on the stack, working on hollow parameters themselves."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.optim.Optimizer):
-            return type(caller).__name__
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    stepping = (type(caller).__name__ for caller in callers() if isinstance(caller, torch.optim.Optimizer))
+    return next(stepping, None)
 
 
 def _on_whole(
