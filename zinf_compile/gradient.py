@@ -277,12 +277,18 @@ def _wrapped(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
 
 
 def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    def materialised(value: Any) -> Any:
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    names = [a.name for a in arguments] + [""] * len(args)
+    only_read = {a.name for a in arguments if a.alias_info is None}  # neither changed nor seen through the result
+
+    def materialised(value: Any, name: str) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(materialised(v) for v in value)
+            return type(value)(materialised(v, name) for v in value)
         if not isinstance(value, ShardedGradient):
             return value
         unit = value._unit
+        if unit.context.size == 1 and value.away is not None and name in only_read:
+            return value.full_tensor().to(unit.device)
         if unit.context.size > 1 or value.away is not None:
             place = f"each of {unit.context.size} ranks holds a part" if value.away is None else "the shards are off the device"
             raise PartitionedParameterError(
@@ -292,7 +298,8 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             )
         return unit.logical(value.local())
 
-    return func(*[materialised(a) for a in args], **{k: materialised(v) for k, v in kwargs.items()})
+    whole = [materialised(a, name) for a, name in zip(args, names, strict=False)]
+    return func(*whole, **{k: materialised(v, k) for k, v in kwargs.items()})
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
