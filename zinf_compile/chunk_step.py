@@ -49,7 +49,7 @@ class ChunkStep:
             self.parts.append((parameter, part))
             self._pieces.append((piece, value))
             if owner.has(parameter):
-                small = {k: v for k, v in optimizer.state[parameter].items() if k not in chunk.states}
+                small = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k not in chunk.states}
                 small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k != MASTER}
 
@@ -72,7 +72,8 @@ class ChunkStep:
         """The whole step is over: make count what this chunk left behind."""
         for parameter, state in self.left.items():
             kept = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k in self._kept}
-            optimizer.state[parameter] = {**kept, **state}
+            if kept or state or self._kept:
+                optimizer.state[parameter] = {**kept, **state}
         for parameter, _ in self.parts:
             self._owner.settle(parameter, optimizer)
             torch.autograd.graph.increment_version(parameter)

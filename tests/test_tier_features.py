@@ -1,0 +1,318 @@
+"""What users do with a model, with all its states away from the device: the numbers of eager, bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Blocks, Mlp, TiedWords, tokens, vectors
+from optimizers import OPTIMIZERS, assert_same_states
+from tiers import Meter, compiled, context_of, options_for, sundry, train_step
+from torch import nn
+from torch.optim import Optimizer
+from training import adamw, assert_same, plain_step, twins
+
+import zinf_compile
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+Compile = Callable[[nn.Module], nn.Module]
+
+
+@pytest.fixture(params=["host", "nvme", "nvme without a device"])
+def away(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+    """Return what compiles a model with all its states on one tier."""
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    tier, *without = request.param.split()
+    with contextlib.nullcontext() if without else played_by(FakeDevice()):
+        yield lambda model: compiled(model, options_for((tier, tier, tier), tmp_path))
+
+
+class Pair:
+    """An eager model and its compiled twin; what is done to one is done to the other."""
+
+    def __init__(self, build: Callable[[], nn.Module], away: Compile, make: Callable[..., Optimizer] = adamw) -> None:
+        eager, ours = twins(build)
+        self.models = (eager, away(ours))
+        self.optimizers = tuple(make(model.parameters()) for model in self.models)
+        self.sides = tuple(zip(self.models, self.optimizers, strict=True))
+
+    def each(self, act: Callable[[nn.Module, Optimizer], Any]) -> None:
+        """Do it with both and compare what comes out."""
+        results = []
+        for model, optimizer in self.sides:
+            torch.manual_seed(1)
+            results.append(act(model, optimizer))
+        expected, found = results
+        if isinstance(expected, torch.Tensor):
+            assert_same("result", expected.detach(), found.detach())
+        else:
+            assert expected == found
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare parameters and states."""
+        whole = zinf_compile.full_state_dict(self.models[1])
+        for name, value in self.models[0].state_dict().items():
+            assert_same(name, value, whole[name])
+        assert_same_states(*self.optimizers)
+
+
+def test_autocast(away: Compile) -> None:
+    pair = Pair(TiedWords, away)
+
+    def step(model: nn.Module, optimizer: Optimizer) -> Any:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*tokens(0))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(3):
+        pair.each(step)
+
+
+def test_dynamic_shapes(away: Compile) -> None:
+    pair = Pair(TiedWords, away)
+    for rows in (3, 5, 2, 7):
+        pair.each(lambda model, optimizer, rows=rows: plain_step(model, optimizer, tokens(rows, rows=rows, length=rows + 4)))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "name", ["breaks_inside_unrolled_blocks", "breaks_inside_blocks", "branches", "checkpoint", "used_twice"]
+)
+def test_several_graphs(name: str, away: Compile) -> None:
+    case = CASES[name]
+    pair = Pair(case.build, away)
+    for step in range(4):
+        pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, case.batch(step, 0)))  # type: ignore[misc]
+
+
+def test_odd_shapes(away: Compile) -> None:
+    pair = Pair(CASES["odd_shapes"].build, away)
+    for step in range(3):
+        pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, vectors(step)))  # type: ignore[misc]
+
+
+def test_two_models(away: Compile) -> None:
+    first, second = Pair(Mlp, away), Pair(Blocks, away)
+    for step in range(3):
+        for pair in (first, second):
+            pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, vectors(step)))  # type: ignore[misc]
+
+
+def test_hooks(away: Compile) -> None:
+    pair = Pair(Mlp, away)
+    called: list[str] = []
+
+    def after(parameter: torch.Tensor) -> None:
+        called.append("after")
+        parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    for model in pair.models:
+        model.first.weight.register_hook(lambda grad: grad * 2)
+        model.second.weight.register_post_accumulate_grad_hook(after)
+    for step in range(3):
+        pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, vectors(step)))  # type: ignore[misc]
+    assert len(called) == 6
+
+
+def test_scaler(away: Compile) -> None:
+    pair = Pair(Mlp, away)
+    scalers = {id(model): torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for model in pair.models}
+
+    def step(number: int) -> Callable[[nn.Module, Optimizer], Any]:
+        def run(model: nn.Module, optimizer: Optimizer) -> Any:
+            scaler = scalers[id(model)]
+            optimizer.zero_grad()
+            x, y = vectors(number)
+            loss = model(x * (float("inf") if number == 2 else 1.0), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale()
+
+        return run
+
+    for number in range(5):
+        pair.each(step(number))
+
+
+def test_what_is_done_to_gradients(away: Compile) -> None:
+    """Zeroed in place, clipped by value, scaled, set by the user, taken away."""
+    pair = Pair(Mlp, away)
+
+    def step(model: Any, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+        for number in range(2):
+            model(*vectors(number)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        model.first.weight.grad.mul_(3.0)
+        model.second.weight.grad = torch.ones(model.second.weight.shape)
+        model.norm.bias.grad = None
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3, norm_type=float("inf"))
+        optimizer.step()
+
+    for _ in range(3):
+        pair.each(step)
+
+
+def test_a_gradient_takes_part_in_arithmetic(away: Compile) -> None:
+    """What it only lends its values to works; what would change a copy of it is refused."""
+    pair = Pair(Mlp, away)
+    for model in pair.models:
+        model(*vectors(0)).backward()
+    eager, ours = (model.first.weight.grad for model in pair.models)
+    assert_same("sum", eager.sum(), ours.sum())
+    assert_same("product", eager @ torch.ones(eager.shape[1], 2), ours @ torch.ones(eager.shape[1], 2))
+    for act in (ours.normal_, lambda: ours[0], lambda: ours.view(-1)):
+        with pytest.raises(PartitionedParameterError, match="the shards are off the device"):
+            act()
+
+
+def test_parameters_freeze_and_thaw(away: Compile) -> None:
+    pair = Pair(Mlp, away)
+    for number, trained in enumerate([True, False, True, False, True]):
+        for model in pair.models:
+            model.first.requires_grad_(trained)
+        pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, vectors(n)))  # type: ignore[misc]
+
+
+def test_parameters_frozen_at_first(away: Compile) -> None:
+    pair = Pair(CASES["frozen"].build, away)
+    for number in range(4):
+        if number == 2:
+            for model in pair.models:
+                model.requires_grad_(True)
+        pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, vectors(n)))  # type: ignore[misc]
+
+
+def test_whole_values_are_read_and_written(away: Compile) -> None:
+    pair = Pair(TiedWords, away)
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(0)))
+    eager, ours = pair.models
+    with zinf_compile.gathered(ours, write=True), torch.no_grad():
+        for model in pair.models:
+            model.block.up.weight.mul_(0.5)
+            model.embedding.weight[3] = 1.0
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(1)))
+    saved = copy.deepcopy(eager.state_dict())
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(2)))
+    eager.load_state_dict(saved)
+    zinf_compile.load_full_state_dict(ours, saved)
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(3)))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd_momentum", "rmsprop", "third_party"])
+def test_an_eager_run_goes_on_and_back(name: str, away: Compile) -> None:
+    pair = Pair(TiedWords, away, OPTIMIZERS[name])
+    for number in range(3):
+        pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, tokens(n)))  # type: ignore[misc]
+    eager, _ = pair.models
+    other = OPTIMIZERS[name](eager.parameters())
+    other.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
+    pair.optimizers[1].load_state_dict(copy.deepcopy(pair.optimizers[0].state_dict()))
+    pair.optimizers = (other, pair.optimizers[1])
+    pair.sides = tuple(zip(pair.models, pair.optimizers, strict=True))
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(3)))
+
+
+def test_closures(away: Compile) -> None:
+    pair = Pair(TiedWords, away)
+
+    def step(model: nn.Module, optimizer: Optimizer) -> Any:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(*tokens(0))
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(0)))
+    for _ in range(3):
+        pair.each(step)
+
+
+def test_inference_alone_takes_no_room_for_gradients(away: Compile) -> None:
+    """Nor does it write anything; also between two micro-batches."""
+    pair = Pair(TiedWords, away)
+
+    def infer(model: nn.Module, _: Optimizer) -> torch.Tensor:
+        with torch.no_grad():
+            return model(*tokens(9))
+
+    pair.each(infer)
+    meter = Meter(None)
+    meter.read(pair.models[1])
+    ledger = context_of(pair.models[1]).ledger.now()
+    assert ledger["grads"] == 0
+    for _ in range(2):
+        with torch.no_grad():
+            pair.models[1](*tokens(9))
+    assert meter.read(pair.models[1]).written == 0
+
+    def step(model: nn.Module, optimizer: Optimizer) -> Any:
+        optimizer.zero_grad()
+        for number in range(2):
+            model(*tokens(number)).backward()
+            model.eval()
+            loss = infer(model, optimizer)
+            model.train()
+        optimizer.step()
+        return loss
+
+    for _ in range(3):
+        pair.each(step)
+
+
+def used(folder: Path) -> tuple[int, int, int]:
+    """Return descriptors, those of files in the folder, and threads."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return len(links), sum(str(folder) in link for link in links), threading.active_count()
+
+
+@pytest.mark.slow
+def test_nothing_grows_over_many_steps_and_models(away: Compile, tmp_path: Path) -> None:
+    model = away(sundry())
+    optimizer = adamw(model.parameters())
+    for step in range(210):
+        train_step(model, optimizer, step % 7)
+        if step == 10:
+            gc.collect()
+            before = used(tmp_path), context_of(model).ledger.now()
+    gc.collect()
+    assert (used(tmp_path), context_of(model).ledger.now()) == before
+    counts = []
+    for number in range(10):
+        torch.compiler.reset()
+        other = away(sundry())
+        trained = adamw(other.parameters())
+        train_step(other, trained, number)
+        del other, trained
+        torch.compiler.reset()
+        gc.collect()
+        counts.append(used(tmp_path))
+    assert counts[-1] == counts[1]
+    assert counts[-1][1] == before[0][1], "files of the dropped models are gone"
+    del model, optimizer
+    torch.compiler.reset()
+    gc.collect()
+    assert used(tmp_path)[1] == 0
