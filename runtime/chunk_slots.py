@@ -86,6 +86,10 @@ class ChunkSlots:
         ]
         self.host_bytes, self.device_bytes = host * count, device * count
 
+    def __len__(self) -> int:
+        """Return how many chunks may be in memory at a time."""
+        return len(self._slots)
+
     def begin(self) -> None:
         """A step begins: what an earlier one brought of parameters and gradients counts no more."""
         for slot in self._slots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 from pathlib import Path
@@ -17,22 +18,46 @@ import zinf_compile
 from zinf_compile import limits
 from zinf_compile.errors import BudgetError
 from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 from zinf_compile.runtime.context import Context
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+
 
 ALL_AWAY = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
 
 
+@functools.cache
+def eager_losses(steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model = TiedWords()
+    optimizer = adamw(model.parameters())
+    losses = []
+    for number in range(steps):
+        loss = loss_of(model(*tokens(number)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def train(options: dict[str, Any], *, steps: int = 3) -> Context:
-    """Train a small model; return what its ranks share."""
+    """Train a small model in pieces of 128 elements, to eager's losses; return what its ranks share."""
     torch.compiler.reset()
     gc.collect()
     torch.manual_seed(0)
     model = TiedWords()
     model.compile(backend=BACKEND, options={"compute": "fx", "bucket": 256, **options})
     optimizer = adamw(model.parameters())
+    losses = []
     for number in range(steps):
         loss = loss_of(model(*tokens(number)))
+        losses.append(loss.item())
         parameter = next(model.parameters())
         assert isinstance(parameter, ShardedParameter)
         context = parameter._zinf_unit.context
@@ -47,6 +72,7 @@ def train(options: dict[str, Any], *, steps: int = 3) -> Context:
         assert claims.host_cap is not None
         assert context.ledger.total()[1] <= claims.device_cap
         assert context.host_ledger.total()[1] <= claims.host_cap
+    assert losses == eager_losses(steps)
     return context
 
 

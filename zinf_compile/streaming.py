@@ -83,7 +83,7 @@ class StreamedStates:
         try:
             for number, following in itertools.zip_longest(due, due[1:]):
                 slot = self._prepare(number, optimizer)
-                if following is not None:
+                if following is not None and len(self._slots) > 1:
                     self._prepare(following, optimizer)
                 with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
                     slot.settle()
