@@ -13,7 +13,7 @@ from .lanes import Pending
 from .mover import Rooms
 
 SLOTS = 3
-"""Chunks in memory: one being read, one being updated, one being written."""
+"""Chunks in memory: one being read, one being updated, one being written. With two nothing is read while one is updated."""
 
 _PAGE = 4096
 

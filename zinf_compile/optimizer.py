@@ -184,13 +184,21 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         raise StepFailedError(torn[optimizer])
     streamed = _Streamed([], sources, [])
     chunks = streamed.chunks
+    waiting: ChunkStep | None = None
+
+    def step(chunk: ChunkStep) -> None:
+        _tear(optimizer, len(chunks))
+        streamed.settings += _step_one(optimizer, chunk)
+
     try:
         with torch.no_grad():
             for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in sources):
-                if chunks:
-                    _tear(optimizer, len(chunks))
-                    streamed.settings += _step_one(optimizer, chunks[-1])
+                if waiting is not None:
+                    step(waiting)
                 chunks.append(chunk)
+                waiting = chunk if chunk.may_wait else None
+                if waiting is None:
+                    step(chunk)
     except Exception as error:
         if optimizer not in torn and isinstance(error, StoreError):
             raise StepFailedError(

@@ -87,7 +87,8 @@ class StreamedStates:
                     self._prepare(following, optimizer)
                 with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
                     slot.settle()
-                yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
+                may_wait = following is None or len(self._slots) > 2
+                yield ChunkStep(self, number, self._chunks[number], slot, optimizer, may_wait=may_wait)
         except BaseException:
             with contextlib.suppress(StoreError):
                 self._slots.settle()  # what was read in vain is no concern of the next step's
