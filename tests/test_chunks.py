@@ -74,7 +74,8 @@ def test_the_chunks_used_last_keep_their_memory(order: list[int]) -> None:
     slots = make_slots(6)
     recent: list[int] = []
     for number in order:
-        _, new = slots.slot_for(number)
+        slot, new = slots.slot_for(number)
+        slot.chunk = number
         assert new == (number not in recent[-3:])
         recent = [n for n in recent if n != number] + [number]
 
@@ -94,6 +95,7 @@ class Ends:
 def test_what_failed_to_arrive_counts_for_nothing() -> None:
     slots = make_slots(2)
     slot, _ = slots.slot_for(0)
+    slot.chunk = 0
     other = Ends()
     slot.under_way = [Fails(), other]
     with pytest.raises(OSError, match="broken"):
