@@ -121,7 +121,7 @@ class ShardedGradient(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the whole averaged gradient on every rank. A collective operation."""
         context = self._unit.context
-        shard = self.local()
+        shard = self.local().to(self._unit.device)
         if context.size == 1:
             return self._unit.logical(shard.clone())
         context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
@@ -288,7 +288,7 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return value
         unit = value._unit
         if unit.context.size == 1 and value.away is not None and name in only_read:
-            return value.full_tensor().to(unit.device)
+            return value.full_tensor()
         if unit.context.size > 1 or value.away is not None:
             place = f"each of {unit.context.size} ranks holds a part" if value.away is None else "the shards are off the device"
             raise PartitionedParameterError(
