@@ -7,7 +7,7 @@ BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp)) $(wildcard csrc/tests/*.cpp)
 
-.PHONY: setup train test test-core test-torch test-csrc zoo lint bench clean
+.PHONY: setup train test test-core test-torch test-csrc tiers zoo lint bench clean
 
 setup: $(INSTALLED)
 
@@ -22,11 +22,11 @@ train: setup
 	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 256MiB $(ARGS)
 
 test: setup
-	$(BIN)/pytest -m "not gpu and not zoo" $(ARGS)
+	$(BIN)/pytest -m "not gpu and not zoo and not tiers" $(ARGS)
 
 # What is quick and needs one process.
 test-core: setup
-	$(BIN)/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
+	$(BIN)/pytest -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The core suite on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
 # gigabytes of CUDA with them and run without a GPU.
@@ -38,7 +38,7 @@ test-torch:
 	sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt > $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install -r $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install --no-build-isolation --no-deps -e .
-	$(OTHER)/bin/pytest -m "not gpu and not zoo and not slow and not distributed" --ignore tests/zoo $(ARGS)
+	$(OTHER)/bin/pytest -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The I/O engines against real and faulty kernels, once under each sanitizer. Needs a C++ compiler only.
 test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
@@ -48,6 +48,10 @@ test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
 build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers -Werror -fsanitize=$* -fno-sanitize-recover=all -pthread -Icsrc $(CSRC_TESTED) -o $@
+
+# All 27 placements of states, in each type and mode, on one rank and two, bit by bit and byte by byte: four minutes.
+tiers: setup
+	$(BIN)/pytest tests/test_tiers.py $(ARGS)
 
 zoo: setup
 	$(BIN)/pytest -m zoo tests/zoo $(ARGS)

@@ -15,10 +15,22 @@ STEPS = 20
 FLOAT, BRAIN = torch.float32, torch.bfloat16
 
 
+EVERY = [(dtype, compute, ranks) for dtype in (FLOAT, BRAIN) for compute in ("fx", "inductor") for ranks in (1, 2)]
+FEW = ((FLOAT, "fx", 1), (BRAIN, "inductor", 2))
+"""Each type, mode and number of ranks once; `make tiers` has all combinations of them."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
-@pytest.mark.parametrize("compute", ["fx", "inductor"])
-@pytest.mark.parametrize("dtype", [FLOAT, BRAIN], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "compute", "ranks"),
+    [
+        pytest.param(
+            *case, marks=[*([pytest.mark.distributed] if case[2] > 1 else []), *([] if case in FEW else [pytest.mark.tiers])]
+        )
+        for case in EVERY
+    ],
+    ids=str,
+)
 def test_the_bits_of_all_on_the_device(dtype: torch.dtype, compute: str, ranks: int, tmp_path: Path) -> None:
     """Loss, parameters and states after 20 steps; bytes over each link at every step."""
     assert run_ranks(train_everywhere, ranks, str(tmp_path), dtype, compute, STEPS) == [len(PLACEMENTS)] * ranks
