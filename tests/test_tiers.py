@@ -37,6 +37,7 @@ def test_the_bits_of_all_on_the_device(dtype: torch.dtype, compute: str, ranks: 
 
 
 @pytest.mark.slow
+@pytest.mark.tiers
 @pytest.mark.parametrize(("dtype", "master"), [(FLOAT, None), (BRAIN, "float32")], ids=["fp32", "bf16"])
 def test_wherever_parameters_are_updated(dtype: torch.dtype, master: str | None, tmp_path: Path) -> None:
     """Three chunks of two pieces: what is in memory is never read again."""
