@@ -9,7 +9,7 @@ import torch
 
 from .bridge import Bridge
 from .buffers import aligned_buffer
-from .lanes import Pending
+from .lanes import Pending, wait_for_all
 from .mover import Rooms
 
 SLOTS = 3
@@ -58,15 +58,11 @@ class Slot:
     def settle(self) -> None:
         """Wait until nothing moves to or from the slot; where that failed, what it holds counts for nothing."""
         transfers, self.under_way = self.under_way, []
-        error: BaseException | None = None
-        for transfer in transfers:
-            try:
-                transfer.wait()
-            except Exception as failed:
-                error = error or failed
-        if error is not None:
+        try:
+            wait_for_all(transfer.wait for transfer in transfers)
+        except Exception:
             self.chunk, self.filled = None, False
-            raise error
+            raise
 
 
 class ChunkSlots:
@@ -115,14 +111,7 @@ class ChunkSlots:
 
     def settle(self) -> None:
         """Wait until nothing moves; then raise the first error."""
-        error: BaseException | None = None
-        for slot in self._slots:
-            try:
-                slot.settle()
-            except Exception as failed:
-                error = error or failed
-        if error is not None:
-            raise error
+        wait_for_all(slot.settle for slot in self._slots)
 
 
 def slot_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:

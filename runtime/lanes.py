@@ -6,7 +6,7 @@ import atexit
 import collections
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -32,6 +32,18 @@ class Lane(Protocol):
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Start `transfer` after everything submitted before it."""
+
+
+def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
+    """Call every one of `waits`; then raise the first error that one of them raised."""
+    error: Exception | None = None
+    for wait in waits:
+        try:
+            wait()
+        except Exception as failed:
+            error = error or failed
+    if error is not None:
+        raise error
 
 
 class Done:

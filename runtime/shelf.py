@@ -11,7 +11,7 @@ import torch
 from . import chunks
 from .aio import Engine
 from .chunks import cut_pieces
-from .lanes import Pending
+from .lanes import Pending, wait_for_all
 from .meter import Meter
 from .store import PathLike, Store
 
@@ -36,14 +36,7 @@ class All:
 
     def wait(self) -> None:
         """Return when all are over; raise the first one's error, after all have ended."""
-        error: BaseException | None = None
-        for part in self._parts:
-            try:
-                part.wait()
-            except Exception as failed:
-                error = error or failed
-        if error is not None:
-            raise error
+        wait_for_all(part.wait for part in self._parts)
 
 
 class Shelf:
