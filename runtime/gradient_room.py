@@ -32,20 +32,14 @@ class GradientShelves:
     def __init__(self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine, meter: Meter) -> None:
         self._paths, self._places, self._engine, self._meter = paths, places, engine, meter
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
-        self._shelves = [self._new_shelf()]
-        self._free: list[list[Shelf]] = [[self._shelves[0]] for _ in places]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes reserved on drives."""
-        return sum(shelf.bytes for shelf in self._shelves)
+        first = self._new_shelf()
+        self._free: list[list[Shelf]] = [[first] for _ in places]
 
     def take(self, index: int) -> Shelf:
         """Return a shelf on which the place of unit `index` is free; it isn't any more."""
         with self._lock:
             if not self._free[index]:
                 shelf = self._new_shelf()
-                self._shelves.append(shelf)
                 for free in self._free:
                     free.append(shelf)
             return self._free[index].pop()
@@ -121,11 +115,6 @@ class AwayGradient:
         else:
             self.settle()
             change(resident)
-
-    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
-        """Start to read a piece; `apply` then makes it what it is."""
-        self.settle()
-        return self.home.read_piece(start, into)
 
     def apply(self, part: torch.Tensor) -> None:
         """Make the noted changes on what was read."""

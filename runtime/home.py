@@ -11,7 +11,7 @@ from .shelf import Shelf
 
 
 class Home(Protocol):
-    """Host memory or a drive; moves whole shards, or their pieces, to and from host memory."""
+    """Host memory or a drive; moves shards to and from host memory."""
 
     tier: str
 
@@ -24,12 +24,6 @@ class Home(Protocol):
 
     def write(self, source: torch.Tensor) -> Pending:
         """Start to keep `source` as the shard."""
-
-    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
-        """Start to fill `into` with the piece that begins at element `start`."""
-
-    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
-        """Start to keep `source` as the piece that begins at element `start`."""
 
 
 class HostHome:
@@ -56,18 +50,6 @@ class HostHome:
             self._shard.copy_(source)
         return Done()
 
-    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
-        """See `Home.read_piece`."""
-        into.copy_(self._shard[start : start + into.numel()])
-        return Done()
-
-    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
-        """See `Home.write_piece`."""
-        place = self._shard[start : start + source.numel()]
-        if source.data_ptr() != place.data_ptr():
-            place.copy_(source)
-        return Done()
-
 
 class DriveHome:
     """A place on a shelf."""
@@ -88,9 +70,9 @@ class DriveHome:
         return self.shelf.write(self._index, source)
 
     def read_piece(self, start: int, into: torch.Tensor) -> Pending:
-        """See `Home.read_piece`."""
+        """Start to fill `into` with the piece that begins at element `start`."""
         return self.shelf.read_piece(self._index, start, into)
 
     def write_piece(self, start: int, source: torch.Tensor) -> Pending:
-        """See `Home.write_piece`."""
+        """Start to keep `source` as the piece that begins at element `start`."""
         return self.shelf.write_piece(self._index, start, source)

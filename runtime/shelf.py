@@ -61,11 +61,6 @@ class Shelf:
         )
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(place.numel * place.dtype.itemsize for place in self.places)
-
     def read(self, index: int, into: torch.Tensor) -> Pending:
         """Start to read a whole shard into host memory of its size."""
         return self._all(index, into, write=False)

@@ -23,6 +23,7 @@ from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_slots import ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
 from .runtime.context import Context
+from .runtime.home import DriveHome, Home
 from .runtime.lanes import Pending
 from .runtime.mover import Mover, Place, Rooms
 from .runtime.store import Store
@@ -204,12 +205,12 @@ class StreamedStates:
         if not slot.filled:
             slot.filled = True
             slot.brought = {}
-            rooms, has = self.rooms(number, slot), self.has
+            rooms = self.rooms(number, slot)
             for parameter, piece in self._chunks[number].pieces:
                 if parameter.grad is None:
                     continue
                 names = [VALUE, GRADIENT]
-                if self.store is None and has(parameter):
+                if self.store is None and self.has(parameter):
                     names += [name for name in self._kept[parameter] if name in optimizer.state[parameter]]
                 for name in names:
                     value, pending = self.bring_piece(parameter, piece, name, rooms[name], optimizer)
@@ -358,9 +359,10 @@ def _there(room: torch.Tensor | None) -> torch.Tensor:
     return room
 
 
-def _at_home(home: Any, start: int, end: int) -> Place:
+def _at_home(home: Home, start: int, end: int) -> Place:
     if home.resident is not None:
         return Place(home.resident[start:end], on_device=False)
+    assert isinstance(home, DriveHome), "what isn't in memory is on a drive"
     return Place(
         read=lambda into: home.read_piece(start, into),
         write=lambda source: home.write_piece(start, source),
