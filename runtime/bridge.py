@@ -52,8 +52,7 @@ class Unified:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self._memory.lend(numel, dtype)
+        return self._memory.lend(numel, dtype)
 
     device_buffer = host_buffer
 
@@ -84,8 +83,7 @@ class CudaBridge:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`; used again, since pinning takes milliseconds."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self._host_memory.lend(numel, dtype)
+        return self._host_memory.lend(numel, dtype)
 
     def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.device_buffer`."""
@@ -171,13 +169,11 @@ class FakeDevice:
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.host_buffer`."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self.host_memory.lend(numel, dtype)
+        return self.host_memory.lend(numel, dtype)
 
     def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Bridge.device_buffer`."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self.memory.lend(numel, dtype)
+        return self.memory.lend(numel, dtype)
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `Bridge.to_device`."""

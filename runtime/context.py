@@ -142,8 +142,7 @@ class Context:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
         if device.type != "cpu":  # there PyTorch's allocator keeps memory by itself
             return self.full_buffer(numel, dtype, device)
-        with torch.inference_mode(False), torch.no_grad():
-            return self.gather_memory.lend(numel, dtype)
+        return self.gather_memory.lend(numel, dtype)
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""

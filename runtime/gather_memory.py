@@ -33,7 +33,11 @@ class GatherMemory:
         self._most_lent_bytes = 0
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor, content undefined; one of a page or more begins at a page."""
+        """Return a flat tensor, content undefined, whatever mode the caller is in; one of a page or more begins at a page."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._lend(numel, dtype)
+
+    def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = numel * dtype.itemsize
         if size < mmap.PAGESIZE:
             return torch.empty(numel, dtype=dtype)
