@@ -14,6 +14,19 @@ TakeStep = Callable[[Any, Any], Any]
 """`take(tokens, targets)` makes one step and returns its loss."""
 
 
+def stepping(call: Callable[[Any, Any], Any], optimizer: Any) -> TakeStep:
+    """Return a plain training step of `call`, which returns its loss."""
+
+    def take(tokens: Any, targets: Any) -> Any:
+        loss = call(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return take
+
+
 def serve(
     commands: Any,
     draw: Callable[[], tuple[Any, Any]],

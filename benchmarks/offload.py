@@ -32,7 +32,7 @@ from typing import Any
 import _limits
 import _readme
 from _peers import Peer, all_cores, alternate, run, spawn, table_rows
-from _worker import TakeStep, serve
+from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
 
 BASE, NVME, DEEPSPEED = "zinf inductor", "zinf inductor nvme", "deepspeed nvme"
@@ -59,16 +59,7 @@ def trainer(model: Any, settings: dict[str, Any]) -> TakeStep:
 
     if settings["forward"]:
         return forward
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def take(tokens: Any, targets: Any) -> Any:
-        loss = call(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return take
+    return stepping(call, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
 
 
 def work(settings: dict[str, Any], commands: Any) -> None:

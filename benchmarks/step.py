@@ -32,7 +32,7 @@ from typing import Any
 
 import _readme
 from _peers import Peer, alternate, check_losses, matmul_rate, spawn, table_rows
-from _worker import TakeStep, serve
+from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
 
 LENGTH, BATCH, VOCABULARY = 256, 2, 50257
@@ -69,16 +69,7 @@ def trainer(peer: str, model: Any) -> TakeStep:
         if peer.endswith(" nvme"):
             options |= {"optimizer": "nvme", "nvme": tempfile.gettempdir()}
         call = torch.compile(model, backend="zero_infinity", options=options)
-    optimizer = adamw()  # made last: fully_shard replaces the parameters
-
-    def take(tokens: Any, targets: Any) -> Any:
-        loss = call(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return take
+    return stepping(call, adamw())  # made last: fully_shard replaces the parameters
 
 
 def _deepspeed_trainer(model: Any, optimizer: Any) -> TakeStep:
