@@ -123,8 +123,7 @@ class GraphBudget:
         """Return how many bytes may be gathered, and how many gathered or on the way."""
         context, unified = self._context, self._context.bridge.unified
         needs = measure_needs(graph)
-        factor = 0 if context.size == 1 and not self._away else 1 if context.size == 1 or not self._away else 1 + 1 / context.size
-        reduced, left = math.ceil(factor * needs.reduced), math.ceil(factor * needs.left)
+        reduced, left = (self._on_their_way(gradients) for gradients in (needs.reduced, needs.left))
         slot = self._resident.slot_device + (self._resident.slot_host if unified else 0)
         widening = needs.widening if self._swapped else 1.0
         full = math.ceil(needs.gathered * widening)
@@ -164,6 +163,13 @@ class GraphBudget:
             return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         most = max(full, gathered + ahead)
         return min(int(most / widening), BUCKETS_GATHERED * self._bucket), most
+
+    def _on_their_way(self, gradients: int) -> int:
+        """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
+        size = self._context.size
+        if size == 1:
+            return gradients if self._away else 0
+        return math.ceil(gradients * (1 + 1 / size)) if self._away else gradients
 
     def _check_host(self, gathered: int) -> None:
         staged = math.ceil(gathered / self._context.size) if self._placement.params == "nvme" else 0
