@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile import streaming
+from zinf_compile import streamed
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime.aio import Engine
 from zinf_compile.runtime.store import Store
@@ -23,14 +23,14 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     parameter: Any = next(p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.dim())
     if kind == "parameter":
         store = parameter._zinf_unit.home.shelf.store
-        for states in streaming._streamed.get(optimizer, []) if optimizer else []:
+        for states in streamed._streamed.get(optimizer, []) if optimizer else []:
             states._slots.settle()
     elif kind == "gradient of":
         parameter.grad.away.settle()
         store = parameter.grad.away.home.shelf.store
     else:
         assert optimizer is not None
-        (states,) = streaming._streamed[optimizer]
+        (states,) = streamed._streamed[optimizer]
         states._slots.settle()
         store = states.store
     assert isinstance(store, Store)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on, twins
 
 import zinf_compile
-from zinf_compile import streaming
+from zinf_compile import streamed, streaming
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
 from zinf_compile.runtime import chunks
 from zinf_compile.streaming import StreamedStates
@@ -39,7 +39,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[StreamedStates]:
             made.append(self)
 
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
-    monkeypatch.setattr(streaming, "StreamedStates", Noted)
+    monkeypatch.setattr(streamed, "StreamedStates", Noted)
     return made
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from training import adamw, assert_same, assert_same_models
 
 import zinf_compile
-from zinf_compile import streaming
+from zinf_compile import streamed, streaming
 from zinf_compile.errors import StepFailedError, StoreError, ZinfError
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime import chunks, scratch_file
@@ -80,7 +80,7 @@ def load(trained: Twins) -> None:
 def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path: Path) -> None:
     """The step's first reads are those of two chunks."""
     ours, optimizer, eager, other = trained = twins(tmp_path)
-    (states,) = streaming._streamed[optimizer]
+    (states,) = streamed._streamed[optimizer]
     for number in range(8):
         optimizer.state_dict()  # the last chunks are in memory now
         states._forward = True
@@ -110,7 +110,7 @@ def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -
         "norm": lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.1),
         "step": optimizer.step,
     }
-    streaming._streamed[optimizer][0]._forward = True  # begins with the embedding
+    streamed._streamed[optimizer][0]._forward = True  # begins with the embedding
     back = flip(store_of("gradient of" if moment == "norm" else "parameter", ours, optimizer), name)
     with pytest.raises((StoreError, StepFailedError), match=rf"{name}.*offset [\d,]+ of the store's file in") as raised:
         act[moment]()
@@ -131,13 +131,13 @@ def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> No
     for model in (ours, eager):
         backward(model, 2)
     optimizer.state_dict()  # the last chunks are in memory now
-    streaming._streamed[optimizer][0]._forward = True
+    streamed._streamed[optimizer][0]._forward = True
     store = store_of("exp_avg of", ours, optimizer)
     back = [
         flip(store, f"{state} of embedding.weight (chunk {chunk})") for state in ("exp_avg", "exp_avg_sq") for chunk in (0, 1)
     ]
     for _ in range(2):
-        streaming._streamed[optimizer][0]._forward = True
+        streamed._streamed[optimizer][0]._forward = True
         with pytest.raises(StepFailedError, match=r"nothing is updated yet.*exp_avg of embedding.weight \(chunk 0"):
             optimizer.step()
     for turn in back:
@@ -152,7 +152,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
     """Where it was of states, by the next step; until a checkpoint is loaded there is none."""
     ours, optimizer, _, _ = trained = twins(tmp_path)
     backward(ours, 2)
-    streaming._streamed[optimizer][0]._forward = True
+    streamed._streamed[optimizer][0]._forward = True
     with failing(context_of(ours).engine, "write", 25) as began:
         optimizer.step()
     assert len(began) == 27, "nine pieces: values and two states"
@@ -170,7 +170,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["parameter", "gradient of", "exp_avg of"])
 def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
-    (states,) = streaming._streamed[optimizer]
+    (states,) = streamed._streamed[optimizer]
     optimizer.state_dict()
     states._forward = True
     backward(ours, 2)

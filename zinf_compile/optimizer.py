@@ -31,7 +31,8 @@ from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .stats import log_first_step
-from .streaming import StreamedStates, drive_bytes, streamed_states, torn
+from .streamed import drive_bytes, streamed_states
+from .streaming import StreamedStates, torn
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()

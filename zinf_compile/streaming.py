@@ -12,13 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from .budget import check_states
-from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk, Kept, plan_chunks
+from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
 from .chunk_step import ChunkStep, part_of
 from .errors import BudgetError, StepFailedError, StoreError
 from .gradient import ShardedGradient
 from .parameter import ShardedParameter
-from .precision import keep_precision, warn_of_rounding
-from .probe import states_kept
 from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_slots import ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
@@ -386,61 +384,3 @@ def _close(store: Store | None, slots: ChunkSlots, context: Context) -> None:
 
 torn: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """Optimizers of which a step ended in the middle of its chunks, and what to say of them."""
-
-_streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
-
-
-def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[StreamedStates]:
-    """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
-    known = _streamed.get(optimizer, [])
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
-    for p in hollow:
-        unit = p._zinf_unit
-        unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
-        if (not p.requires_grad and p.grad is None) or not (master or unit.placement.streams(unified=unified)):
-            continue
-        if any(p in states for states in known):
-            continue
-        kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
-        if master:
-            kept = {**kept, MASTER: master}
-        if kept or unit.placement.streams_values(unified=unified):
-            fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
-    if fresh and optimizer not in _streamed:
-        _streamed[optimizer] = known
-        optimizer.register_state_dict_pre_hook(_before_state_dict)
-        optimizer.register_state_dict_post_hook(_after_state_dict)
-        keep_precision(optimizer)
-        optimizer.register_load_state_dict_post_hook(_after_load)
-    for rows in fresh.values():
-        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows]))
-        for p, kept in rows:
-            if p in optimizer.state and kept.keys() & optimizer.state[p].keys():
-                warn_of_rounding(optimizer, p, kept)
-                known[-1].absorb(optimizer)
-                break
-    return known
-
-
-def drive_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the optimizer's states that live on drives."""
-    return sum(states.drive_bytes for states in _streamed.get(optimizer, []))
-
-
-@torch.no_grad()
-def _before_state_dict(optimizer: Optimizer) -> None:
-    for states in _streamed.get(optimizer, []):
-        states.bring(optimizer)
-
-
-def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for states in _streamed.get(optimizer, []):
-        states.drop(optimizer)
-
-
-@torch.no_grad()
-def _after_load(optimizer: Optimizer) -> None:
-    torn.pop(optimizer, None)
-    for states in _streamed.get(optimizer, []):
-        states.absorb(optimizer)
