@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
@@ -109,9 +109,9 @@ class ChunkSlots:
         self._slots.append(slot)
         return slot, new
 
-    def settle(self) -> None:
-        """Wait until nothing moves; then raise the first error."""
-        wait_for_all(slot.settle for slot in self._slots)
+    def settle(self, *, but: Container[int | None] = ()) -> None:
+        """Wait until nothing moves, but for some chunks; then raise the first error."""
+        wait_for_all(slot.settle for slot in self._slots if slot.chunk not in but)
 
 
 def slot_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:

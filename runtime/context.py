@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile._torch import level_group_names
-from zinf_compile.errors import OptionError, RankMismatchError
+from zinf_compile.errors import OptionError, RankMismatchError, ZinfError
 from zinf_compile.program import digest_of
 
 from .aio import Engine
@@ -63,6 +63,9 @@ class Context:
         """What is held in host memory; the same account where that is the device."""
         self._engine: Engine | None = None
         self._swap_lane: Lane | None = None
+        self._update_lane: Lane | None = None
+        self.ending = False
+        """The process ends: whoever works beside it stops."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()
@@ -121,6 +124,17 @@ class Context:
         if self._swap_lane is None:
             self._swap_lane = ThreadLane("zinf-swap", forgiving=True)
         return self._swap_lane
+
+    @property
+    def update_lane(self) -> Lane:
+        """On which what is left of a step is done beside the next forward; made when first needed."""
+        if self._update_lane is None:
+            self._update_lane = ThreadLane("zinf-update", forgiving=True)
+            atexit.register(self._end)
+        return self._update_lane
+
+    def _end(self) -> None:
+        self.ending = True
 
     def admit(self, signature: str) -> None:
         """Check, the first time these options are used, that all ranks use them."""
@@ -204,6 +218,8 @@ class Context:
         try:
             with self._waiting(), self.meter.waiting(link):
                 pending.wait()
+        except ZinfError:  # it says what it is about
+            raise
         except RuntimeError as error:
             if _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError):
                 raise self.failed(what, error) from error

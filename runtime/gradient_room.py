@@ -100,6 +100,7 @@ class AwayGradient:
 
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
+        self.unit.settle()  # a step may still have to read the old one
         self._reading = None
         self._changes.clear()
         self.home.write(shard).wait()
@@ -118,8 +119,17 @@ class AwayGradient:
 
     def apply(self, part: torch.Tensor) -> None:
         """Make the noted changes on what was read."""
-        for change in self._changes:
-            change(part)
+        self.noted()(part)
+
+    def noted(self) -> InPlace:
+        """Return the changes noted so far as one: what is noted later is none of it."""
+        changes = tuple(self._changes)
+
+        def apply(part: torch.Tensor) -> None:
+            for change in changes:
+                change(part)
+
+        return apply
 
 
 def away_on_drive(unit: Unit, shelves: GradientShelves, index: int, shard: torch.Tensor) -> AwayGradient:

@@ -34,7 +34,7 @@ def swap_in(unit: Unit, src: str, dst: str, earlier: Arriving | None) -> Arrivin
             return Arriving(unit, resident)
         host = bridge.host_buffer(unit.shard_numel, unit.dtype)
         (context.ledger if dst == "device" else context.host_ledger).track("gathered" if dst == "device" else "staged", host)
-        return Arriving(unit, host, unit.home.read(host))
+        return Arriving(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
@@ -65,6 +65,7 @@ def swap_out(
         shard = host_memory
     else:
         before = reduction
+    unit.settle()  # its last gradient may still be in the place of this one
     away = away_on_drive(unit, *unit.gradient_room, shard)
     with context.meter.waiting("host to nvme"):
         context.gradient_room.enter(shard.nbytes)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .home import Home
+from .lanes import Pending
 from .partition import shard_numel, shard_range
 from .placement import ON_DEVICE, Placement
 
 if TYPE_CHECKING:
     from .context import Context
     from .gradient_room import GradientShelves
+    from .updates import Updates
 
 
 class Unit:
@@ -53,6 +55,8 @@ class Unit:
         """Where the shard is; None: on the device, in `shard`."""
         self.gradient_room: tuple[GradientShelves, int] | None = None
         """Where gradients go whose tier is a drive: the unit's number there."""
+        self.updates: Updates | None = None
+        """The step that may still have to update the shard."""
         self._whole: torch.Tensor | None = None
 
     @property
@@ -76,6 +80,16 @@ class Unit:
         """Whether this process has the whole value in memory of the device."""
         return self.home is None and self.context.size == 1
 
+    def settle(self) -> None:
+        """Return when no step has to update the shard any more; raise where one failed."""
+        if self.updates is not None:
+            self.updates.wait(self)
+
+    def read(self, into: torch.Tensor) -> Pending:
+        """Start to fill host memory with the shard as it is after its last step."""
+        assert self.home is not None, "what is on the device needs no reading"
+        return self.home.read(into) if self.updates is None else self.updates.read(self, into)
+
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
         if self.home is None:
@@ -85,7 +99,7 @@ class Unit:
         if host is None:
             host = bridge.host_buffer(self.shard_numel, self.dtype)
             self.context.host_ledger.track("staged", host)
-            self.home.read(host).wait()
+            self.read(host).wait()
         if bridge.unified:
             return host
         shard = bridge.device_buffer(self.shard_numel, self.dtype)
@@ -100,6 +114,8 @@ class Unit:
         """Keep what `blank` returned."""
         if self.home is None:
             return
+        if self.updates is not None:
+            self.updates.wait(self, tell=False)  # whatever became of what is replaced
         bridge = self.context.bridge
         if not bridge.unified:
             host = self.home.resident

@@ -28,6 +28,15 @@ from zinf_compile.runtime.bridge import FakeDevice, played_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step update all there is to update before it returns."""
+    monkeypatch.setattr(streaming, "may_be_late", lambda *_, **__: False)
+
+
+at_once = pytest.mark.usefixtures("_at_once")
+
 Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
 """A model, with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
 
@@ -77,6 +86,7 @@ def load(trained: Twins) -> None:
     optimizer.zero_grad()
 
 
+@at_once
 def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path: Path) -> None:
     """The step's first reads are those of two chunks."""
     ours, optimizer, eager, other = trained = twins(tmp_path)
@@ -95,6 +105,7 @@ def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path
         check_same(trained, step=number)
 
 
+@at_once
 @pytest.mark.parametrize("moment", ["forward", "backward", "norm", "step"])
 def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -> None:
     """It names what, where and on which drive; once the drive is right again so is the model."""
@@ -125,6 +136,7 @@ def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -
     check_same(trained, step=3)
 
 
+@at_once
 def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> None:
     """The states of the step's first chunks, which are read together."""
     ours, optimizer, eager, other = trained = twins(tmp_path)
@@ -148,6 +160,7 @@ def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> No
     check_same(trained, step=3)
 
 
+@at_once
 def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> None:
     """Where it was of states, by the next step; until a checkpoint is loaded there is none."""
     ours, optimizer, _, _ = trained = twins(tmp_path)
@@ -167,6 +180,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
     check_same(trained, step=2)
 
 
+@at_once
 @pytest.mark.parametrize("kind", ["parameter", "gradient of", "exp_avg of"])
 def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
@@ -226,7 +240,8 @@ def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> i
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_any_transfer_may_fail(way: str, error: type[BaseException], device: type[FakeDevice] | None, tmp_path: Path) -> None:
     with played_by(device()) if device else contextlib.nullcontext():
-        assert sweep(twins(tmp_path), way, error, 3 if way == "read" else 2) > 20
+        failed = sweep(twins(tmp_path), way, error, 3 if way == "read" else 2)
+    assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
 
 @pytest.mark.parametrize("number", range(4))

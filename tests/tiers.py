@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from training import BACKEND
 
+from zinf_compile.late_step import finish_all_late
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice
@@ -133,6 +134,7 @@ class Meter:
 
     def read(self, model: nn.Module) -> Traffic:
         """Return it, once nothing moves any more. `model` is one that is partitioned."""
+        finish_all_late()
         context, links = context_of(model), self._device.links if self._device is not None else {}
         lanes: list[Lane] = [link._lane for link in links.values()]
         if context._swap_lane is not None:
@@ -157,6 +159,8 @@ class Needed:
         self.params, self.grads, self.states = placement
         self.unified = unified
         self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
+        self.late = (self.params, self.grads, self.states) == ("nvme",) * 3 and (unified or not self.on_device)
+        """A step may still be under way when the next forward begins."""
         self.element = dtype.itemsize
         self.state = torch.float32.itemsize if master else self.element
         self.count = STATES + master
@@ -223,12 +227,20 @@ class Needed:
         return Traffic(written=going.read, to_device=going.to_host, to_host=going.to_device)
 
     def _streamed_states(self, *, first: bool) -> Traffic:
-        """States move by the chunk, gaps included; those of the last step's last chunks are still in memory."""
+        """States move by the chunk, gaps included; those of the last step's last chunks are still in memory.
+
+        Where the next forward decides on the order, these come last again; the first ones are read while there is time, into
+        all room but that of the last one.
+        """
         sizes = [numel * self.state for numel in self._chunks()]
-        fresh = 0
-        if not first and len(sizes) > IN_MEMORY:
+        read = 0
+        if len(sizes) > IN_MEMORY:
             assert len(set(sizes)) == 1, "chunks are of one size: which of them stay in memory makes no difference"
-            fresh = (len(sizes) - IN_MEMORY) * sizes[0]
+            if self.late:
+                read = IN_MEMORY - 1 if first else len(sizes)
+            elif not first:
+                read = len(sizes) - IN_MEMORY
+        fresh = read * sizes[0]
         crossing = self.on_device and not self.unified
         moved = Traffic(read=fresh, written=sum(sizes), to_device=fresh if crossing else 0, to_host=sum(sizes) if crossing else 0)
         return moved * self.count

@@ -15,6 +15,7 @@ from .errors import (
     UnsupportedOptimizerError,
     ZinfError,
 )
+from .late_step import synchronize
 from .memory import memory
 from .precision import keep_precision
 from .stats import stats
@@ -40,4 +41,5 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "stats",
+    "synchronize",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk
 from .errors import UnsupportedOptimizerError
-from .gradient import ShardedGradient
 from .parameter import ShardedParameter
 from .runtime.chunk_slots import Slot
 from .runtime.chunks import Piece
 from .runtime.mover import Rooms
+from .runtime.unit import Unit
 
 if TYPE_CHECKING:
     from .streaming import StreamedStates
@@ -40,13 +40,13 @@ class ChunkStep:
         self.left: dict[ShardedParameter, dict[str, Any]] = {}
         """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
         for parameter, piece in chunk.pieces:
-            grad = parameter.grad
-            if grad is None:
+            taken = owner.taken.get(parameter)
+            if taken is None:
                 continue
             value = _alias(slot.brought[parameter, piece, VALUE])
             gradient = slot.brought[parameter, piece, GRADIENT]
-            if isinstance(grad, ShardedGradient) and grad.away is not None and grad.away.home.resident is None:
-                grad.away.apply(gradient)
+            if taken.changes is not None:
+                taken.changes(gradient)
             states = self._states_of(parameter, piece)
             part = self._master(parameter, piece, value, states) if MASTER in chunk.states else value
             part.grad = gradient.to(part.dtype)
@@ -70,7 +70,13 @@ class ChunkStep:
             self._keep(parameter, piece, VALUE, value, rooms)
             for name, state in states.items():
                 self._finish_state(parameter, piece, name, state, rooms)
+            self._owner.applied(parameter)
         self._owner.write(self._number, self._slot)
+
+    def updated(self) -> Iterator[tuple[Unit, Piece, torch.Tensor]]:
+        """Yield the units' pieces and their values, until the next chunk is asked for."""
+        for (parameter, _), (piece, value) in zip(self.parts, self._pieces, strict=True):
+            yield parameter._zinf_unit, piece, value
 
     def settle(self, optimizer: Optimizer) -> None:
         """The whole step is over: make count what this chunk left behind."""
@@ -80,7 +86,6 @@ class ChunkStep:
                 optimizer.state[parameter] = {**kept, **state}
         for parameter, _ in self.parts:
             self._owner.settle(parameter, optimizer)
-            torch.autograd.graph.increment_version(parameter)
 
     def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
         if self._states:

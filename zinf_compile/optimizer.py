@@ -24,6 +24,7 @@ from .chunk_step import ChunkStep
 from .companions import is_averaged
 from .errors import StepFailedError, StoreError
 from .fused import fused_settings
+from .late_step import LateStep, finish_late
 from .parameter import ShardedParameter
 from .precision import warn_of_short_updates
 from .probe import check_elementwise, states_kept
@@ -32,7 +33,7 @@ from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .stats import log_first_step
 from .streamed import drive_bytes, streamed_states
-from .streaming import StreamedStates, torn
+from .streaming import StreamedStates, tear, torn
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
@@ -63,6 +64,8 @@ class _Streamed:
     sources: Sequence[StreamedStates]
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
     """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
+    late: LateStep | None = None
+    """What is left for the time of the next forward."""
 
 
 _under_way: dict[int, _StandIn] = {}
@@ -82,6 +85,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     if not hollow:
         return None
+    finish_late(optimizer)
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
     warn_of_short_updates(optimizer, hollow)
@@ -188,18 +192,25 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
     waiting: ChunkStep | None = None
 
     def step(chunk: ChunkStep) -> None:
-        _tear(optimizer, len(chunks))
+        tear(optimizer, len(chunks))
         streamed.settings += _step_one(optimizer, chunk)
 
     try:
         with torch.no_grad():
-            for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in sources):
+            for source in sources:
+                source.begin(optimizer)
+            now = [source for source in sources if not source.follows]
+            for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in now):
                 if waiting is not None:
                     step(waiting)
                 chunks.append(chunk)
                 waiting = chunk if chunk.may_wait else None
                 if waiting is None:
                     step(chunk)
+            if len(now) < len(sources):
+                streamed.late = LateStep(optimizer, [source for source in sources if source.follows], _step_one)
+                if not chunks:
+                    chunks.append(streamed.late.take_first())
     except Exception as error:
         if optimizer not in torn and isinstance(error, StoreError):
             raise StepFailedError(
@@ -210,15 +221,8 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         raise StepFailedError(f"{torn[optimizer]}. Cause: {error}") from error
     if not chunks:
         return None
-    _tear(optimizer, len(chunks))
+    tear(optimizer, len(chunks))
     return streamed
-
-
-def _tear(optimizer: Optimizer, chunks: int) -> None:
-    torn[optimizer] = (
-        f"a step of {type(optimizer).__name__} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
-        "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
-    )
 
 
 def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -244,11 +248,19 @@ def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimize
         stand_in.state.pop(part, None)
     for mine, changed in streamed.settings:
         mine.update(changed)
+    late = streamed.late
     for chunk in streamed.chunks:
-        chunk.settle(optimizer)
+        if late is None or chunk not in late.done:
+            chunk.settle(optimizer)
+    for parameter in {p for source in streamed.sources for p in source.due}:
+        torch.autograd.graph.increment_version(parameter)
     for source in streamed.sources:
-        source.finish()
-    del torn[optimizer]
+        if not source.follows:
+            source.finish(optimizer)
+    if late is not None:
+        late.start()
+    else:
+        del torn[optimizer]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

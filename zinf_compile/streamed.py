@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .chunk_plan import MASTER, Kept
+from .late_step import finish_late
 from .parameter import ShardedParameter
 from .precision import keep_precision, warn_of_rounding
 from .probe import states_kept
@@ -40,6 +41,7 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_state_dict_post_hook(_after_state_dict)
         keep_precision(optimizer)
+        optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
     for rows in fresh.values():
         known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows]))
@@ -58,6 +60,7 @@ def drive_bytes(optimizer: Optimizer) -> int:
 
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
+    finish_late(optimizer)
     for states in _streamed.get(optimizer, []):
         states.bring(optimizer)
 
@@ -65,6 +68,10 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for states in _streamed.get(optimizer, []):
         states.drop(optimizer)
+
+
+def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    finish_late(optimizer, tell=False)
 
 
 @torch.no_grad()

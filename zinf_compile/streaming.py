@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import weakref
@@ -24,8 +25,11 @@ from .runtime.context import Context
 from .runtime.home import DriveHome, Home
 from .runtime.lanes import Pending
 from .runtime.mover import Mover, Place, Rooms
+from .runtime.placement import Placement
 from .runtime.store import Store
-from .shard_state import kept_state, local_gradient, shard_state
+from .runtime.unit import Unit
+from .shard_state import kept_state, shard_state
+from .taken import Taken
 
 
 class StreamedStates:
@@ -39,13 +43,23 @@ class StreamedStates:
         placement = parameters[0]._zinf_unit.placement
         context = parameters[0]._zinf_unit.context
         self.tier = placement.optimizer
-        self._context = context
+        self.context = context
         self._kept = dict(zip(parameters, kept, strict=True))
         self._mover = Mover(context.bridge, update_on_device=placement.update_on_device)
         self._chunks = plan_chunks(parameters, kept, self._mover, self.tier)
         self._present: set[ShardedParameter] = set()
         self._written: set[int] = set()
         self._forward = True
+        self._late = may_be_late(placement, kept, unified=context.bridge.unified)
+        self._first: list[int] = []
+        self._ahead: set[int] = set()
+        """Chunks whose states were read for the next step."""
+        self.due: Sequence[ShardedParameter] = ()
+        """What the last step updates."""
+        self.taken: dict[ShardedParameter, Taken] = {}
+        """The gradients that it has still to apply."""
+        self.follows = False
+        """It may end during the next forward: all that it works on is where nobody else reaches."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
         shapes = [(chunk.columns, chunk.numel) for chunk in self._chunks]
         most = self._slots_within_budget(optimizer, shapes)
@@ -69,33 +83,69 @@ class StreamedStates:
         per_chunk = (c.numel * dtype.itemsize for c in self._chunks for dtype in c.states.values())
         return sum(per_chunk) if self.store is not None else 0
 
-    def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
-        """Yield the chunks with gradients, in the opposite order of the last time; each is brought when it is yielded."""
+    def begin(self, optimizer: Optimizer) -> None:
+        """A step begins: take the gradients. What goes wrong here is an error before anything is updated."""
         self._check_last_step(optimizer)
+        for parameter in self._kept:
+            parameter._zinf_unit.settle()  # it may be another optimizer's as well
         self._slots.begin()
-        meter = self._context.meter
         self.absorb(optimizer)
         self._check_gradients()
-        order = range(len(self._chunks)) if self._forward else range(len(self._chunks) - 1, -1, -1)
+        pieces = collections.Counter(p for chunk in self._chunks for p, _ in chunk.pieces)
+        self.taken = {p: Taken(p, pieces[p]) for p in self._kept if p.grad is not None}
+        self.due = list(self.taken)
+        known = all(p in self._present or not self._kept[p] for p in self.due)
+        self.follows = self._late and known and all(taken.waits_on_drive for taken in self.taken.values())
+
+    def pieces_due(self) -> Iterator[tuple[Unit, Piece]]:
+        """Yield what the step that has begun will update."""
+        for number in self._order():
+            for parameter, piece in self._chunks[number].pieces:
+                if parameter in self.taken:
+                    yield parameter._zinf_unit, piece
+
+    def chunk_steps(self, optimizer: Optimizer, *, beside: bool = False) -> Iterator[ChunkStep]:
+        """Yield the chunks with gradients; each is brought when it is yielded. `beside`: compute goes on meanwhile."""
+        meter = self.context.meter
+        due = self._order()
+        self._first = due[: len(self._slots) - 1]
         self._forward = not self._forward
-        due = [n for n in order if any(p.grad is not None for p, _ in self._chunks[n].pieces)]
+        self._ahead.clear()
+        link = "nvme to host" if self._mover.bridge.unified else "host to device"
         try:
             for number, following in itertools.zip_longest(due, due[1:]):
                 slot = self._prepare(number, optimizer)
                 if following is not None and len(self._slots) > 1:
                     self._prepare(following, optimizer)
-                with meter.waiting("nvme to host" if self._mover.bridge.unified else "host to device"):
+                with contextlib.nullcontext() if beside else meter.waiting(link):
                     slot.settle()
                 may_wait = following is None or len(self._slots) > 2
                 yield ChunkStep(self, number, self._chunks[number], slot, optimizer, may_wait=may_wait)
         except BaseException:
+            self.taken = {}
             with contextlib.suppress(StoreError):
                 self._slots.settle()  # what was read in vain is no concern of the next step's
             raise
 
-    def finish(self) -> None:
-        """The step is over: wait for what goes back to the device, which the next graph uses as it is there."""
-        if not self._mover.bridge.unified:
+    def applied(self, parameter: ShardedParameter) -> None:
+        """Let go of a gradient once all its pieces were applied."""
+        taken = self.taken[parameter]
+        taken.pieces -= 1
+        if not taken.pieces:
+            del self.taken[parameter]
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """The step is over: wait for what goes back to the device, which the next graph uses as it is there.
+
+        Read the states that the next step begins with, where that is known: while forward and backward run there is time.
+        """
+        if self._late:
+            self._check_last_step(optimizer)
+            if self.store is not None:
+                for number in self._first:
+                    self._slot_for(number)
+                    self._ahead.add(number)
+        elif not self._mover.bridge.unified:
             self._slots.settle()
 
     def absorb(self, optimizer: Optimizer) -> None:
@@ -198,6 +248,14 @@ class StreamedStates:
         on_device = mover.update_on_device and not mover.bridge.unified
         return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self._chunks[number].states}
 
+    def _order(self) -> list[int]:
+        """Return the numbers of the chunks to update: opposite to the last step's, or as the next forward uses them."""
+        if self._late:
+            order = sorted(range(len(self._chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self._chunks[n].pieces))
+        else:
+            order = list(range(len(self._chunks)))[:: 1 if self._forward else -1]
+        return [n for n in order if any(p in self.taken for p, _ in self._chunks[n].pieces)]
+
     def _prepare(self, number: int, optimizer: Optimizer) -> Slot:
         slot = self._slot_for(number)
         if not slot.filled:
@@ -205,7 +263,7 @@ class StreamedStates:
             slot.brought = {}
             rooms = self.rooms(number, slot)
             for parameter, piece in self._chunks[number].pieces:
-                if parameter.grad is None:
+                if parameter not in self.taken:
                     continue
                 names = [VALUE, GRADIENT]
                 if self.store is None and self.has(parameter):
@@ -224,14 +282,8 @@ class StreamedStates:
                 return Place(unit.shard[start:end])
             return _at_home(unit.home, start, end)
         if name == GRADIENT:
-            grad = parameter.grad
-            away = grad.away if isinstance(grad, ShardedGradient) else None
-            if away is None:
-                local = local_gradient(parameter)
-                assert local is not None
-                return Place(local[start:end])
-            away.settle()
-            return _at_home(away.home, start, end)
+            grad = self.taken[parameter]
+            return Place(grad.local()[start:end]) if grad.away is None else _at_home(grad.away.home, start, end)
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
@@ -247,7 +299,7 @@ class StreamedStates:
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Raise where what the last step updated can't have reached its drive; by now that is over."""
         try:
-            self._slots.settle()
+            self._slots.settle(but=self._ahead)
         except StoreError:
             torn[optimizer] = (
                 f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
@@ -278,7 +330,7 @@ class StreamedStates:
     def _slots_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
         self._check_gradients()  # what is still on its way from the device would be counted there
-        most = min(self._context.claims.slots, len(shapes))
+        most = min(self.context.claims.slots, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
                 self._check_budget(optimizer, shapes, count)
@@ -287,7 +339,7 @@ class StreamedStates:
         return 1
 
     def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]], count: int) -> None:
-        context, name = self._context, type(optimizer).__name__
+        context, name = self.context, type(optimizer).__name__
         host, device = (size * count for size in slot_bytes(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self._kept.items())
         states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
@@ -303,7 +355,7 @@ class StreamedStates:
         return Store(
             folders,
             [(_key(c, state), c.numel * dtype.itemsize) for c in self._chunks for state, dtype in c.states.items()],
-            engine=self._context.engine,
+            engine=self.context.engine,
         )
 
     def _start_reading(self, number: int, slot: Slot) -> None:
@@ -311,7 +363,7 @@ class StreamedStates:
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name in chunk.states:
             key, store = _key(chunk, name), self.store
-            self._context.meter.moved("nvme to host", chunk.numel * chunk.states[name].itemsize)
+            self.context.meter.moved("nvme to host", chunk.numel * chunk.states[name].itemsize)
             place = Place(read=lambda into, key=key, store=store: store.read(key, into))  # type: ignore[misc]
             _, pending = self._mover.bring(place, rooms[name])
             if pending is not None:
@@ -335,7 +387,7 @@ class StreamedStates:
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name, value in self.state_views(number, slot).items():
             key, store = _key(chunk, name), self.store
-            self._context.meter.moved("host to nvme", chunk.numel * chunk.states[name].itemsize)
+            self.context.meter.moved("host to nvme", chunk.numel * chunk.states[name].itemsize)
             place = Place(write=lambda source, key=key, store=store: store.write(key, source))  # type: ignore[misc]
             pending = self._mover.keep(place, value, rooms[name])
             if pending is not None:
@@ -350,6 +402,15 @@ class StreamedStates:
                 slot.settle()
             slot.chunk = None
         self._written.discard(number)
+
+
+def may_be_late(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:
+    """Say whether the updates of parameters and states there may wait for the next forward: nobody else has hold of them.
+
+    What is in memory, somebody may look at through a tensor that was had before the step.
+    """
+    on_drives = placement.params == placement.grads == "nvme" and (placement.optimizer == "nvme" or not any(kept))
+    return on_drives and (unified or not placement.update_on_device)
 
 
 def _there(room: torch.Tensor | None) -> torch.Tensor:
@@ -384,3 +445,11 @@ def _close(store: Store | None, slots: ChunkSlots, context: Context) -> None:
 
 torn: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 """Optimizers of which a step ended in the middle of its chunks, and what to say of them."""
+
+
+def tear(optimizer: Optimizer, chunks: int) -> None:
+    """Note that from now on, until the step is over, some of it is done and some is not."""
+    torn[optimizer] = (
+        f"a step of {type(optimizer).__name__} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
+        "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
+    )

@@ -1,0 +1,120 @@
+"""Updates of shards that are still to come when the next forward asks for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from .home import DriveHome
+from .lanes import Pending
+from .shelf import All
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+Span = tuple[int, int]
+"""A stretch [start, end) of a shard, in elements."""
+
+_PAGE = 4096
+
+
+class Updates:
+    """What a step has still to update, span by span; who reads a shard meanwhile gets it as it is afterwards.
+
+    One thread updates and calls `updated`; any thread may read and wait. After a failure all waits are over: the first one to
+    return raises it, and so does each read that it cut short.
+    """
+
+    def __init__(self, due: Mapping[Unit, Iterable[Span]]) -> None:
+        self._spans: dict[Unit, list[Span]] = {unit: list(spans) for unit, spans in due.items()}
+        self._left: dict[Unit, set[Span]] = {unit: set(spans) for unit, spans in self._spans.items()}
+        self._landings: dict[Unit, list[_Landing]] = {}
+        self._changed = threading.Condition()
+        self._failure: Callable[[], Exception] | None = None
+        self._told = False
+        self.spared_bytes = 0
+        """That reads would have taken from drives: they were handed what was just updated."""
+
+    def updated(self, unit: Unit, start: int, end: int, value: torch.Tensor) -> None:
+        """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
+        with self._changed:
+            self._left[unit].discard((start, end))
+            landings = self._landings.get(unit, [])
+        for landing in landings:
+            landing.into[start:end].copy_(value)
+        with self._changed:
+            for landing in landings:
+                landing.missing.discard((start, end))
+                self.spared_bytes += -(-value.nbytes // _PAGE) * _PAGE
+            if not self._left[unit]:
+                del self._left[unit]
+                self._landings.pop(unit, None)
+            self._changed.notify_all()
+
+    def fail(self, failure: Callable[[], Exception]) -> None:
+        """Nothing more will be updated; `failure` makes the error that says so."""
+        with self._changed:
+            self._failure = failure
+            self._left.clear()
+            self._landings.clear()
+            self._spans.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Hold no unit any longer: all are updated."""
+        with self._changed:
+            assert not self._left, "all spans were updated"
+            self._spans.clear()
+
+    def read(self, unit: Unit, into: torch.Tensor) -> Pending:
+        """Start to fill `into`, in host memory, with the updated shard: from its home, or as its spans are updated."""
+        assert isinstance(unit.home, DriveHome), "what is in memory is updated at once"
+        with self._changed:
+            self._raise_once()
+            landing = _Landing(self, into, self._left.get(unit, ()))
+            if landing.missing:
+                self._landings.setdefault(unit, []).append(landing)
+            kept = [span for span in self._spans.get(unit, ()) if span not in landing.missing]
+        if not landing.missing:
+            return unit.home.read(into)
+        return All([*(unit.home.read_piece(start, into[start:end]) for start, end in kept), landing])
+
+    def wait(self, unit: Unit | None = None, *, tell: bool = True) -> None:
+        """Return when a unit, or all of them, are updated; or won't be, which is raised where somebody is to be told."""
+        with self._changed:
+            self._changed.wait_for(lambda: unit not in self._left if unit is not None else not self._left)
+            if tell:
+                self._raise_once()
+
+    def forgive(self) -> None:
+        """Tell nobody of a failure any more: what it left half done is being replaced."""
+        with self._changed:
+            self._told = True
+
+    def _raise_once(self) -> None:
+        if self._failure is not None and not self._told:
+            self._told = True
+            raise self._failure()
+
+    def _land(self, landing: _Landing) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not landing.missing or self._failure is not None)
+            if landing.missing:
+                self._told = True
+                assert self._failure is not None, "waited for"
+                raise self._failure()
+
+
+class _Landing:
+    """Memory that updated spans are handed to."""
+
+    def __init__(self, updates: Updates, into: torch.Tensor, missing: Iterable[Span]) -> None:
+        self._updates = updates
+        self.into = into
+        self.missing = set(missing)
+
+    def wait(self) -> None:
+        self._updates._land(self)

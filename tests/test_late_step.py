@@ -1,0 +1,353 @@
+"""Steps that end during the next forward: the numbers of eager, whatever a script does in between."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, TiedWords, loss_of, tokens
+from optimizers import OPTIMIZERS, assert_same_states
+from test_streaming import accumulating_step
+from tiers import compiled, context_of, options_for
+from torch import nn
+from torch.optim import Optimizer
+from training import adamw, assert_same, plain_step, twins
+
+import zinf_compile
+from zinf_compile import late_step
+from zinf_compile.errors import StepFailedError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.updates import Updates
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+Compile = Callable[[nn.Module], nn.Module]
+Sides = list[tuple[nn.Module, Optimizer]]
+
+
+@pytest.fixture(params=["host", "device"])
+def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+    """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    with played_by(FakeDevice()) if request.param == "device" else contextlib.nullcontext():
+        yield lambda model: compiled(model, options_for(("nvme",) * 3, tmp_path))
+
+
+def both(on_drive: Compile, make: Callable[..., Optimizer] = adamw, *, steps: int = 2) -> Sides:
+    """Return an eager model and its twin on the drive, each with its optimizer; the last of some steps is a late one."""
+    eager, ours = twins(TiedWords)
+    on_drive(ours)
+    sides: Sides = [(model, make(model.parameters())) for model in (eager, ours)]
+    for number in range(steps):
+        step_on(sides, number)
+    return sides
+
+
+def step_on(sides: Sides, number: int) -> None:
+    """Take one step with each and compare the losses, nothing else: that would wait for the update."""
+    losses = [plain_step(model, optimizer, tokens(number)).detach() for model, optimizer in sides]
+    assert_same(f"loss of step {number}", *losses)
+
+
+def check(sides: Sides) -> None:
+    """Take one step more, then compare."""
+    step_on(sides, 99)
+    compare(sides)
+
+
+def compare(sides: Sides) -> None:
+    """Compare parameters and states."""
+    (eager, first), (ours, second) = sides
+    whole = zinf_compile.full_state_dict(ours)
+    for name, value in eager.state_dict().items():
+        assert_same(name, value, whole[name])
+    assert_same_states(first, second)
+
+
+def is_late(optimizer: Optimizer) -> bool:
+    """Say whether the last step left something to be done."""
+    return optimizer in late_step._late
+
+
+def delay(model: nn.Module) -> None:
+    """Let what is left of the next step begin a little later."""
+    context_of(model).update_lane.submit(lambda: time.sleep(0.05))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name: str, on_drive: Compile) -> None:
+    sides = both(on_drive, OPTIMIZERS[name], steps=5)
+    assert is_late(sides[1][1])
+    check(sides)
+
+
+@pytest.mark.parametrize("name", ["tied", "branches", "odd_shapes"])
+def test_kinds_of_models(name: str, on_drive: Compile) -> None:
+    """Units in pieces, tied, without a gradient in some steps."""
+    case = CASES[name]
+    eager, ours = twins(case.build)
+    on_drive(ours)
+    sides: Sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
+    for number in range(5):
+        losses = [plain_step(model, optimizer, case.batch(number, 0)).detach() for model, optimizer in sides]
+        assert_same("loss", *losses)
+    compare(sides)
+
+
+def test_accumulation_and_clipping(on_drive: Compile) -> None:
+    sides = both(on_drive)
+    for number in range(2, 5):
+        losses = [accumulating_step(model, optimizer, tokens(number)).detach() for model, optimizer in sides]
+        assert_same("loss", *losses)
+    check(sides)
+
+
+def test_the_first_step_and_those_with_gradients_in_memory_end_at_once(on_drive: Compile) -> None:
+    sides = both(on_drive, steps=1)
+    assert not is_late(sides[1][1])
+    step_on(sides, 1)
+    assert is_late(sides[1][1])
+    for model, optimizer in sides:
+        optimizer.zero_grad()
+        loss_of(model(*tokens(2))).backward()
+        parameter = next(model.parameters())
+        parameter.grad = torch.ones_like(parameter, requires_grad=False)
+        optimizer.step()
+    assert not is_late(sides[1][1])
+    check(sides)
+
+
+def test_a_forward_is_handed_what_is_updated(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step returns before its update; the forward begins before it, and reads nothing that the update has."""
+    sides = both(on_drive, steps=1)
+    model = sides[1][0]
+    really, asked = Updates.read, threading.Event()
+
+    def read(updates: Updates, *args: Any) -> Any:
+        arriving = really(updates, *args)
+        asked.set()
+        return arriving
+
+    monkeypatch.setattr(Updates, "read", read)
+
+    def wait_for_the_forward() -> None:
+        assert asked.wait(60)
+
+    context_of(model).update_lane.submit(wait_for_the_forward)
+    step_on(sides, 1)
+    updates = next(p._zinf_unit for p in model.parameters()).updates  # type: ignore[union-attr,attr-defined]
+    assert updates._left
+    step_on(sides, 2)
+    assert updates.spared_bytes
+    check(sides)
+
+
+def change_settings(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0].update(lr=3.0, betas=(0.1, 0.2), weight_decay=0.5)
+
+
+def scale_tensor_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"].mul_(0.1)
+
+
+def zero_in_place(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def change_gradients(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(7.0).add_(1.0)  # type: ignore[union-attr]
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def accumulate_on(model: nn.Module, optimizer: Optimizer) -> None:
+    loss_of(model(*tokens(7))).backward()
+
+
+def step_again(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def evaluate(model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        model(*tokens(8))
+
+
+def save_and_load(model: nn.Module, optimizer: Optimizer) -> None:
+    saved = copy.deepcopy(zinf_compile.full_state_dict(model)), copy.deepcopy(optimizer.state_dict())
+    plain_step(model, optimizer, tokens(8))
+    zinf_compile.load_full_state_dict(model, saved[0])
+    optimizer.load_state_dict(saved[1])
+
+
+def change_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    with zinf_compile.gathered(model, write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def compile_another(model: nn.Module, optimizer: Optimizer) -> None:
+    other = nn.Sequential(nn.Linear(3, 3))
+    other.compile(backend="zero_infinity_fx")
+    other(torch.ones(2, 3)).sum().backward()
+
+
+def other_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+BETWEEN = [
+    change_settings,
+    zero_in_place,
+    change_gradients,
+    accumulate_on,
+    step_again,
+    evaluate,
+    save_and_load,
+    change_parameters,
+    compile_another,
+    other_parameters,
+]
+
+
+@pytest.mark.parametrize("act", BETWEEN)
+def test_what_happens_after_the_step_does_not_change_it(act: Callable[..., None], on_drive: Compile) -> None:
+    """Begun while the update is held back: those that need it wait for it, the others leave it alone."""
+    sides = both(on_drive)
+    for number in range(2, 4):
+        for model, optimizer in sides:
+            optimizer.zero_grad()
+            loss_of(model(*tokens(number))).backward()
+        zinf_compile.synchronize()
+        delay(sides[1][0])
+        for _, optimizer in sides:
+            optimizer.step()
+        assert is_late(sides[1][1])
+        for model, optimizer in sides:
+            act(model, optimizer)
+    check(sides)
+
+
+def test_a_tensor_for_a_rate(on_drive: Compile) -> None:
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=torch.tensor(0.05), fused=True)
+
+    sides = both(on_drive, make)
+    for number in range(2, 5):
+        for model, optimizer in sides:
+            scale_tensor_rate(model, optimizer)
+        step_on(sides, number)
+    check(sides)
+
+
+def test_settings_that_a_step_changes(on_drive: Compile) -> None:
+    """Counts them up in its group, once a step; what a schedule sets stays."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] *= 0.5
+            return super().step(closure)
+
+    def make(parameters: Any) -> Optimizer:
+        first, *rest = parameters
+        return Counting([{"params": [first]}, {"params": rest}], lr=0.1, momentum=0.9)
+
+    sides = both(on_drive, make, steps=4)
+    for _, optimizer in sides:
+        optimizer.param_groups[1]["lr"] = 0.3
+    check(sides)
+    assert [group["count"] for group in sides[1][1].param_groups] == [5, 5]
+
+
+def test_two_optimizers_of_the_same_parameters(on_drive: Compile) -> None:
+    sides = both(on_drive)
+    others = [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5) for model, _ in sides]
+    for number in range(2, 6):
+        for (model, optimizer), other in zip(sides, others, strict=True):
+            optimizer.zero_grad()
+            loss_of(model(*tokens(number))).backward()
+            optimizer.step()
+            other.step()
+    check(sides)
+
+
+def test_an_optimizer_may_go_while_its_step_is_left(on_drive: Compile) -> None:
+    sides = both(on_drive)
+    models = [model for model, _ in sides]
+    gone = [weakref.ref(optimizer) for _, optimizer in sides]
+    sides.clear()
+    gc.collect()
+    whole = zinf_compile.full_state_dict(models[1])
+    for name, value in models[0].state_dict().items():
+        assert_same(name, value, whole[name])
+    late_step.finish_all_late()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def break_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next step fail after its first chunk."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no such drive")
+
+    monkeypatch.setattr(late_step, "tear", fail)
+
+
+@pytest.mark.parametrize("told", ["forward", "step", "save", "states", "synchronize"])
+def test_a_step_that_fails_later_tells_who_needs_it(told: str, on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = both(on_drive, steps=3)
+    (eager, first), (ours, second) = sides
+    zinf_compile.synchronize()
+    with monkeypatch.context() as patch:
+        break_updates(patch)
+        second.step()
+        late_step.finish_all_late()
+    asks: dict[str, Callable[[], Any]] = {
+        "forward": lambda: ours(*tokens(3)),
+        "step": second.step,
+        "save": lambda: zinf_compile.full_state_dict(ours),
+        "states": second.state_dict,
+        "synchronize": zinf_compile.synchronize,
+    }
+    middle = "ended in the middle, at chunk 1: some parameters and states are updated.*Load a checkpoint"
+    with pytest.raises(StepFailedError, match=f"{middle}.*Cause: no such drive"):
+        asks[told]()
+    with pytest.raises(StepFailedError, match=middle):
+        second.step()
+    zinf_compile.load_full_state_dict(ours, eager.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    check(sides)
+
+
+def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = both(on_drive, steps=3)
+    (eager, first), (ours, second) = sides
+    zinf_compile.synchronize()
+    with monkeypatch.context() as patch:
+        break_updates(patch)
+        second.step()
+        late_step.finish_all_late()
+    zinf_compile.load_full_state_dict(ours, eager.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    check(sides)
+
+
+def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
+    """One shelf of gradients is enough for a loop that doesn't accumulate."""
+    sides = both(on_drive, steps=6)
+    check(sides)
+    rooms = {p._zinf_unit.gradient_room[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_room}  # type: ignore[union-attr,attr-defined]
+    assert all(len({id(shelf) for free in room._free for shelf in free}) <= 1 for room in rooms)

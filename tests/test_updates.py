@@ -1,0 +1,115 @@
+"""What reads a shard that a step has still to update: it gets all of it, updated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zinf_compile.errors import StepFailedError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.aio import Engine
+from zinf_compile.runtime.home import DriveHome
+from zinf_compile.runtime.meter import Meter
+from zinf_compile.runtime.shelf import Shelf, ShelfPlace
+from zinf_compile.runtime.updates import Updates
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+SPANS = [(0, 1024), (1024, 2048), (2048, 2500)]
+
+
+class Sample:
+    """As much of a unit as matters here."""
+
+    def __init__(self, shelf: Shelf, index: int) -> None:
+        self.home = DriveHome(shelf, index)
+
+
+@pytest.fixture
+def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Return two units of 2,500 elements, all 1, in pieces of 1,024."""
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 1024)
+    engine = Engine()
+    shelf = Shelf([tmp_path], "parameter", [ShelfPlace(name, 2500, torch.float32) for name in "ab"], engine, Meter())
+    made = [Sample(shelf, index) for index in range(2)]
+    for unit in made:
+        unit.home.write(torch.ones(2500)).wait()
+    yield made
+    shelf.store.close()
+    engine.close()
+
+
+def update(updates: Updates, unit: Any, *spans: tuple[int, int]) -> None:
+    """Do what a step does: write, then say so."""
+    for start, end in spans:
+        value = torch.full((end - start,), 2.0)
+        unit.home.write_piece(start, value).wait()
+        updates.updated(unit, start, end, value)
+
+
+@pytest.mark.parametrize("before", range(4), ids="{} pieces before".format)
+def test_a_shard_is_read_whole_however_far_its_update_is(before: int, units: list[Any]) -> None:
+    unit, other = units
+    updates = Updates({unit: SPANS})
+    update(updates, unit, *SPANS[:before])
+    into, beside = torch.zeros(2500), torch.zeros(2500)
+    arriving, elsewhere = updates.read(unit, into), updates.read(other, beside)
+    update(updates, unit, *SPANS[before:])
+    arriving.wait()
+    elsewhere.wait()
+    assert into.unique().tolist() == [2.0]
+    assert beside.unique().tolist() == [1.0], "nothing is due there"
+    sizes = [4096, 4096, 4096]
+    assert updates.spared_bytes == sum(sizes[before:]), "what is handed over isn't read"
+    updates.wait()
+    updates.close()
+
+
+def test_waiting_is_for_one_unit_or_for_all(units: list[Any]) -> None:
+    updates = Updates(dict.fromkeys(units, SPANS))
+    update(updates, units[0], *SPANS)
+    updates.wait(units[0])
+    over = threading.Event()
+    waiting = threading.Thread(target=lambda: (updates.wait(), over.set()))
+    waiting.start()
+    update(updates, units[1], *SPANS[:2])
+    assert not over.wait(0.05)
+    update(updates, units[1], SPANS[2])
+    waiting.join()
+    assert over.is_set()
+
+
+def test_a_failure_ends_every_read_and_is_told_once(units: list[Any]) -> None:
+    updates = Updates(dict.fromkeys(units, SPANS))
+    update(updates, units[0], *SPANS)
+    into = torch.zeros(2500)
+    cut_short = updates.read(units[1], into)
+    updates.fail(lambda: StepFailedError("broken"))
+    for _ in range(2):
+        with pytest.raises(StepFailedError, match="broken"):
+            cut_short.wait()
+    updates.wait()
+    updates.read(units[1], into).wait()
+    assert into.unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("told", ["wait", "read"])
+def test_who_asks_first_is_told(told: str, units: list[Any]) -> None:
+    updates = Updates({units[0]: SPANS})
+    updates.fail(lambda: StepFailedError("broken"))
+    updates.wait(units[0], tell=False)
+    with pytest.raises(StepFailedError, match="broken"):
+        updates.wait(units[1]) if told == "wait" else updates.read(units[1], torch.zeros(2500))
+    updates.wait()
+
+
+def test_a_failure_may_be_forgiven(units: list[Any]) -> None:
+    updates = Updates({units[0]: SPANS})
+    updates.fail(lambda: StepFailedError("broken"))
+    updates.forgive()
+    updates.wait()

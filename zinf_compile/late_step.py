@@ -1,0 +1,184 @@
+"""What is left of a step, done beside the next forward: exactly what would have been done at once."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .chunk_step import ChunkStep
+from .errors import StepFailedError
+from .runtime.lanes import Done, Pending
+from .runtime.unit import Unit
+from .runtime.updates import Span, Updates
+from .streaming import StreamedStates, tear, torn
+
+Settings = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Groups, and what they are after a step."""
+
+
+class LateStep:
+    """Chunks that are updated by a thread of their own, from the settings and gradients that were there at `step()`.
+
+    Parameters and gradients are safe to use meanwhile: what reads a parameter waits for its update, or is handed it. What needs
+    the states calls `finish_late` first.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, sources: Sequence[StreamedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
+    ) -> None:
+        self._optimizer: Optimizer | None = optimizer
+        self._sources = list(sources)
+        self._chunks: Iterator[ChunkStep] = (
+            chunk for source in self._sources for chunk in source.chunk_steps(optimizer, beside=True)
+        )
+        self.done: list[ChunkStep] = []
+        """Chunks that are updated; they count all together, when the last one is."""
+        self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
+        self._frozen: Optimizer | None = _freeze(optimizer)
+        self._groups = list(optimizer.param_groups)
+        self._step_one = step_one
+        self._threads = torch.get_num_threads()
+        self.pending: Pending = Done()
+        """Over when no thread works on it."""
+        self._updates: Updates | None = None
+
+    def take_first(self) -> ChunkStep:
+        """Return the first chunk, which the caller updates before the start."""
+        chunk = next(self._chunks)
+        self.done.append(chunk)
+        return chunk
+
+    def start(self) -> None:
+        """Begin."""
+        spans: dict[Unit, list[Span]] = collections.defaultdict(list)
+        for unit, piece in self._due:
+            spans[unit].append((piece.start, piece.end))
+        self._due = []
+        self._updates = Updates(spans)
+        for chunk in self.done:
+            for unit, piece, value in chunk.updated():
+                self._updates.updated(unit, piece.start, piece.end, value)
+        for unit in spans:
+            unit.updates = self._updates
+        assert self._optimizer is not None, "it starts once"
+        _late[self._optimizer] = self
+        self.pending = self._sources[0].context.update_lane.submit(self._run)
+
+    def finish(self, *, tell: bool) -> None:
+        """Return when all is done; where that failed and nobody was told, raise it or, from now on, tell nobody."""
+        self.pending.wait()
+        if self._updates is None:
+            return
+        if tell:
+            self._updates.wait()
+        else:
+            self._updates.forgive()
+
+    def _run(self) -> None:
+        optimizer, updates = self._optimizer, self._updates
+        assert optimizer is not None
+        assert updates is not None
+        try:
+            if torch.get_num_threads() != self._threads:  # part of the compute shape
+                torch.set_num_threads(self._threads)
+            self._update(optimizer, updates)
+        except BaseException as error:  # raised by whoever needs what was to be updated
+            cause, text = error, torn.get(optimizer, "a step ended in the middle")
+            updates.fail(lambda: _failed(text, cause))
+        finally:
+            self._optimizer = None  # which this object must not keep
+            self._sources, self._chunks, self.done = [], iter(()), []
+            self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
+        self._frozen, self._groups = None, []
+
+    def _update(self, optimizer: Optimizer, updates: Updates) -> None:
+        settings: Settings = []
+        assert self._frozen is not None
+        for chunk in self._chunks:
+            if self._sources[0].context.ending:
+                raise StepFailedError("the process ends")
+            tear(optimizer, len(self.done) + 1)
+            settings += self._step_one(self._frozen, chunk)
+            for unit, piece, value in chunk.updated():
+                updates.updated(unit, piece.start, piece.end, value)
+            self.done.append(chunk)
+        for chunk in self.done:
+            chunk.settle(optimizer)
+        _merge(self._groups, self._frozen.param_groups, settings)
+        for source in self._sources:
+            source.finish(optimizer)
+        updates.close()
+        del torn[optimizer]
+
+
+_late: weakref.WeakKeyDictionary[Optimizer, LateStep] = weakref.WeakKeyDictionary()
+
+
+def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
+    """Return when the optimizer's last step is over; where it failed and nobody was told, raise `StepFailedError`.
+
+    `tell=False`, where all that it left is about to be replaced: raise nothing, now or later.
+    """
+    late = _late.get(optimizer)
+    if late is not None:
+        late.pending.wait()  # an interrupt here leaves it known
+        del _late[optimizer]
+        late.finish(tell=tell)
+
+
+def synchronize() -> None:
+    """Return when nothing is left to do of any optimizer's last step on this rank.
+
+    With parameters, gradients and states on NVMe a step goes on while the next forward runs. Everything that needs its results
+    waits by itself: call this to time steps, or to have a step's error here and now. Raises `StepFailedError` for a step that
+    failed, unless somebody was told already.
+    """
+    for optimizer in list(_late):
+        finish_late(optimizer)
+
+
+def finish_all_late() -> None:
+    """Return when all steps are over; what failed is told to those who need it."""
+    for late in list(_late.values()):
+        late.pending.wait()
+
+
+def _freeze(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the settings of this moment, for stand-ins to be made from."""
+    frozen: Optimizer = object.__new__(type(optimizer))
+    vars(frozen).update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
+    frozen.param_groups = [{k: _copy(v) for k, v in group.items()} for group in optimizer.param_groups]
+    frozen.state = collections.defaultdict(dict)
+    return frozen
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _merge(groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], settings: Settings) -> None:
+    """Let a group have what its chunks' steps made of it, but for what somebody, as a schedule does, has set since."""
+    where = {id(group): number for number, group in enumerate(before)}
+    for frozen, after in settings:
+        now, then = groups[where[id(frozen)]], before[where[id(frozen)]]
+        for name, value in after.items():
+            if value is not then.get(name) and _same(now.get(name), then.get(name)):
+                now[name] = value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _failed(text: str, cause: BaseException) -> StepFailedError:
+    error = StepFailedError(f"{text}. Cause: {cause}")
+    error.__cause__ = cause
+    return error
