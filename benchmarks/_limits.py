@@ -26,10 +26,10 @@ class Traffic(NamedTuple):
 def traffic(parameters: int, offloaded: Collection[str], *, forward: bool) -> Traffic:
     """Return what a step of fp32 AdamW moves for this many parameters, each element as often as it must.
 
-    Parameters are read by the forward and by the backward, read and written by the update; gradients are written by the backward
-    and read by the update; the two states are read and written by the update.
+    Parameters are read by the backward, read and written by the update, which can hand them to the forward; gradients are written
+    by the backward and read by the update; the two states are read and written by the update.
     """
-    passes = {"params": (1, 0)} if forward else {"params": (3, 1), "grads": (1, 1), "optimizer": (2, 2)}
+    passes = {"params": (1, 0)} if forward else {"params": (2, 1), "grads": (1, 1), "optimizer": (2, 2)}
     read, written = (sum(counts[i] for kind, counts in passes.items() if kind in offloaded) for i in (0, 1))
     return Traffic(4 * parameters * read, 4 * parameters * written)
 

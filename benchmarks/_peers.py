@@ -85,11 +85,18 @@ class Peer:
             raise SystemExit(f"{self.name}: a rank ended early; what it said is above") from None
 
 
-def alternate(peers: Sequence[Peer], rounds: int) -> list[dict[str, Any]]:
-    """Have the peers take steps in turn, end them, and return a row of numbers for each."""
+def alternate(peers: Sequence[Peer], rounds: int, *, second: bool = False) -> list[dict[str, Any]]:
+    """Have the peers take steps in turn, end them, and return a row of numbers for each.
+
+    `second`: a turn is two steps, of which the second one counts, and whatever a peer has then left to do. What a step leaves
+    to the next one is so counted once, and none of it is done in another peer's turn.
+    """
     for _ in range(rounds):
         for peer in peers:
+            if second:
+                peer.step()
             peer.steps.append(peer.step())
+            peer.ask("rest")
     rows = [
         {
             "peer": peer.name,

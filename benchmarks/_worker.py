@@ -36,8 +36,8 @@ def serve(
 ) -> None:
     """Answer the commands of a connection until it says "end" or closes.
 
-    "step" is answered with (wall s, CPU s, loss), on what `draw` returns; the first one's time includes `make`. "peak" is
-    answered with GiB, those in `more` with what they return.
+    "step" is answered with (wall s, CPU s, loss), on what `draw` returns; the first one's time includes `make`. "rest" is
+    answered once nothing is left to be done of a step, "peak" with GiB, those in `more` with what they return.
     """
     take: TakeStep | None = None
     while (command := _next(commands)) != "end":
@@ -47,6 +47,8 @@ def serve(
             take = take or make()
             loss = take(tokens, targets).item()
             commands.send((time.perf_counter() - wall, time.process_time() - cpu, loss))
+        elif command == "rest":
+            commands.send((more or {}).get("rest", int)())
         elif command == "forget peak":
             Path("/proc/self/clear_refs").write_text("5")
             commands.send(0)

@@ -8,9 +8,10 @@
     python benchmarks/offload.py --readme offload.json             # measure nothing: write the README's tables from kept numbers
 
 A 354M GPT in fp32 with fused AdamW takes steps of 1,024 tokens on one process with all cores. All peers of a run are alive at
-once and take steps in turn, so a noisy machine is noisy for all; what counts are the ratios of medians. All must arrive at the
-same loss. The limit is the larger of two times, as a perfect schedule would hide the other behind it: that of the step's matrix
-products alone, and that of the bytes that must move, each at the speed measured in the same run.
+once and take steps in turn, so a noisy machine is noisy for all; what counts are the ratios of medians. A turn is two steps, of
+which the second counts: what a step leaves to the next one is paid for there, and when the turn ends nothing is left. All must
+arrive at the same loss. The limit is the larger of two times, as a perfect schedule would hide the other behind it: that of the
+step's matrix products alone, and that of the bytes that must move, each at the speed measured in the same run.
 
 At this size three peers need more than 24 GiB (10 GiB of it DeepSpeed's): there, take pairs.
 
@@ -68,6 +69,7 @@ def work(settings: dict[str, Any], commands: Any) -> None:
     os.environ["OMP_WAIT_POLICY"] = "passive"  # peers that wait for their turn must not burn the others' cores
     import torch  # noqa: PLC0415
 
+    from zinf_compile import synchronize  # noqa: PLC0415
     from zinf_compile.targets import GPT  # noqa: PLC0415
 
     torch.set_num_threads(settings["threads"])
@@ -79,7 +81,7 @@ def work(settings: dict[str, Any], commands: Any) -> None:
     def draw() -> Any:
         return torch.randint(VOCABULARY, (2, settings["batch"], LENGTH), generator=generator)
 
-    serve(commands, draw, lambda: trainer(model, settings))
+    serve(commands, draw, lambda: trainer(model, settings), more={"rest": synchronize})
 
 
 def start(name: str, settings: dict[str, Any], folder: str, deepspeed_python: str) -> Peer:
@@ -93,7 +95,7 @@ def start(name: str, settings: dict[str, Any], folder: str, deepspeed_python: st
 def measure(names: Sequence[str], settings: dict[str, Any], *, drive: str, rounds: int, deepspeed_python: str) -> dict[str, Any]:
     """Alternate the peers' steps, then measure what the machine can do; return the numbers."""
     with tempfile.TemporaryDirectory(dir=drive) as folder:
-        rows = alternate([start(name, settings, folder, deepspeed_python) for name in names], rounds)
+        rows = alternate([start(name, settings, folder, deepspeed_python) for name in names], rounds, second=True)
         parameters = count_parameters(settings["model"])
         limits = _limits.measure(folder, settings, parameters)
     return settings | {"parameters": parameters, "rounds": rounds, "limits": limits, "rows": rows}
