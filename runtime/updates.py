@@ -42,7 +42,7 @@ class Updates:
         """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
         with self._changed:
             self._left[unit].discard((start, end))
-            landings = self._landings.get(unit, [])
+            landings = list(self._landings.get(unit, ()))
         for landing in landings:
             landing.into[start:end].copy_(value)
         with self._changed:

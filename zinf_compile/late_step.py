@@ -68,7 +68,12 @@ class LateStep:
             unit.updates = self._updates
         assert self._optimizer is not None, "it starts once"
         _late[self._optimizer] = self
-        self.pending = self._sources[0].context.update_lane.submit(self._run)
+        try:
+            self.pending = self._sources[0].context.update_lane.submit(self._run)
+        except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
+            text, cause = torn[self._optimizer], error
+            self._updates.fail(lambda: _failed(text, cause))
+            raise
 
     def finish(self, *, tell: bool) -> None:
         """Return when all is done; where that failed and nobody was told, raise it or, from now on, tell nobody."""
@@ -91,11 +96,9 @@ class LateStep:
         except BaseException as error:  # raised by whoever needs what was to be updated
             cause, text = error, torn.get(optimizer, "a step ended in the middle")
             updates.fail(lambda: _failed(text, cause))
-        finally:
-            self._optimizer = None  # which this object must not keep
-            self._sources, self._chunks, self.done = [], iter(()), []
-            self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
-        self._frozen, self._groups = None, []
+        finally:  # this object stays known by its optimizer, which it must not keep
+            self._optimizer, self._frozen = None, None
+            self._sources, self._groups, self._chunks, self.done = [], [], iter(()), []
 
     def _update(self, optimizer: Optimizer, updates: Updates) -> None:
         settings: Settings = []
