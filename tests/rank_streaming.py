@@ -1,4 +1,4 @@
-"""Training on one of several ranks, once with the optimizer states in memory and once on a drive."""
+"""Training on one of several ranks: with the optimizer states in memory, on a drive, and with everything on a drive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import zinf_compile
 from zinf_compile.runtime import chunks
 
 
-def train_on_ranks(rank: int, size: int, folder: str) -> tuple[Any, Any]:
+def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
     """Return losses, parameters and this rank's states for each."""
     chunks.PIECE_NUMEL = 128
     results = []
-    for options in ({}, {"optimizer": "nvme", "nvme": folder}):
+    everything = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+    for options in ({}, {"optimizer": "nvme", "nvme": folder}, {**everything, "nvme": folder}):
         torch.manual_seed(7)
         losses: list[float] = []
         whole: list[Any] = []
@@ -33,4 +34,4 @@ def train_on_ranks(rank: int, size: int, folder: str) -> tuple[Any, Any]:
             kept = optimizer.state_dict()["state"]
             states.append({(n, name): t.tolist() for n, state in kept.items() for name, t in state.items()})
         results.append((losses, whole, states))
-    return results[0], results[1]
+    return results

@@ -27,9 +27,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
     `steps`: of optimizers. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from ranks"
     and "to ranks" `bytes`, and `waited_s`, the seconds compute stood still for it; `bytes_last_step` and `waited_s_last_step` of
-    the last step and the forward and backward before it. `memory`: for "device" and "host" (one account where the device is
-    host memory) the bytes held `now` and at the `peak` by kind, as `memory` gives them, and of all kinds together. `caps`: what
-    the schedule keeps within. Empty before the first compiled call.
+    the last step and the forward and backward before it, what an earlier step left for their time included. `memory`: for
+    "device" and "host" (one account where the device is host memory) the bytes held `now` and at the `peak` by kind, as `memory`
+    gives them, and of all kinds together. `caps`: what the schedule keeps within. Empty before the first compiled call.
     """
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
