@@ -18,6 +18,7 @@ from .errors import (
 from .late_step import synchronize
 from .memory import memory
 from .precision import keep_precision
+from .save import save_safetensors
 from .stats import stats
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "keep_precision",
     "load_full_state_dict",
     "memory",
+    "save_safetensors",
     "stats",
     "synchronize",
 ]

@@ -27,8 +27,8 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     """
     if write:
         _reject_nesting(model)
-    found = _partitioned(model)
-    context = _agree(found, "entering gathered()", f"write={write}")
+    found = partitioned_parameters(model)
+    context = agree_on_units(found, "entering gathered()", f"write={write}")
     with torch.inference_mode(False):
         for parameter in found.values():
             unit = parameter._zinf_unit
@@ -56,18 +56,18 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     A collective operation. Keys, shapes and types are those of the model before it was compiled, so that a plain model loads it.
     """
-    model = _plain(model)
-    found = _partitioned(model)
-    context = _agree(found, "saving the model", "")
+    model = plain_module(model)
+    found = partitioned_parameters(model)
+    context = agree_on_units(found, "saving the model", "")
     keep = context is None or context.rank == 0
     skeleton = _skeleton(model, context) if keep else {}
     if not keep and context is not None and context.agree(_SKELETON, what="saving the model")[0]:
         raise PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     state: dict[str, Any] = dict.fromkeys(skeleton)
-    names = _names(model)
+    names = names_of(model)
     copies: dict[int, torch.Tensor] = {}
     for parameter in found.values():
-        full = _on_first_rank(parameter._zinf_unit)
+        full = on_first_rank(parameter._zinf_unit)
         if full is not None:
             copies[id(parameter)] = full.to("cpu")
         del full
@@ -85,11 +85,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
 
     A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks.
     """
-    model = _plain(model)
-    found = _partitioned(model)
-    context = _agree(found, "loading the model", "")
+    model = plain_module(model)
+    found = partitioned_parameters(model)
+    context = agree_on_units(found, "loading the model", "")
     first = context is None or context.rank == 0
-    targets = _names(model)
+    targets = names_of(model)
     problems = _mismatches(targets, state) if first else []
     _share_problems(context, problems)
     done: set[int] = set()
@@ -122,18 +122,20 @@ def _skeleton(model: nn.Module, context: Context | None) -> dict[str, Any]:
     return skeleton
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def plain_module(model: nn.Module) -> nn.Module:
     """Return the module behind `torch.compile(model)`: its names are the ones users know."""
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)
     return inner
 
 
-def _partitioned(model: nn.Module) -> dict[str, ShardedParameter]:
+def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
+    """Return the partitioned parameters by name, tied ones once."""
     return {name: p for name, p in model.named_parameters() if isinstance(p, ShardedParameter)}
 
 
-def _agree(found: Mapping[str, ShardedParameter], what: str, detail: str) -> Context | None:
+def agree_on_units(found: Mapping[str, ShardedParameter], what: str, detail: str) -> Context | None:
+    """Check that all ranks do this with the same model; return what they share, None where nothing is partitioned."""
     if not found:
         return None
     context = next(iter(found.values()))._zinf_unit.context
@@ -172,7 +174,7 @@ def _converted(found: Mapping[str, ShardedParameter]) -> str:
     return ""
 
 
-def _on_first_rank(unit: Unit) -> torch.Tensor | None:
+def on_first_rank(unit: Unit) -> torch.Tensor | None:
     """Gather one unit whole on rank 0 alone, into memory of its own."""
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device) if context.rank == 0 else None
@@ -221,7 +223,7 @@ def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: C
         context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), "loading the model")
 
 
-def _names(model: nn.Module) -> dict[str, torch.Tensor]:
+def names_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer by its name in the state dict; tied ones under each of their names."""
     names: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
