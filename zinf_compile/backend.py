@@ -35,6 +35,7 @@ from .passes import Pass, graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
 from .passes.lower import lower, run_by_operator
 from .program import Program, Slot
+from .residence import follow_units
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
 from .runtime.placement import way_in
@@ -56,7 +57,8 @@ def zero_infinity(
     error before that leaves them as they were.
     """
     try:
-        return GraphCompiler(Config.from_options(options, mode=mode)).compile(gm, example_inputs)
+        config = Config.from_options(options, mode=mode)
+        return GraphCompiler(config, given=tuple(options or ())).compile(gm, example_inputs)
     except ZinfError as error:
         raise raise_through_dynamo(error) from error.__cause__
 
@@ -67,8 +69,10 @@ class GraphCompiler:
     backward_ahead = True
     """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
+        self._given = given
+        """The options that the user set."""
         self.number = next(_numbers)
         self._budget: GraphBudget | None = None
         self.unified = True
@@ -82,6 +86,7 @@ class GraphCompiler:
         finish_all_late()  # regions are compiled in copies of this process, which should be at rest then
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
+        self.config = follow_units(self.config, self._given, example_inputs)
         context = context_for(
             self.config.resolve_group(),
             captured.device,

@@ -17,7 +17,7 @@ from .program import Program, Slot, digest_of
 from .runtime.context import Context
 from .runtime.partition import is_dense
 from .runtime.partitioning import make_units
-from .runtime.placement import Placement
+from .runtime.placement import Placement, way_in
 from .runtime.unit import Unit
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -34,6 +34,7 @@ class Binder:
         self._program = program
         self._context = context
         self._placement = placement
+        self._way_in = way_in(placement.params, unified=context.bridge.unified)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
 
     def bind(self, args: Sequence[Any]) -> Mapping[int, Unit]:
@@ -87,6 +88,12 @@ class Binder:
                 unit = _checked(args[r], slot, self._context)
                 if unit is None:
                     fresh.append(r)
+                elif unit.home is not None and unit.home.tier not in self._way_in:
+                    raise PartitionedParameterError(
+                        f"parameter {slot.name} lives on {unit.home.tier!r}, but this graph was compiled for parameters on "
+                        f"{self._placement.params!r}: call model.compile(backend=...) for each of several models whose states live in "
+                        "different places"
+                    )
                 else:
                     units[r] = unit
         return units, fresh
@@ -142,8 +149,8 @@ def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
     unit.save(shard)
 
 
-def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
-    """Raise `UnsupportedModelError` for a parameter that can't be partitioned."""
+def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool = True) -> None:
+    """Raise `UnsupportedModelError` for a parameter that can't be partitioned; without values, one on the meta device may be."""
     problem = ""
     if parameter.layout != torch.strided:
         problem = f"has layout {parameter.layout}; accepted: dense (torch.strided) parameters"
@@ -155,8 +162,11 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot) -> None:
             f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
             "backend partitions by itself, leave the wrapper away"
         )
-    elif parameter.device.type == "meta":
-        problem = "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first"
+    elif parameter.device.type == "meta" and with_values:
+        problem = (
+            "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first, or "
+            "zinf_compile.partition(model, ...), which never has the whole model in memory"
+        )
     elif not is_dense(slot.shape, slot.stride):
         problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
     if problem:

@@ -1,0 +1,50 @@
+"""Where the states of parameters live that were partitioned before: graphs compiled later go by that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .config import Config
+from .errors import OptionError
+from .parameter import unit_of
+from .runtime.placement import Placement
+from .runtime.unit import Unit
+
+
+def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) -> Config:
+    """Return the config with the placement of those inputs that are partitioned parameters, where all of them have one.
+
+    Raises `OptionError` where an option that was `given` says something else.
+    """
+    units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
+    if not units:
+        return config
+    wanted = config.placement()
+    for field in dataclasses.fields(Placement):
+        for unit in units if field.name in given else ():
+            found = getattr(unit.placement, field.name)
+            if found != getattr(wanted, field.name):
+                raise _contradiction(unit, field.name, getattr(config, field.name), found)
+    placements = {unit.placement for unit in units}
+    if len(placements) > 1:
+        return config
+    placement = placements.pop()
+    return dataclasses.replace(
+        config,
+        params=placement.params,
+        grads=placement.grads,
+        optimizer=placement.optimizer,
+        nvme=placement.nvme,
+        update=placement.update,
+        master="float32" if placement.master else None,
+    )
+
+
+def _contradiction(unit: Unit, option: str, asked: object, found: object) -> OptionError:
+    return OptionError(
+        f"option {option}={asked!r}, but parameter {unit.name} was partitioned with {option}={found!r} and stays there: give the "
+        "option the same value, or leave it away: graphs compiled later go by what partition(), partitioned() or the first "
+        "compiled call was told"
+    )
