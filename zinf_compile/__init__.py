@@ -1,8 +1,10 @@
 """ZeRO-Infinity as a compiler: `torch.compile(model, backend="zero_infinity")` trains models partitioned over the ranks."""
 
+from .birth import partition
 from .checkpoint import full_state_dict, gathered, load_full_state_dict
 from .errors import (
     BudgetError,
+    CheckpointError,
     CompilationError,
     IllegalGraphError,
     OptionError,
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "CompilationError",
     "IllegalGraphError",
     "OptionError",
@@ -42,6 +45,7 @@ __all__ = [
     "load_full_state_dict",
     "memory",
     "save_safetensors",
+    "partition",
     "stats",
     "synchronize",
 ]

@@ -99,6 +99,32 @@ def measure_resident(slots: Sequence[Slot], placement: Placement, context: Conte
     return Resident(sides["device"], sides["host"], rooms[1], rooms[0], states)
 
 
+def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
+    """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
+    agree_on_memory(context)
+    caps = find_caps(config, context, held=context.ledger.total()[0])
+    resident = measure_resident(slots, config.placement(), context, size=context.size)
+    largest = max(slots, key=lambda slot: slot.bytes)
+    unified = context.bridge.unified
+    cap = min(caps.device, caps.host) if unified else caps.device
+    here = resident.device + (largest.bytes if unified else 0)
+    needed = here + _held(context.ledger, here, cap)
+    if needed > cap:
+        raise BudgetError(
+            f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
+            f"of parameters and gradients that stay there, and {largest.name} whole. {cap:,} are allowed ("
+            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}. "
+            "params and grads on 'host' or 'nvme' keep less there"
+        )
+    host = resident.host + (0 if unified else largest.bytes) + context.host_ledger.total()[0]
+    if not unified and host > caps.host:
+        raise BudgetError(
+            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
+            f"parameters and gradients, and {largest.name} whole. {caps.host:,} are allowed ({caps.host_source}); the smallest "
+            f"host_memory that works is {host * ranks_of_node():,}. 'nvme' for params and grads keeps less there"
+        )
+
+
 class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 

@@ -56,7 +56,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     A collective operation. Keys, shapes and types are those of the model before it was compiled, so that a plain model loads it.
     """
-    model = plain_module(model)
+    model = plain(model)
     found = partitioned_parameters(model)
     context = agree_on_units(found, "saving the model", "")
     keep = context is None or context.rank == 0
@@ -64,7 +64,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if not keep and context is not None and context.agree(_SKELETON, what="saving the model")[0]:
         raise PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     state: dict[str, Any] = dict.fromkeys(skeleton)
-    names = names_of(model)
+    names = state_names(model)
     copies: dict[int, torch.Tensor] = {}
     for parameter in found.values():
         full = on_first_rank(parameter._zinf_unit)
@@ -85,11 +85,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
 
     A collective operation. All keys and shapes are checked before anything changes; every mismatch is named, on all ranks.
     """
-    model = plain_module(model)
+    model = plain(model)
     found = partitioned_parameters(model)
     context = agree_on_units(found, "loading the model", "")
     first = context is None or context.rank == 0
-    targets = names_of(model)
+    targets = state_names(model)
     problems = _mismatches(targets, state) if first else []
     _share_problems(context, problems)
     done: set[int] = set()
@@ -122,7 +122,7 @@ def _skeleton(model: nn.Module, context: Context | None) -> dict[str, Any]:
     return skeleton
 
 
-def plain_module(model: nn.Module) -> nn.Module:
+def plain(model: nn.Module) -> nn.Module:
     """Return the module behind `torch.compile(model)`: its names are the ones users know."""
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)
@@ -223,7 +223,7 @@ def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: C
         context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), "loading the model")
 
 
-def names_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def state_names(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return every parameter and persistent buffer by its name in the state dict; tied ones under each of their names."""
     names: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):

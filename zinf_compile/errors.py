@@ -15,6 +15,10 @@ class UnsupportedModelError(ZinfError, ValueError):
     """The model holds or does something that cannot be partitioned; the message names the parameter and the way out."""
 
 
+class CheckpointError(ZinfError, ValueError):
+    """A checkpoint doesn't hold what the model needs, or isn't whole; the message names every tensor at fault."""
+
+
 class CompilationError(ZinfError, RuntimeError):
     """Inductor can't compile a part of the model, and `on_refusal="error"` asks for an error; the message ends with its own."""
 

@@ -86,7 +86,7 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or _reads_metadata(func, args):
+        if torch.compiler.is_compiling() or reads_metadata(func, args):
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})
@@ -139,9 +139,10 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def hollow_tensor(unit: Unit) -> torch.Tensor:
-    """Return a tensor with the unit's logical metadata and a storage of 0 bytes."""
-    tensor = torch.empty_strided(unit.shape, unit.stride, dtype=unit.dtype, device=unit.device)
+def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor with the logical metadata of a unit or tensor, on its device or another, and a storage of 0 bytes."""
+    stride = like.stride() if isinstance(like, torch.Tensor) else like.stride
+    tensor = torch.empty_strided(tuple(like.shape), stride, dtype=like.dtype, device=device or like.device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
@@ -160,7 +161,8 @@ def unit_behind(tensor: torch.Tensor) -> Unit | None:
     return _homes.get(storage._cdata) if storage.nbytes() == 0 else None
 
 
-def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Say whether a call reads what a tensor is, not its value."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)
@@ -171,7 +173,7 @@ def _reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 # Compiled alone, `__torch_function__` would take what runs between two graphs for captured, and read hollow memory.
-for _function in (ShardedParameter.__torch_function__.__func__, _reads_metadata):  # type: ignore[attr-defined]
+for _function in (ShardedParameter.__torch_function__.__func__, reads_metadata):  # type: ignore[attr-defined]
     never_compile_alone(_function)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .checkpoint import agree_on_units, names_of, on_first_rank, partitioned_parameters, plain_module
+from .checkpoint import agree_on_units, state_names, on_first_rank, partitioned_parameters, plain
 from .config import parse_bytes
 from .errors import PartitionedParameterError
 from .parameter import ShardedParameter
@@ -29,11 +29,11 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
     their first name. The folder is made where it is missing; files of an earlier save are replaced only once all new ones are
     complete. Returns the names of the files. Raises `OSError`, on all ranks `PartitionedParameterError`, where writing fails.
     """
-    model = plain_module(model)
+    model = plain(model)
     context = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in names_of(model).items():
+    for name, tensor in state_names(model).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor

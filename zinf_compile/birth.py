@@ -1,0 +1,284 @@
+"""Models that fit nowhere whole: made on the meta device, given their values one module at a time, straight into shards."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function
+from .binding import reject_unsupported
+from .budget import check_shards
+from .checkpoint import plain
+from .config import Config
+from .errors import RankMismatchError, UnsupportedModelError
+from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, steps_of
+from .loading import load_values, open_files
+from .meta_buffers import MetaBuffers
+from .newborn import Birth, Newborn, Nursery
+from .optimizer import install
+from .parameter import ShardedParameter, hollow_out, hollow_tensor
+from .places import InUnit
+from .program import Slot
+from .runtime.context import Context, context_for
+from .runtime.partitioning import make_units
+from .runtime.unit import Unit
+
+Initialiser = Callable[[nn.Module], object]
+
+
+def partition(
+    model: nn.Module,
+    *,
+    init: Initialiser | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> nn.Module:
+    """Give a model made under `torch.device("meta")` its values, one module at a time, straight into shards; return the model.
+
+        with torch.device("meta"):
+            model = MyModel()
+        zinf_compile.partition(model, params="nvme", optimizer="nvme", nvme="/mnt/nvme0")
+        model.compile(backend="zero_infinity")  # states live where `partition` was told
+
+    `options` are those of the backend. A collective operation: all ranks call it with the same model.
+
+    Values come from `checkpoint`, if given: a safetensors file, an index of several, or a folder with either; each rank reads its
+    own ranges. Otherwise from the modules' own initialisers in the order in which building the model runs them: what
+    `reset_parameters` gives, and for models of transformers their `initialize_weights`. These are the numbers of the model built
+    whole on the CPU from the same state of PyTorch's random numbers, rank 0's, on any number of ranks; that state is afterwards
+    what building it leaves. Of tied weights the module that comes first decides. Then `init`, if given, is called with each
+    module, children first, as by `model.apply(init)`: it may read and change tensors as if they were whole.
+
+    Parameters stay the same objects, tied ones tied; buffers become whole ones on `device`. Raises `UnsupportedModelError`, or
+    `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.
+    """
+    config = Config.from_options(options)
+    if init is not None and checkpoint is not None:
+        raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; leave one away")
+    model, device = plain(model), torch.device(device)
+    births = _collect(model, device)
+    steps = list(_steps(model, init, checkpoint is not None))
+    context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
+    install()
+    stand_ins = [birth.stand_in for birth in births]
+    with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        undo.enter_context(_random_numbers_of_rank_0(context))
+        files = open_files(model, checkpoint, context) if checkpoint is not None else None
+        if files is not None:
+            undo.callback(files.close)
+        with together(context, "reserving room for the model"):
+            check_shards(config, [birth.slot for birth in births], context)
+            units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
+        nursery = Nursery(context.host_ledger, compare=context.size > 1)
+        undo.callback(nursery.drop)
+        buffers = undo.enter_context(MetaBuffers(model))
+        newborns = undo.enter_context(_newborns(births, units, nursery))
+        for module, step in steps:
+            step()
+            _take_replaced(module, births)
+        nursery.finish()
+        if files is not None:
+            load_values(model, files, newborns, units, nursery)
+            nursery.finish()
+        untouched = [b.name for b, n in zip(births, newborns, strict=True) if not n._zinf_birth.filled]
+        missing = untouched + buffers.untouched()
+        lines = [f"{n._zinf_birth.name} {n._zinf_birth.checksum}" for n in newborns]
+        context.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
+        if missing:
+            raise explain_untouched(missing)
+        buffers.keep(device)
+        for birth, newborn, unit in zip(births, newborns, units, strict=True):
+            born(newborn, unit, device)
+            birth.done = True
+    return model
+
+
+@dataclasses.dataclass
+class _Expected:
+    """A parameter on the meta device, and what takes its place."""
+
+    name: str
+    meta: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    """Several, where weights are tied; the first counts."""
+    slot: Slot
+    stand_in: torch.Tensor
+    """Has the metadata it will have."""
+    done: bool = False
+    by_owner: dict[tuple[int, str], nn.Parameter] = dataclasses.field(default_factory=dict)
+
+
+def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
+    """Describe the parameters; raise `UnsupportedModelError` for one that isn't on meta or can't be partitioned."""
+    found: dict[int, _Expected] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if parameter is None:
+                continue
+            _reject(parameter, name)
+            if id(parameter) not in found:
+                slot = Slot(
+                    index=len(found),
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    stride=tuple(parameter.stride()),
+                    dtype=parameter.dtype,
+                    device=device,
+                    requires_grad=parameter.requires_grad,
+                )
+                reject_unsupported(parameter, slot, with_values=False)
+                stand_in = hollow_tensor(parameter.detach(), device=device).requires_grad_(parameter.requires_grad)
+                found[id(parameter)] = _Expected(name, parameter, [], slot, stand_in)
+            found[id(parameter)].owners.append((module, attribute))
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                raise UnsupportedModelError(
+                    f"attribute {attribute} of module {prefix or '(the model)'} is a tensor on the meta device, not a parameter "
+                    'or buffer: nothing will give it a value. Make it a buffer (register_buffer), or make it with device="cpu"'
+                )
+    if not found:
+        raise UnsupportedModelError("the model has no parameters: there is nothing to partition")
+    return list(found.values())
+
+
+def _reject(parameter: nn.Parameter, name: str) -> None:
+    if isinstance(parameter, ShardedParameter):
+        raise UnsupportedModelError(
+            f"parameter {name} is partitioned already: partition() is called once, with the whole model; "
+            "zinf_compile.load_full_state_dict loads other values"
+        )
+    if nn.parameter.is_lazy(parameter):
+        raise UnsupportedModelError(f"parameter {name} of a lazy module has no shape yet: give the module its sizes")
+    if parameter.device.type != "meta":
+        raise UnsupportedModelError(
+            f"parameter {name} is on {parameter.device}; partition() takes a model that is on the meta device as a whole: build "
+            'it inside `with torch.device("meta"):`, or, to keep values made on the CPU, inside '
+            "`with zinf_compile.partitioned(...):`. A model that fits into memory needs neither: its first compiled call "
+            "partitions it"
+        )
+    if weakref.getweakrefs(parameter):
+        raise UnsupportedModelError(
+            f"something holds a weak reference to parameter {name} (tracing a model on meta does), so that it can't be replaced: "
+            "build the model anew and partition it first"
+        )
+
+
+def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+    """Yield what is to be run to initialise the model, or before a checkpoint is loaded what its files don't hold."""
+    if not loads:
+        yield from steps_of(model, strict=init is None)
+    for module, name in in_order(model):
+        if init is not None:
+            yield module, lambda module=module: init(module)  # type: ignore[misc]
+        recomputed = any(
+            buffer is not None and buffer.device.type == "meta" and key in module._non_persistent_buffers_set
+            for key, buffer in module._buffers.items()
+        )
+        if loads and recomputed:
+            own, guardian = initialiser_of(module), guardian_of(model, name)
+            if own is not None:
+                yield module, own
+            if guardian is not None:
+                yield module, lambda module=module, guardian=guardian: guardian._init_weights(module)  # type: ignore[misc, operator]
+
+
+@contextlib.contextmanager
+def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nursery) -> Iterator[list[Newborn]]:
+    """Make newborns of the parameters in place; on the way out, make of what is not born what it was, and tie what is tied."""
+    made: list[Newborn] = []
+    twins: list[nn.Parameter] = []
+    try:
+        for birth, unit in zip(births, units, strict=True):
+            twin = nn.Parameter(hollow_tensor(birth.meta.detach(), device=torch.device("cpu")), birth.meta.requires_grad)
+            vars(twin).update(vars(birth.meta))
+            torch.utils.swap_tensors(birth.meta, twin)
+            twins.append(twin)
+            first, *others = birth.owners
+            made.append(newborn_of(birth.meta, Birth(birth.name, id(first[0]), InUnit(unit), nursery)))
+            birth.by_owner[id(first[0]), first[1]] = birth.meta
+            for module, attribute in others:  # built whole, each had a weight of its own until it was replaced by the first one
+                decoy = nn.Parameter(hollow_tensor(twin.detach(), device=torch.device("cpu")), twin.requires_grad)
+                module._parameters[attribute] = newborn_of(decoy, Birth(birth.name, id(module), None, nursery))
+                birth.by_owner[id(module), attribute] = decoy
+        yield made
+    finally:
+        nursery.drop()
+        for birth, twin in itertools.zip_longest(births, twins):
+            if twin is not None and not birth.done:
+                birth.meta.__class__ = nn.Parameter
+                torch.utils.swap_tensors(birth.meta, twin)
+            for module, attribute in birth.owners:
+                module._parameters[attribute] = birth.meta
+
+
+def newborn_of(parameter: nn.Parameter, birth: Birth) -> Newborn:
+    """Make a hollow parameter a newborn, in place."""
+    parameter._zinf_birth = birth  # type: ignore[attr-defined]
+    parameter.__class__ = Newborn
+    assert isinstance(parameter, Newborn)
+    return parameter
+
+
+def born(newborn: Newborn, unit: Unit, device: torch.device) -> None:
+    """Make a newborn whose value its unit has a partitioned parameter."""
+    parameter: nn.Parameter = newborn
+    del newborn._zinf_birth
+    parameter.__class__ = nn.Parameter
+    unit.parameter = weakref.ref(parameter)
+    with no_torch_function():
+        hollow_out(parameter, unit)
+    if unit.home is None:
+        unit.context.ledger.track("params", unit.shard)
+
+
+def _take_replaced(module: nn.Module, births: Sequence[_Expected]) -> None:
+    """Where an initialiser put a new parameter in a newborn's place, take its value."""
+    for attribute, found in list(module._parameters.items()):
+        if isinstance(found, Newborn) or found is None:
+            continue
+        expected = next((b.by_owner[id(module), attribute] for b in births if (id(module), attribute) in b.by_owner), None)
+        if not isinstance(expected, Newborn):
+            raise UnsupportedModelError(
+                f"the initialiser of a {type(module).__name__} registered a parameter {attribute}, which the model on meta hasn't"
+            )
+        expected._zinf_birth.nursery.adopt(expected, found.detach())
+        module._parameters[attribute] = expected
+
+
+@contextlib.contextmanager
+def _random_numbers_of_rank_0(context: Context) -> Iterator[None]:
+    """Let all ranks draw what rank 0 draws; put its own random state back on a rank where that failed."""
+    before = torch.get_rng_state()
+    states = context.exchange(before.double(), what="rank 0's random state")
+    torch.set_rng_state(states[0].to(torch.uint8))
+    try:
+        yield
+    except BaseException:
+        torch.set_rng_state(before)
+        raise
+
+
+@contextlib.contextmanager
+def together(context: Context, what: str) -> Iterator[None]:
+    """Let what fails on one rank fail on all, rather than leave the others waiting for it."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        ranks = [rank for rank, value in enumerate(context.agree([what], what=what, value=float(failed))) if value]
+    if ranks:
+        raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
+
+
+__all__ = ["born", "newborn_of", "partition", "together"]

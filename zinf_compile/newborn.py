@@ -1,0 +1,248 @@
+"""A parameter on its way into shards: hollow, but initialisers may read and write it, with one module's values in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function, tree_leaves, tree_map
+from .errors import UnsupportedModelError
+from .parameter import hollow_tensor, reads_metadata
+from .runtime.buffers import private_memory
+from .runtime.ledger import Ledger
+
+_FILLS = frozenset(
+    {
+        "uniform_", "normal_", "constant_", "kaiming_uniform_", "zero_", "fill_", "copy_", "exponential_", "random_",
+        "log_normal_", "cauchy_", "geometric_", "bernoulli_",
+    }
+)  # fmt: skip
+"""Functions that overwrite all of their first argument: what it was before need not be brought."""
+
+
+class Place(Protocol):
+    """Where a value is kept between the times when it is needed whole."""
+
+    def load(self, into: torch.Tensor) -> None:
+        """Fill a flat tensor of the host with the whole value. On several ranks all do so together."""
+
+    def save(self, whole: torch.Tensor) -> None:
+        """Keep this rank's part of a flat tensor of the host, which is the same on all ranks."""
+
+
+@dataclasses.dataclass
+class Birth:
+    """What is known of a parameter until it is born."""
+
+    name: str
+    owner: int
+    """Identifies the module whose parameters are whole at the same time."""
+    place: Place | None
+    """None: its value counts for nothing, see `tied` in `birth.py`."""
+    nursery: Nursery
+    settled: bool = True
+    """There is room for this shape and type, and no other."""
+    kept: bool = False
+    """There is a value in `place`."""
+    filled: bool = False
+    """Something gave every element a value."""
+    checksum: int = 0
+
+
+class Newborn(nn.Parameter):
+    """Answers for its metadata as it is; anything else is done to its whole value, which the nursery brings and keeps."""
+
+    _zinf_birth: Birth
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if reads_metadata(func, args):
+            with no_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _on_whole(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Newborn({self._zinf_birth.name}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a plain parameter with a copy of the value: who registers it makes another newborn of it."""
+        with torch.no_grad():
+            copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedModelError(
+            f"parameter {self._zinf_birth.name} is being partitioned and can't be pickled: save "
+            "zinf_compile.full_state_dict(model) once it is"
+        )
+
+
+class Nursery:
+    """Holds the values that are whole: those of one module, and those of others that somebody still has a view of."""
+
+    def __init__(self, ledger: Ledger, *, compare: bool) -> None:
+        self._ledger = ledger
+        self._compare = compare
+        """Take checksums, by which ranks find out that they don't make the same model."""
+        self._open: dict[int, _Open] = {}
+
+    def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
+        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+        opened = self._open.get(id(newborn))
+        if opened is None:
+            self.close(but=newborn._zinf_birth.owner)
+            opened = self._bring(newborn, fills=fills)
+        return opened.value()
+
+    def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
+        """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
+        birth = newborn._zinf_birth
+        if birth.settled and (value.shape != newborn.shape or value.dtype != newborn.dtype):
+            raise UnsupportedModelError(
+                f"parameter {birth.name}, {list(newborn.shape)} {newborn.dtype}, is being partitioned, and its initialiser makes "
+                f"it {list(value.shape)} {value.dtype}: build the model in the shapes and types it is to have"
+            )
+        with torch.no_grad(), no_torch_function():
+            if not birth.settled:
+                self._open.pop(id(newborn), None)
+                newborn.data = hollow_tensor(value)
+            self.whole(newborn, fills=True).copy_(value)
+        birth.filled = True
+
+    def forget(self, newborn: Newborn) -> None:
+        """Drop a value that is about to be replaced where it is kept."""
+        self._open.pop(id(newborn), None)
+
+    def close(self, *, but: int | None = None) -> None:
+        """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
+        for key, opened in list(self._open.items()):
+            newborn = opened.newborn()
+            if newborn is None:  # replaced by another while it was here
+                del self._open[key]
+            elif newborn._zinf_birth.owner != but and not opened.in_use():
+                del self._open[key]
+                self._put_away(newborn._zinf_birth, opened)
+
+    def finish(self) -> None:
+        """Put away everything."""
+        self.close()
+        for opened in self._open.values():  # what views show is what they last wrote
+            newborn = opened.newborn()
+            if newborn is not None:
+                self._put_away(newborn._zinf_birth, opened)
+        self._open.clear()
+
+    def drop(self) -> None:
+        """Forget everything."""
+        self._open.clear()
+
+    def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
+        birth, opened = newborn._zinf_birth, _Open(newborn)
+        flat = opened.flat()
+        self._ledger.track("staged", opened.counted)
+        if birth.place is not None and birth.kept and not fills:
+            birth.place.load(flat)
+        elif not fills and flat.is_floating_point():
+            flat.fill_(math.nan)  # by which is seen what no initialiser touches
+        self._open[id(newborn)] = opened
+        return opened
+
+    def _put_away(self, birth: Birth, opened: _Open) -> None:
+        if birth.place is None:
+            return
+        flat = opened.flat()
+        if not birth.filled:
+            birth.filled = not (flat.is_floating_point() and flat.numel() and bool(torch.isnan(flat).any()))
+        if self._compare:
+            birth.checksum = _checksum(flat)
+        birth.place.save(flat)
+        birth.kept = True
+
+
+class _Open:
+    """A value in memory. Whoever holds a tensor on it holds a view of the memory, which tells of itself."""
+
+    def __init__(self, newborn: Newborn) -> None:
+        self.newborn = weakref.ref(newborn)
+        self._shape, self._stride, self._dtype = tuple(newborn.shape), newborn.stride(), newborn.dtype
+        self._numel = newborn.numel()
+        size = max(1, self._numel * self._dtype.itemsize)
+        self._memory: mmap.mmap = private_memory(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        self._lent: weakref.ref[memoryview] | None = None
+        self.counted = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=size)
+        """As large as the value, for the ledger; lives as long."""
+
+    def value(self) -> torch.Tensor:
+        """Return the value in its shape, on memory that counts as in use for as long as the tensor or a view of it lives."""
+        view = self._lent() if self._lent is not None else None
+        if view is None:
+            view = memoryview(self._memory)
+            self._lent = weakref.ref(view)
+        return self._on(view).as_strided(self._shape, self._stride)
+
+    def flat(self) -> torch.Tensor:
+        """Return the value as it lies in memory."""
+        return self._on(memoryview(self._memory))
+
+    def in_use(self) -> bool:
+        """Say whether somebody holds a tensor on the value."""
+        return self._lent is not None and self._lent() is not None
+
+    def _on(self, view: memoryview) -> torch.Tensor:
+        return torch.frombuffer(view, dtype=self._dtype, count=self._numel) if self._numel else torch.empty(0, dtype=self._dtype)
+
+
+def unfilled(births: Mapping[str, Birth]) -> list[str]:
+    """Return the names of what nothing gave a value."""
+    return [name for name, birth in births.items() if not birth.filled]
+
+
+def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Newborn)]
+    first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
+    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
+        return True
+    if name == "__set__" and isinstance(first, Newborn):
+        if args[1] is not first:
+            _assign(first, args[1])
+        return None
+    fills = name in _FILLS and isinstance(first, Newborn) and sum(item is first for item in newborns) == 1
+    with torch.no_grad():
+        wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
+
+    def value_of(item: Any) -> Any:
+        return wholes[id(item)] if isinstance(item, Newborn) else item
+
+    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    if fills:
+        first._zinf_birth.filled = True  # type: ignore[union-attr]
+    for newborn in newborns:
+        if result is wholes[id(newborn)]:
+            return newborn
+    return result
+
+
+def _assign(newborn: Newborn, value: torch.Tensor) -> None:
+    """Do `parameter.data = value`."""
+    birth = newborn._zinf_birth
+    with torch.no_grad():
+        birth.nursery.adopt(newborn, value.detach().cpu())
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    """Add up the bits: fast, and different for values that are."""
+    data = flat.view(torch.uint8)
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    places = data[data.numel() // 8 * 8 :]
+    return int(words.sum()) ^ int(places.sum(dtype=torch.int64)) << 1 if flat.numel() else 0

@@ -1,0 +1,153 @@
+"""Where the values of parameters are kept while these are being born: in their unit, or for now in memory or a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from .newborn import Place
+from .runtime.context import Context
+from .runtime.partition import shard_numel, shard_range
+from .runtime.scratch_file import ScratchFile
+from .runtime.unit import Unit
+
+
+def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch.Tensor:
+    """Fill a shard with this rank's part of a flat tensor; return the shard."""
+    start, end = shard_range(whole.numel(), context.size, context.rank)
+    shard[: end - start].copy_(whole[start:end])
+    shard[end - start :].zero_()
+    return shard
+
+
+def gather(shard: torch.Tensor, into: torch.Tensor, context: Context, name: str) -> None:
+    """Fill a flat tensor of the host from all ranks' shards."""
+    same = into.device == shard.device
+    full = into if same else context.full_buffer(into.numel(), into.dtype, shard.device)
+    pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
+    context.finish(pending, f"gathering {name}")
+    if not same:
+        into.copy_(full)
+
+
+class InUnit:
+    """The unit's own place, whatever its tier: what is saved here stays."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def load(self, into: torch.Tensor) -> None:
+        """See `Place.load`."""
+        unit = self._unit
+        if unit.home is not None and unit.context.size == 1:
+            unit.home.read(into).wait()
+        else:
+            gather(unit.load(), into, unit.context, unit.name)
+
+    def save(self, whole: torch.Tensor) -> None:
+        """See `Place.save`."""
+        unit = self._unit
+        if unit.home is not None and unit.context.size == 1:
+            unit.home.write(whole).wait()
+        else:
+            unit.save(part_of(whole, unit.blank(), unit.context))
+
+
+class InMemory:
+    """Host memory."""
+
+    def __init__(self, context: Context, name: str) -> None:
+        self._context, self._name = context, name
+        self._shard = torch.empty(0)
+
+    def load(self, into: torch.Tensor) -> None:
+        """See `Place.load`."""
+        gather(self._shard, into, self._context, self._name)
+
+    def save(self, whole: torch.Tensor) -> None:
+        """See `Place.save`."""
+        numel = shard_numel(whole.numel(), self._context.size)
+        if (self._shard.numel(), self._shard.dtype) != (numel, whole.dtype):
+            self._shard = torch.empty(numel, dtype=whole.dtype)
+        part_of(whole, self._shard, self._context)
+
+    def shard(self) -> torch.Tensor:
+        """Return this rank's part, and keep it no longer."""
+        shard, self._shard = self._shard, torch.empty(0)
+        return shard
+
+
+class Notebook:
+    """A nameless file on a drive that grows: the sizes of what it will hold aren't known beforehand."""
+
+    def __init__(self, folder: str) -> None:
+        self._scratch = ScratchFile(folder)
+        path = f"/proc/self/fd/{self._scratch.file.fd}"
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # without O_DIRECT: pieces are of any size
+        self._end = 0
+
+    def take(self, size: int) -> int:
+        """Return where `size` bytes may be written."""
+        start, self._end = self._end, self._end + size
+        return start
+
+    def close(self) -> None:
+        """Free the space."""
+        os.close(self.fd)
+        self._scratch.close()
+
+
+class InNotebook:
+    """A stretch of a notebook."""
+
+    def __init__(self, notebook: Notebook, context: Context, name: str) -> None:
+        self._notebook, self._context, self._name = notebook, context, name
+        self._start = self._size = 0
+        self._dtype = torch.uint8
+
+    def load(self, into: torch.Tensor) -> None:
+        """See `Place.load`."""
+        gather(self.shard(), into, self._context, self._name)
+
+    def save(self, whole: torch.Tensor) -> None:
+        """See `Place.save`."""
+        shard = torch.empty(shard_numel(whole.numel(), self._context.size), dtype=whole.dtype)
+        part_of(whole, shard, self._context)
+        if shard.nbytes != self._size:
+            self._start, self._size = self._notebook.take(shard.nbytes), shard.nbytes
+        self._dtype = shard.dtype
+        write_at(self._notebook.fd, shard.view(torch.uint8), self._start)
+
+    def shard(self) -> torch.Tensor:
+        """Read this rank's part."""
+        data = torch.empty(self._size, dtype=torch.uint8)
+        read_at(self._notebook.fd, data, self._start)
+        return data.view(self._dtype)
+
+
+def write_at(fd: int, data: torch.Tensor, offset: int) -> None:
+    """Write all bytes of a tensor to a file, and don't let them fill the page cache."""
+    view = memoryview(data.numpy())
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_at(fd: int, into: torch.Tensor, offset: int) -> int:
+    """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends."""
+    view, start = memoryview(into.numpy()), offset
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            break
+        view, offset = view[count:], offset + count
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
+    return offset - start
+
+
+__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of", "read_at", "write_at"]
