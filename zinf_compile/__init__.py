@@ -1,6 +1,7 @@
 """ZeRO-Infinity as a compiler: `torch.compile(model, backend="zero_infinity")` trains models partitioned over the ranks."""
 
 from .birth import partition
+from .birth_context import partitioned
 from .checkpoint import full_state_dict, gathered, load_full_state_dict
 from .errors import (
     BudgetError,
@@ -46,6 +47,7 @@ __all__ = [
     "memory",
     "save_safetensors",
     "partition",
+    "partitioned",
     "stats",
     "synchronize",
 ]

@@ -91,8 +91,8 @@ class Binder:
                 elif unit.home is not None and unit.home.tier not in self._way_in:
                     raise PartitionedParameterError(
                         f"parameter {slot.name} lives on {unit.home.tier!r}, but this graph was compiled for parameters on "
-                        f"{self._placement.params!r}: call model.compile(backend=...) for each of several models whose states live in "
-                        "different places"
+                        f"{self._placement.params!r}: several models whose states live in different places each need "
+                        "model.compile(backend=...) of their own"
                     )
                 else:
                     units[r] = unit

@@ -97,7 +97,7 @@ def partition(
             raise explain_untouched(missing)
         buffers.keep(device)
         for birth, newborn, unit in zip(births, newborns, units, strict=True):
-            born(newborn, unit, device)
+            born(newborn, unit)
             birth.done = True
     return model
 
@@ -189,7 +189,7 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
             if own is not None:
                 yield module, own
             if guardian is not None:
-                yield module, lambda module=module, guardian=guardian: guardian._init_weights(module)  # type: ignore[misc, operator]
+                yield module, lambda module=module, guardian=guardian: guardian._init_weights(module)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -229,7 +229,7 @@ def newborn_of(parameter: nn.Parameter, birth: Birth) -> Newborn:
     return parameter
 
 
-def born(newborn: Newborn, unit: Unit, device: torch.device) -> None:
+def born(newborn: Newborn, unit: Unit) -> None:
     """Make a newborn whose value its unit has a partitioned parameter."""
     parameter: nn.Parameter = newborn
     del newborn._zinf_birth
@@ -259,8 +259,7 @@ def _take_replaced(module: nn.Module, births: Sequence[_Expected]) -> None:
 def _random_numbers_of_rank_0(context: Context) -> Iterator[None]:
     """Let all ranks draw what rank 0 draws; put its own random state back on a rank where that failed."""
     before = torch.get_rng_state()
-    states = context.exchange(before.double(), what="rank 0's random state")
-    torch.set_rng_state(states[0].to(torch.uint8))
+    share_random_state(context)
     try:
         yield
     except BaseException:
@@ -268,17 +267,25 @@ def _random_numbers_of_rank_0(context: Context) -> Iterator[None]:
         raise
 
 
+def share_random_state(context: Context) -> None:
+    """Give all ranks rank 0's."""
+    states = context.exchange(torch.get_rng_state().double(), what="rank 0's random state")
+    torch.set_rng_state(states[0].to(torch.uint8))
+
+
 @contextlib.contextmanager
 def together(context: Context, what: str) -> Iterator[None]:
     """Let what fails on one rank fail on all, rather than leave the others waiting for it."""
-    failed = True
+    error: Exception | None = None
     try:
         yield
-        failed = False
-    finally:
-        ranks = [rank for rank, value in enumerate(context.agree([what], what=what, value=float(failed))) if value]
+    except Exception as raised:
+        error = raised
+    ranks = [rank for rank, failed in enumerate(context.agree([what], what=what, value=float(error is not None))) if failed]
+    if error is not None:
+        raise error
     if ranks:
         raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
 
 
-__all__ = ["born", "newborn_of", "partition", "together"]
+__all__ = ["born", "newborn_of", "partition", "share_random_state", "together"]

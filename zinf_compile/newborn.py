@@ -74,9 +74,12 @@ class Newborn(nn.Parameter):
         return f"Newborn({self._zinf_birth.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a plain parameter with a copy of the value: who registers it makes another newborn of it."""
+        """Return another newborn with a copy of the value, where more may come."""
+        birth = self._zinf_birth
         with torch.no_grad():
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        if birth.nursery.enlist is not None:
+            birth.nursery.enlist(copied, birth.name, id(copied))
         memo[id(self)] = copied
         return copied
 
@@ -95,10 +98,17 @@ class Nursery:
         self._compare = compare
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
+        self._closed = False
+        self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
+        """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
 
     def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
         opened = self._open.get(id(newborn))
+        if self._closed:
+            raise UnsupportedModelError(
+                f"parameter {newborn._zinf_birth.name} was being partitioned when an error ended that: build the model anew"
+            )
         if opened is None:
             self.close(but=newborn._zinf_birth.owner)
             opened = self._bring(newborn, fills=fills)
@@ -143,7 +153,8 @@ class Nursery:
         self._open.clear()
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Forget everything; from now on there are no values."""
+        self._closed = True
         self._open.clear()
 
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:

@@ -7,11 +7,14 @@ import os
 
 import torch
 
+from .errors import StoreError
 from .newborn import Place
 from .runtime.context import Context
 from .runtime.partition import shard_numel, shard_range
 from .runtime.scratch_file import ScratchFile
 from .runtime.unit import Unit
+
+_MOST_UNSYNCED_BYTES = 64 << 20
 
 
 def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch.Tensor:
@@ -86,12 +89,30 @@ class Notebook:
         self._scratch = ScratchFile(folder)
         path = f"/proc/self/fd/{self._scratch.file.fd}"
         self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # without O_DIRECT: pieces are of any size
-        self._end = 0
+        self.folder = folder
+        self._end = self._unsynced = 0
 
     def take(self, size: int) -> int:
         """Return where `size` bytes may be written."""
         start, self._end = self._end, self._end + size
         return start
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        """Write all bytes of a tensor, and don't let them fill the page cache."""
+        view, wrote = memoryview(data.numpy().data), 0
+        while wrote < len(view):
+            try:
+                wrote += os.pwrite(self.fd, view[wrote:], offset + wrote)
+            except OSError as error:
+                raise StoreError(
+                    error.errno,
+                    f"cannot write a scratch file in {self.folder!r} beyond {offset + wrote:,} bytes: {error.strerror}",
+                ) from error
+        self._unsynced += wrote
+        if self._unsynced > _MOST_UNSYNCED_BYTES:
+            os.fdatasync(self.fd)  # what isn't on the drive yet can't leave memory
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unsynced = 0
 
     def close(self) -> None:
         """Free the space."""
@@ -118,7 +139,7 @@ class InNotebook:
         if shard.nbytes != self._size:
             self._start, self._size = self._notebook.take(shard.nbytes), shard.nbytes
         self._dtype = shard.dtype
-        write_at(self._notebook.fd, shard.view(torch.uint8), self._start)
+        self._notebook.write(shard.view(torch.uint8), self._start)
 
     def shard(self) -> torch.Tensor:
         """Read this rank's part."""
@@ -127,19 +148,9 @@ class InNotebook:
         return data.view(self._dtype)
 
 
-def write_at(fd: int, data: torch.Tensor, offset: int) -> None:
-    """Write all bytes of a tensor to a file, and don't let them fill the page cache."""
-    view = memoryview(data.numpy())
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def read_at(fd: int, into: torch.Tensor, offset: int) -> int:
     """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends."""
-    view, start = memoryview(into.numpy()), offset
+    view, start = memoryview(into.numpy().data), offset
     while view:
         count = os.preadv(fd, [view], offset)
         if not count:
@@ -150,4 +161,4 @@ def read_at(fd: int, into: torch.Tensor, offset: int) -> int:
     return offset - start
 
 
-__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of", "read_at", "write_at"]
+__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of", "read_at"]

@@ -1,0 +1,202 @@
+"""Models that code builds on the CPU in its own way, partitioned while it builds them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from ._torch import no_torch_function
+from .binding import reject_unsupported
+from .birth import born, newborn_of, share_random_state, together
+from .budget import check_shards
+from .config import Config
+from .errors import UnsupportedModelError
+from .newborn import Birth, Newborn, Nursery
+from .optimizer import install
+from .parameter import ShardedParameter, hollow_tensor
+from .places import InMemory, InNotebook, Notebook
+from .program import Slot
+from .runtime.context import Context, context_for
+from .runtime.partitioning import make_units
+from .runtime.unit import Unit
+
+_active: list[_Building] = []
+_UNTRIMMED_BYTES = 32 << 20
+
+
+@contextlib.contextmanager
+def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterator[None]:
+    """Partition every model that is built inside the `with` block, one module at a time.
+
+        with zinf_compile.partitioned(params="nvme", optimizer="nvme", nvme="/mnt/nvme0"):
+            model = MyModel()
+        model.compile(backend="zero_infinity")
+
+    `options` are those of the backend. All ranks build the same models, from rank 0's random numbers; where one comes out with
+    other values, all raise `RankMismatchError`. The code in the block may do with parameters what it likes (initialise, tie, copy
+    or convert them): each is brought when it is needed, and put away when one of another module is. So the numbers are those of
+    the model built whole.
+
+    What was built is partitioned when the block ends; an error inside leaves its models unusable. A drive holds them twice for
+    that moment: sizes aren't known before. Models on meta are for `partition`.
+    """
+    if _active:
+        raise UnsupportedModelError("partitioned() inside partitioned(): one block is enough for several models")
+    config, on_device = Config.from_options(options), torch.device(device)
+    group, signature = config.resolve_group(), config.signature()
+    context = context_for(group, on_device, timeout_s=config.timeout_s, signature=signature)
+    host = context_for(group, torch.device("cpu"), timeout_s=config.timeout_s, signature=signature)
+    install()
+    with contextlib.ExitStack() as undo:
+        building = _Building(config, host)
+        undo.callback(building.close)
+        _active.append(building)
+        undo.callback(_active.pop)
+        undo.callback(register_module_parameter_registration_hook(building.on_parameter).remove)
+        undo.callback(register_module_module_registration_hook(building.on_module).remove)
+        share_random_state(host)
+        yield
+        with torch.inference_mode(False), torch.no_grad():
+            building.finish(context, on_device)
+
+
+class _Building:
+    """What is built inside one `partitioned` block."""
+
+    def __init__(self, config: Config, host: Context) -> None:
+        self._config, self._host = config, host
+        folders = config.placement().nvme if config.params == "nvme" else ()
+        self._notebook = Notebook(folders[0]) if folders else None
+        self._nursery = Nursery(host.host_ledger, compare=host.size > 1)
+        self._nursery.enlist = self._enlist
+        self._newborns: dict[int, weakref.ref[Newborn]] = {}
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._freed = 0
+        """Bytes of parameters that the allocator has had back since it was last told to let go of what is free."""
+
+    def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Make a newborn of a parameter that a module registers."""
+        self._modules[id(module)] = weakref.ref(module)
+        if type(parameter) is nn.Parameter and parameter.device.type != "meta":  # one on meta may be replaced yet
+            self._enlist(parameter, f"{type(module).__name__}.{name}", id(module))
+
+    def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Remember who belongs to whom."""
+        for each in (module, child):
+            if each is not None:
+                self._modules[id(each)] = weakref.ref(each)
+
+    def finish(self, context: Context, device: torch.device) -> None:
+        """Partition what was built, model by model."""
+        models = self._models()
+        for _, named in models:
+            for name, parameter in named:
+                _reject(parameter, name)
+                if type(parameter) is nn.Parameter:  # it came by a way that no hook sees
+                    self._enlist(parameter, name, id(parameter))
+        self._nursery.enlist = None
+        self._nursery.finish()
+        placed: set[int] = set()
+        born_with: list[tuple[Newborn, Unit]] = []
+        compared: list[str] = []
+        for _, named in [*models, (None, self._strays())]:
+            fresh = [(name, p) for name, p in named if isinstance(p, Newborn) and id(p) not in placed]
+            placed.update(id(p) for _, p in fresh)
+            compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_birth.checksum}" for name, p in fresh]
+            with together(context, "partitioning what was built"):
+                born_with += self._keep(fresh, context, device)
+        context.agree(compared, what="comparing the ranks' models, which every rank builds alike")
+        for newborn, unit in born_with:
+            born(newborn, unit)
+        for root, _ in models:
+            for module in root.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def close(self) -> None:
+        """Let go of what isn't partitioned by now."""
+        self._nursery.drop()
+        if self._notebook is not None:
+            self._notebook.close()
+
+    def _enlist(self, parameter: nn.Parameter, name: str, owner: int) -> None:
+        reject_unsupported(parameter, _slot(parameter, name, parameter.device))
+        if parameter.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"parameter {name} was made on {parameter.device}: inside partitioned() models are built on the CPU, and "
+                f"partitioned(device={str(parameter.device)!r}) says where they are to be used"
+            )
+        place = InMemory(self._host, name) if self._notebook is None else InNotebook(self._notebook, self._host, name)
+        with torch.inference_mode(False), torch.no_grad(), no_torch_function():
+            value = parameter.detach()
+            parameter.data = hollow_tensor(value)
+            newborn = newborn_of(parameter, Birth(name, owner, place, self._nursery, settled=False))
+        self._nursery.adopt(newborn, value)
+        self._newborns[id(newborn)] = weakref.ref(newborn)
+        self._freed += value.nbytes
+        if self._freed > _UNTRIMMED_BYTES:
+            del value
+            self._freed = 0
+            _return_free_memory()
+
+    def _models(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
+        """Return the outermost modules that were built, in the order of their beginnings, and their parameters by name."""
+        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
+        inner = {id(child) for module in modules for child in module.children()}
+        return [(module, list(module.named_parameters())) for module in modules if id(module) not in inner]
+
+    def _strays(self) -> list[tuple[str, nn.Parameter]]:
+        """Return newborns of modules that were copied as a whole; their names are those of what they are copies of."""
+        alive = [newborn for reference in self._newborns.values() if (newborn := reference()) is not None]
+        return [(newborn._zinf_birth.name, newborn) for newborn in alive]
+
+    def _keep(self, named: list[tuple[str, Newborn]], context: Context, device: torch.device) -> list[tuple[Newborn, Unit]]:
+        """Bring values to units of their own."""
+        if not named:
+            return []
+        check_shards(self._config, [_slot(p, name, device) for name, p in named], context)
+        stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
+        units = make_units(stand_ins, context, self._config.placement())
+        for (_, newborn), unit in zip(named, units, strict=True):
+            place = newborn._zinf_birth.place
+            assert isinstance(place, InMemory | InNotebook), "built in this block"
+            unit.save(unit.blank().copy_(place.shard()))
+        return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
+
+
+def _return_free_memory() -> None:
+    """Let the C library give back what is free between blocks in use: else it keeps as much as the whole model takes."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def _slot(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
+    return Slot(
+        index=0,
+        name=name,
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        device=device,
+        requires_grad=parameter.requires_grad,
+    )
+
+
+def _reject(parameter: nn.Parameter, name: str) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise UnsupportedModelError(f"parameter {name} of a lazy module has no shape yet: give the module its sizes")
+    if parameter.device.type == "meta":
+        raise UnsupportedModelError(
+            f"parameter {name} is on the meta device and got no value inside partitioned(): build the model on the CPU there, or "
+            "give one on meta to zinf_compile.partition(model, ...)"
+        )
+    if not isinstance(parameter, Newborn | ShardedParameter) and type(parameter) is not nn.Parameter:
+        reject_unsupported(parameter, _slot(parameter, name, parameter.device))
