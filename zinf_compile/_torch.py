@@ -70,6 +70,14 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
     skip_code(function.__code__)
 
 
+def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensor objects change what they are (data, device, type), each keeping its identity, class and attributes.
+
+    The public `torch.utils.swap_tensors` refuses objects that have weak references, as the parameters of nn.LSTM have.
+    """
+    torch._C._swap_tensor_impl(one, other)
+
+
 def aot_index(node: torch.fx.Node) -> int | None:
     """Return which input of the captured graph an AOT placeholder is."""
     description = node.meta.get("desc")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import no_torch_function
+from ._torch import no_torch_function, swap_contents
 from .binding import reject_unsupported
 from .budget import check_shards
 from .checkpoint import plain
@@ -166,11 +166,8 @@ def _reject(parameter: nn.Parameter, name: str) -> None:
             "`with zinf_compile.partitioned(...):`. A model that fits into memory needs neither: its first compiled call "
             "partitions it"
         )
-    if weakref.getweakrefs(parameter):
-        raise UnsupportedModelError(
-            f"something holds a weak reference to parameter {name} (tracing a model on meta does), so that it can't be replaced: "
-            "build the model anew and partition it first"
-        )
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise UnsupportedModelError(f"parameter {name} has hooks, which would be lost: register them after partition()")
 
 
 def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
@@ -200,8 +197,7 @@ def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nurse
     try:
         for birth, unit in zip(births, units, strict=True):
             twin = nn.Parameter(hollow_tensor(birth.meta.detach(), device=torch.device("cpu")), birth.meta.requires_grad)
-            vars(twin).update(vars(birth.meta))
-            torch.utils.swap_tensors(birth.meta, twin)
+            swap_contents(birth.meta, twin)
             twins.append(twin)
             first, *others = birth.owners
             made.append(newborn_of(birth.meta, Birth(birth.name, id(first[0]), InUnit(unit), nursery)))
@@ -216,7 +212,8 @@ def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nurse
         for birth, twin in itertools.zip_longest(births, twins):
             if twin is not None and not birth.done:
                 birth.meta.__class__ = nn.Parameter
-                torch.utils.swap_tensors(birth.meta, twin)
+                vars(birth.meta).pop("_zinf_birth", None)
+                swap_contents(birth.meta, twin)
             for module, attribute in birth.owners:
                 module._parameters[attribute] = birth.meta
 
@@ -241,9 +238,9 @@ def born(newborn: Newborn, unit: Unit) -> None:
         unit.context.ledger.track("params", unit.shard)
 
 
-def _take_replaced(module: nn.Module, births: Sequence[_Expected]) -> None:
+def _take_replaced(root: nn.Module, births: Sequence[_Expected]) -> None:
     """Where an initialiser put a new parameter in a newborn's place, take its value."""
-    for attribute, found in list(module._parameters.items()):
+    for module, attribute, found in [(m, name, p) for m in root.modules() for name, p in m._parameters.items()]:
         if isinstance(found, Newborn) or found is None:
             continue
         expected = next((b.by_owner[id(module), attribute] for b in births if (id(module), attribute) in b.by_owner), None)

@@ -28,7 +28,7 @@ from .runtime.partitioning import make_units
 from .runtime.unit import Unit
 
 _active: list[_Building] = []
-_UNTRIMMED_BYTES = 32 << 20
+_UNTRIMMED_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
@@ -103,6 +103,7 @@ class _Building:
                     self._enlist(parameter, name, id(parameter))
         self._nursery.enlist = None
         self._nursery.finish()
+        _return_free_memory()
         placed: set[int] = set()
         born_with: list[tuple[Newborn, Unit]] = []
         compared: list[str] = []

@@ -41,7 +41,7 @@ class Checkpoint:
 
 def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context) -> Checkpoint:
     """Open a checkpoint for a model on meta; raise `CheckpointError` on all ranks, naming everything that doesn't fit."""
-    files, problems = None, []
+    files, stored, problems = None, {}, []
     try:
         files = TensorFiles(path)
         targets = state_names(model)
@@ -51,13 +51,16 @@ def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context)
             {name: (tensor, id(tensor) in stored) for name, tensor in targets.items()},
             ignored=re.compile("|".join(patterns)) if patterns else None,
         )
-        return _agreed(Checkpoint(files, stored), path, problems, context)
-    except BaseException:
+    except CheckpointError as error:
+        problems = [str(error)]
+    counts = context.agree(["opening a checkpoint"], what="opening a checkpoint", value=float(len(problems)))
+    bad = [rank for rank, count in enumerate(counts) if count]
+    if files is None or bad:
         if files is not None:
             files.close()
-        elif not problems:
-            _agreed(None, path, ["cannot be read"], context, raising=False)
-        raise
+        listed = "; ".join(problems) or f"named on rank {bad[0]}"
+        raise CheckpointError(f"checkpoint {path} doesn't fit the model, which is on meta as before: {listed}")
+    return Checkpoint(files, stored)
 
 
 def load_values(
@@ -78,16 +81,6 @@ def load_values(
             name = f"{prefix}.{attribute}" if prefix else attribute
             if buffer is not None and attribute not in module._non_persistent_buffers_set and name in checkpoint.files.tensors:
                 buffer.copy_(_read(checkpoint.files, name, buffer.shape, buffer.dtype))
-
-
-def _agreed(found: Checkpoint | None, path: object, problems: list[str], context: Context, *, raising: bool = True) -> Checkpoint:
-    """Raise where a rank has found problems; each names its own."""
-    counts = context.agree([f"opening checkpoint {path}"], what="opening the checkpoint", value=float(len(problems)))
-    bad = [rank for rank, count in enumerate(counts) if count]
-    if raising and bad:
-        listed = "; ".join(problems) or f"named on rank {bad[0]}"
-        raise CheckpointError(f"checkpoint {path} doesn't fit the model, which is on meta as before: {listed}")
-    return found  # type: ignore[return-value]  # None is for who doesn't look
 
 
 def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
