@@ -168,7 +168,7 @@ class _Building:
         for (_, newborn), unit in zip(named, units, strict=True):
             place = newborn._zinf_birth.place
             assert isinstance(place, InMemory | InNotebook), "built in this block"
-            unit.save(unit.blank().copy_(place.shard()))
+            unit.save(place.hand_over(unit.blank()))
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -123,10 +123,12 @@ class Nursery:
                 f"it {list(value.shape)} {value.dtype}: build the model in the shapes and types it is to have"
             )
         with torch.no_grad(), no_torch_function():
-            if not birth.settled:
-                self._open.pop(id(newborn), None)
+            if birth.settled:
+                self.whole(newborn, fills=True).copy_(value)
+            else:
+                self.close(but=birth.owner)
                 newborn.data = hollow_tensor(value)
-            self.whole(newborn, fills=True).copy_(value)
+                self._open[id(newborn)] = _Open(newborn, self._ledger, value)
         birth.filled = True
 
     def forget(self, newborn: Newborn) -> None:
@@ -139,17 +141,14 @@ class Nursery:
             newborn = opened.newborn()
             if newborn is None:  # replaced by another while it was here
                 del self._open[key]
-            elif newborn._zinf_birth.owner != but and not opened.in_use():
-                del self._open[key]
+            elif newborn._zinf_birth.owner != but:
                 self._put_away(newborn._zinf_birth, opened)
+                if opened.let_go():
+                    del self._open[key]
 
     def finish(self) -> None:
-        """Put away everything."""
+        """Put away everything: of what somebody still has a view of, what it is now."""
         self.close()
-        for opened in self._open.values():  # what views show is what they last wrote
-            newborn = opened.newborn()
-            if newborn is not None:
-                self._put_away(newborn._zinf_birth, opened)
         self._open.clear()
 
     def drop(self) -> None:
@@ -158,9 +157,8 @@ class Nursery:
         self._open.clear()
 
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
-        birth, opened = newborn._zinf_birth, _Open(newborn)
-        flat = opened.flat()
-        self._ledger.track("staged", opened.counted)
+        birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger)
+        flat = opened.flat
         if birth.place is not None and birth.kept and not fills:
             birth.place.load(flat)
         elif not fills and flat.is_floating_point():
@@ -171,7 +169,7 @@ class Nursery:
     def _put_away(self, birth: Birth, opened: _Open) -> None:
         if birth.place is None:
             return
-        flat = opened.flat()
+        flat = opened.flat
         if not birth.filled:
             birth.filled = not (flat.is_floating_point() and flat.numel() and bool(torch.isnan(flat).any()))
         if self._compare:
@@ -181,41 +179,34 @@ class Nursery:
 
 
 class _Open:
-    """A value in memory. Whoever holds a tensor on it holds a view of the memory, which tells of itself."""
+    """A value in memory."""
 
-    def __init__(self, newborn: Newborn) -> None:
+    def __init__(self, newborn: Newborn, ledger: Ledger, value: torch.Tensor | None = None) -> None:
+        """Take memory of its own; or that of a `value`, where this is all there is in it."""
         self.newborn = weakref.ref(newborn)
-        self._shape, self._stride, self._dtype = tuple(newborn.shape), newborn.stride(), newborn.dtype
-        self._numel = newborn.numel()
-        size = max(1, self._numel * self._dtype.itemsize)
-        self._memory: mmap.mmap = private_memory(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._lent: weakref.ref[memoryview] | None = None
-        self.counted = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=size)
-        """As large as the value, for the ledger; lives as long."""
+        self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
+        size = numel * newborn.dtype.itemsize
+        if value is not None and value.untyped_storage().nbytes() == size:
+            self.flat = value.as_strided((numel,), (1,))
+        else:
+            memory = private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            whole = torch.frombuffer(memory, dtype=torch.uint8)[:size].view(newborn.dtype)
+            self.flat = whole if value is None else whole.copy_(value.as_strided((numel,), (1,)))
+        ledger.add("staged", size)
+        weakref.finalize(self, ledger.add, "staged", -size).atexit = False
 
     def value(self) -> torch.Tensor:
-        """Return the value in its shape, on memory that counts as in use for as long as the tensor or a view of it lives."""
-        view = self._lent() if self._lent is not None else None
-        if view is None:
-            view = memoryview(self._memory)
-            self._lent = weakref.ref(view)
-        return self._on(view).as_strided(self._shape, self._stride)
+        """Return the value in its shape."""
+        return self.flat.as_strided(self._shape, self._stride)
 
-    def flat(self) -> torch.Tensor:
-        """Return the value as it lies in memory."""
-        return self._on(memoryview(self._memory))
-
-    def in_use(self) -> bool:
-        """Say whether somebody holds a tensor on the value."""
-        return self._lent is not None and self._lent() is not None
-
-    def _on(self, view: memoryview) -> torch.Tensor:
-        return torch.frombuffer(view, dtype=self._dtype, count=self._numel) if self._numel else torch.empty(0, dtype=self._dtype)
-
-
-def unfilled(births: Mapping[str, Birth]) -> list[str]:
-    """Return the names of what nothing gave a value."""
-    return [name for name, birth in births.items() if not birth.filled]
+    def let_go(self) -> bool:
+        """Drop the memory, unless somebody holds a tensor on it: say whether it is gone."""
+        storage, count, dtype = weakref.ref(self.flat.untyped_storage()), self.flat.numel(), self.flat.dtype
+        del self.flat
+        held = storage()
+        if held is not None:
+            self.flat = torch.empty(0, dtype=dtype).set_(held, 0, (count,), (1,))
+        return held is None
 
 
 def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -76,9 +76,10 @@ class InMemory:
             self._shard = torch.empty(numel, dtype=whole.dtype)
         part_of(whole, self._shard, self._context)
 
-    def shard(self) -> torch.Tensor:
-        """Return this rank's part, and keep it no longer."""
-        shard, self._shard = self._shard, torch.empty(0)
+    def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
+        """Fill a shard with this rank's part, and keep that no longer; return the shard."""
+        shard.copy_(self._shard)
+        self._shard = torch.empty(0)
         return shard
 
 
@@ -121,31 +122,34 @@ class Notebook:
 
 
 class InNotebook:
-    """A stretch of a notebook."""
+    """A stretch of a notebook, as long as this rank's part without its padding."""
 
     def __init__(self, notebook: Notebook, context: Context, name: str) -> None:
         self._notebook, self._context, self._name = notebook, context, name
         self._start = self._size = 0
-        self._dtype = torch.uint8
 
     def load(self, into: torch.Tensor) -> None:
         """See `Place.load`."""
-        gather(self.shard(), into, self._context, self._name)
+        if self._context.size == 1:
+            self.hand_over(into)
+        else:
+            shard = into.new_empty(shard_numel(into.numel(), self._context.size))
+            gather(self.hand_over(shard), into, self._context, self._name)
 
     def save(self, whole: torch.Tensor) -> None:
         """See `Place.save`."""
-        shard = torch.empty(shard_numel(whole.numel(), self._context.size), dtype=whole.dtype)
-        part_of(whole, shard, self._context)
-        if shard.nbytes != self._size:
-            self._start, self._size = self._notebook.take(shard.nbytes), shard.nbytes
-        self._dtype = shard.dtype
-        self._notebook.write(shard.view(torch.uint8), self._start)
+        start, end = shard_range(whole.numel(), self._context.size, self._context.rank)
+        part = whole[start:end].view(torch.uint8)
+        if part.numel() != self._size:
+            self._start, self._size = self._notebook.take(part.numel()), part.numel()
+        self._notebook.write(part, self._start)
 
-    def shard(self) -> torch.Tensor:
-        """Read this rank's part."""
-        data = torch.empty(self._size, dtype=torch.uint8)
-        read_at(self._notebook.fd, data, self._start)
-        return data.view(self._dtype)
+    def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
+        """Fill a shard with this rank's part; return the shard."""
+        data = shard.view(torch.uint8) if shard.device.type == "cpu" else torch.empty(shard.nbytes, dtype=torch.uint8)
+        read_at(self._notebook.fd, data[: self._size], self._start)
+        data[self._size :].zero_()
+        return shard if shard.device.type == "cpu" else shard.copy_(data.view(shard.dtype))
 
 
 def read_at(fd: int, into: torch.Tensor, offset: int) -> int:
