@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from training import BACKEND, adamw, assert_same, plain_step
 from transformer_models import bert, gpt2, llama, mixtral, qwen2, t5, vit
 
 import zinf_compile
-from zinf_compile.errors import OptionError, PartitionedParameterError
+from zinf_compile.errors import BudgetError, OptionError, PartitionedParameterError
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 
@@ -216,6 +218,39 @@ def test_a_transformers_model_saves_what_plain_transformers_loads(tmp_path: Path
     expected = rank_birth.built_whole(gpt2)
     for name, value in loaded.state_dict().items():
         assert_same(name, expected.state_dict()[name], value)
+
+
+def test_a_view_that_somebody_holds_stays_the_value() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
+        first, last = model[0].weight.data, model[2].weight[1:3].detach()
+        model[1].weight.data.fill_(7.0)
+        with torch.no_grad():
+            last.copy_(model[1].weight[:2, :1].expand(2, 5))
+            first.add_(model[1].bias[0])
+            model[2].bias.zero_()
+            last.mul_(2)
+        return model
+
+    assert_born(build, built_inside)
+
+
+@pytest.mark.parametrize("birth", [made_on_meta, built_inside])
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[-1]], ids=str)
+def test_the_smallest_cap_is_that_of_a_model_partitioned_at_its_first_call(
+    birth: Callable[..., Any], placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    case, options = CASES["blocks"], options_for(placement, tmp_path)
+    smallest = []
+    for build in (rank_birth.built_whole, birth):
+        torch.compiler.reset()
+        gc.collect()  # what other tests left is on the account
+        model = build(case.build, **(options if build is birth else {}))
+        with pytest.raises(BudgetError) as found:
+            compiled(model, {**options, "device_memory": "1KiB"})(*case.batch(0, 0))
+        smallest.append(re.search(r"the smallest that works is ([\d,]+)", str(found.value))[1])  # type: ignore[index]
+        del model
+    assert smallest[0] == smallest[1]
 
 
 @pytest.mark.distributed

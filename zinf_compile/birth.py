@@ -15,7 +15,7 @@ from torch import nn
 
 from ._torch import no_torch_function, swap_contents
 from .binding import reject_unsupported
-from .budget import check_shards
+from .budget import check_shards, plan_later
 from .checkpoint import plain
 from .config import Config
 from .errors import RankMismatchError, UnsupportedModelError
@@ -54,9 +54,9 @@ def partition(
     Values come from `checkpoint`, if given: a safetensors file, an index of several, or a folder with either; each rank reads its
     own ranges. Otherwise from the modules' own initialisers in the order in which building the model runs them: what
     `reset_parameters` gives, and for models of transformers their `initialize_weights`. These are the numbers of the model built
-    whole on the CPU from the same state of PyTorch's random numbers, rank 0's, on any number of ranks; that state is afterwards
-    what building it leaves. Of tied weights the module that comes first decides. Then `init`, if given, is called with each
-    module, children first, as by `model.apply(init)`: it may read and change tensors as if they were whole.
+    whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on any number of ranks; that state is
+    afterwards what building it leaves. Of tied weights the module that comes first decides. Then `init`, if given, is called
+    with each module, children first, as by `model.apply(init)`: it may read and change tensors as if they were whole.
 
     Parameters stay the same objects, tied ones tied; buffers become whole ones on `device`. Raises `UnsupportedModelError`, or
     `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.
@@ -75,6 +75,7 @@ def partition(
         files = open_files(model, checkpoint, context) if checkpoint is not None else None
         if files is not None:
             undo.callback(files.close)
+            undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
         with together(context, "reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
@@ -232,6 +233,7 @@ def born(newborn: Newborn, unit: Unit) -> None:
     del newborn._zinf_birth
     parameter.__class__ = nn.Parameter
     unit.parameter = weakref.ref(parameter)
+    plan_later([unit])
     with no_torch_function():
         hollow_out(parameter, unit)
     if unit.home is None:

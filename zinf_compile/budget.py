@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 from .config import Config, parse_bytes
 from .errors import BudgetError
 from .limits import ranks_of_node, usable_device_bytes, usable_host_bytes
-from .parameter import ShardedParameter
+from .parameter import ShardedParameter, unit_of
 from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 from .passes.needs import measure_needs
 from .program import Slot
@@ -24,9 +25,19 @@ from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .runtime.mover import Mover
 from .runtime.placement import Placement, way_in
+from .runtime.unit import Unit
 
 BUCKETS_REDUCED = 4
 """Full gradients on their way to their tier or to other ranks, where there is room for as many."""
+
+
+_unplanned: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Units that were made before any graph: nothing has planned for their gradients and updates yet."""
+
+
+def plan_later(units: Iterable[Unit]) -> None:
+    """Let the first graph that uses these units plan for their gradients and updates."""
+    _unplanned.update(units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +86,20 @@ class Resident:
     """On the device: a guess, Adam's two of each, of what an optimizer will keep. It isn't known before its first step."""
 
 
-def measure_resident(slots: Sequence[Slot], placement: Placement, context: Context, *, size: int) -> Resident:
-    """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer."""
+def measure_resident(
+    slots: Sequence[Slot], placement: Placement, context: Context, *, size: int, held: Collection[int] = ()
+) -> Resident:
+    """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer.
+
+    The shards of those in `held`, by `Slot.index`, are on the account already.
+    """
     unified = context.bridge.unified
     sides = {"device": 0, "host": 0}
     largest = total = 0
     for slot in slots:
         shard = math.ceil(slot.numel / size)
-        for tier in (placement.params, *((placement.grads,) if slot.requires_grad else ())):
+        own = () if slot.index in held else (placement.params,)
+        for tier in (*own, *((placement.grads,) if slot.requires_grad else ())):
             if tier != "nvme":
                 sides["device" if unified else tier] += shard * slot.dtype.itemsize
         if slot.requires_grad:
@@ -136,12 +153,15 @@ class GraphBudget:
         self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, *, caps: Caps | None = None
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
+        self._units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) in _unplanned}
+        born = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
         self._short: list[tuple[int, str]] = []
         self._checked = False
         self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()
-        self._resident = measure_resident(fresh, self._placement, context, size=context.size)
+        known = [slot for slot in slots if slot in fresh or slot.index in born]
+        self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
         self._swapped = bool(way_in(self._placement.params, unified=context.bridge.unified))
         self._away = self._placement.grads == "nvme" or (self._placement.grads == "host" and not context.bridge.unified)
 
@@ -214,6 +234,8 @@ class GraphBudget:
         self._checked = True
         if self._short:
             raise BudgetError(max(self._short)[1])
+        for unit in self._units.values():
+            _unplanned.discard(unit)
 
     def _fall_short(self, needed: int, message: str) -> None:
         self._short.append((needed, message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, cast
@@ -119,7 +120,7 @@ def _reject_unrepeatable(model: nn.Module) -> None:
 
 _WAYS_OUT = (
     "Give partition(init=...), called with each module, or checkpoint=...; or build the model, not on meta, inside "
-    "`with zinf_compile.partitioned(...):`"
+    '`with zinf_compile.partitioned(...):`. A buffer may also be made with device="cpu"'
 )
 
 
@@ -137,7 +138,7 @@ def _names_in_constructor(kind: type[nn.Module]) -> set[str]:
     """Return the functions and attributes that the class's constructors mention, those of its bases included."""
     names: set[str] = set()
     for base in kind.__mro__:
-        code = getattr(vars(base).get("__init__"), "__code__", None)
+        code = getattr(inspect.unwrap(vars(base).get("__init__", int)), "__code__", None)
         if base is not nn.Module and isinstance(code, CodeType):
             names |= _names_in(code)
     return names
