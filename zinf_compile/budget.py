@@ -153,7 +153,8 @@ class GraphBudget:
         self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, *, caps: Caps | None = None
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
-        self._units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) in _unplanned}
+        units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
+        self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
         born = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
