@@ -45,9 +45,9 @@ __all__ = [
     "keep_precision",
     "load_full_state_dict",
     "memory",
-    "save_safetensors",
     "partition",
     "partitioned",
+    "save_safetensors",
     "stats",
     "synchronize",
 ]

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from .checkpoint import agree_on_units, state_names, on_first_rank, partitioned_parameters, plain
+from .checkpoint import agree_on_units, on_first_rank, partitioned_parameters, plain, state_names
 from .config import parse_bytes
 from .errors import PartitionedParameterError
 from .parameter import ShardedParameter
 from .runtime.context import Context
-
-INDEX = "model.safetensors.index.json"
+from .tensor_files import INDEX
 
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int | str = "1GiB") -> list[str]:

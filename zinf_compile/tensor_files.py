@@ -23,7 +23,8 @@ _DTYPES = {
 }  # fmt: skip
 _MOST_HEADER_BYTES = 100_000_000
 """What the format allows."""
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""Says which of several files has which tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +123,13 @@ def _files(path: Path) -> dict[Path, set[str] | None]:
     """Return the files, and which of their tensors count (None: all)."""
     if path.is_dir():
         singles = sorted(path.glob("*.safetensors"))
-        if (path / _INDEX).exists():
-            return _files(path / _INDEX)
+        if (path / INDEX).exists():
+            return _files(path / INDEX)
         if (path / "model.safetensors").exists():
             return {path / "model.safetensors": None}
         if len(singles) != 1:
             raise CheckpointError(
-                f"folder {path} holds {len(singles)} files *.safetensors and no {_INDEX}; accepted: a folder with an index, with "
+                f"folder {path} holds {len(singles)} files *.safetensors and no {INDEX}; accepted: a folder with an index, with "
                 "a model.safetensors or with a single such file, or the path of one"
             )
         return {singles[0]: None}
