@@ -351,3 +351,17 @@ def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
     check(sides)
     rooms = {p._zinf_unit.gradient_room[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_room}  # type: ignore[union-attr,attr-defined]
     assert all(len({id(shelf) for free in room._free for shelf in free}) <= 1 for room in rooms)
+
+
+def test_a_failure_that_nobody_asks_for_keeps_nothing_alive(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = both(on_drive, steps=3)
+    zinf_compile.synchronize()
+    with monkeypatch.context() as patch:
+        break_updates(patch)
+        sides[1][1].step()
+        late_step.finish_all_late()
+    gone = [weakref.ref(sides[1][1]), weakref.ref(next(sides[1][0].parameters()))]
+    sides.clear()
+    torch.compiler.reset()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

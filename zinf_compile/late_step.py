@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from .runtime.lanes import Done, Pending
 from .runtime.unit import Unit
 from .runtime.updates import Span, Updates
 from .streaming import StreamedStates, tear, torn
+
+_log = logging.getLogger("zinf_compile")
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups, and what they are after a step."""
@@ -94,7 +97,8 @@ class LateStep:
                 torch.set_num_threads(self._threads)
             self._update(optimizer, updates)
         except BaseException as error:  # raised by whoever needs what was to be updated
-            cause, text = error, torn.get(optimizer, "a step ended in the middle")
+            _log.debug("a step failed", exc_info=error)
+            cause, text = _without_frames(error), torn.get(optimizer, "a step ended in the middle")
             updates.fail(lambda: _failed(text, cause))
         finally:  # this object stays known by its optimizer, which it must not keep
             self._optimizer, self._frozen = None, None
@@ -179,6 +183,15 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     return bool(one == other)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return the error without tracebacks: their frames hold the optimizer, and nobody may ever ask for the error."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def _failed(text: str, cause: BaseException) -> StepFailedError:
