@@ -19,12 +19,26 @@ from zinf_compile.errors import CheckpointError, RankMismatchError, StoreWarning
 from zinf_compile.parameter import ShardedParameter
 
 SEED = 3
+
+
+class Tied(nn.Module):
+    """Its embedding has its head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"embedding": nn.Embedding(11, 4)})
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+        self.embedding.weight = self.head.weight
+        self.parts.embedding.weight = self.embedding.weight
+
+
 REBUILT: dict[str, Callable[[], nn.Module]] = {
     name: CASES[name].build for name in ("mlp", "tied", "frozen", "lora", "attention", "blocks")
 } | {
     "norm with statistics": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LSTM(5, 6, 2)),
     "padded": lambda: nn.Sequential(nn.Embedding(9, 5, padding_idx=2), nn.Bilinear(3, 4, 5), nn.PReLU(3)),
     "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(32, 20, [4, 9]),
+    "tied the other way round": Tied,
     "one module in two places": lambda: nn.Sequential(layer := nn.Linear(4, 4), nn.ReLU(), layer),
 }
 """Models whose constructors do nothing that initialisers can't do again."""

@@ -19,7 +19,7 @@ from .budget import check_shards, plan_later
 from .checkpoint import plain
 from .config import Config
 from .errors import RankMismatchError, UnsupportedModelError
-from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, steps_of
+from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, replaced_when_tied, steps_of
 from .loading import load_values, open_files
 from .meta_buffers import MetaBuffers
 from .newborn import Birth, Newborn, Nursery
@@ -55,8 +55,9 @@ def partition(
     own ranges. Otherwise from the modules' own initialisers in the order in which building the model runs them: what
     `reset_parameters` gives, and for models of transformers their `initialize_weights`. These are the numbers of the model built
     whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on any number of ranks; that state is
-    afterwards what building it leaves. Of tied weights the module that comes first decides. Then `init`, if given, is called
-    with each module, children first, as by `model.apply(init)`: it may read and change tensors as if they were whole.
+    afterwards what building it leaves. Of tied weights those count that the constructor assigns to the others. Then `init`, if
+    given, is called with each module, children first, as by `model.apply(init)`: it may read and change tensors as if they were
+    whole.
 
     Parameters stay the same objects, tied ones tied; buffers become whole ones on `device`. Raises `UnsupportedModelError`, or
     `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.
@@ -110,7 +111,7 @@ class _Expected:
     name: str
     meta: nn.Parameter
     owners: list[tuple[nn.Module, str]]
-    """Several, where weights are tied; the first counts."""
+    """Several, where weights are tied; the first is the one whose own it is."""
     slot: Slot
     stand_in: torch.Tensor
     """Has the metadata it will have."""
@@ -149,6 +150,9 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
                 )
     if not found:
         raise UnsupportedModelError("the model has no parameters: there is nothing to partition")
+    replaced, names = replaced_when_tied(model), {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    for expected in found.values():
+        expected.owners.sort(key=lambda owner: (names[id(owner[0])], owner[1]) in replaced)
     return list(found.values())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, cast
@@ -134,14 +136,30 @@ def _has_no_value(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.device.type == "meta"
 
 
+def replaced_when_tied(model: nn.Module) -> set[tuple[str, str]]:
+    """Return which parameters constructors assign to: `self.head.weight = self.embedding.weight` gives ("head", "weight").
+
+    What such a module was initialised with is gone. A tied parameter's object doesn't tell which module has made it.
+    """
+    found: set[tuple[str, str]] = set()
+    for kind in {type(module) for module in model.modules()}:
+        for code in _constructors(kind):
+            for before, after in itertools.pairwise(dis.get_instructions(code)):
+                if after.opname == "STORE_ATTR" and before.opname == "LOAD_ATTR":
+                    found.add((before.argval, after.argval))
+    return found
+
+
 def _names_in_constructor(kind: type[nn.Module]) -> set[str]:
     """Return the functions and attributes that the class's constructors mention, those of its bases included."""
-    names: set[str] = set()
+    return set().union(*map(_names_in, _constructors(kind)))
+
+
+def _constructors(kind: type[nn.Module]) -> Iterator[CodeType]:
     for base in kind.__mro__:
         code = getattr(inspect.unwrap(vars(base).get("__init__", int)), "__code__", None)
         if base is not nn.Module and isinstance(code, CodeType):
-            names |= _names_in(code)
-    return names
+            yield code
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -161,7 +161,7 @@ class Nursery:
         flat = opened.flat
         if birth.place is not None and birth.kept and not fills:
             birth.place.load(flat)
-        elif not fills and flat.is_floating_point():
+        elif not fills and _has_nan(flat.dtype):
             flat.fill_(math.nan)  # by which is seen what no initialiser touches
         self._open[id(newborn)] = opened
         return opened
@@ -171,7 +171,7 @@ class Nursery:
             return
         flat = opened.flat
         if not birth.filled:
-            birth.filled = not (flat.is_floating_point() and flat.numel() and bool(torch.isnan(flat).any()))
+            birth.filled = not (_has_nan(flat.dtype) and bool(torch.isnan(flat).any()))
         if self._compare:
             birth.checksum = _checksum(flat)
         birth.place.save(flat)
@@ -240,6 +240,10 @@ def _assign(newborn: Newborn, value: torch.Tensor) -> None:
     birth = newborn._zinf_birth
     with torch.no_grad():
         birth.nursery.adopt(newborn, value.detach().cpu())
+
+
+def _has_nan(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _checksum(flat: torch.Tensor) -> int:
