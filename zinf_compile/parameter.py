@@ -61,6 +61,9 @@ _READS_DESPITE_ITS_NAME = frozenset({"is_nonzero", "_is_all_true", "_is_any_true
 _homes: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 """Unit by the address of its parameter's hollow storage."""
 
+_ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
+"""What glibc never takes from its heap, where each parameter would leave a hole: untouched, but counted by RLIMIT_DATA."""
+
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _CONVERSIONS = {
@@ -142,7 +145,12 @@ def fill(parameter: ShardedParameter, full: torch.Tensor) -> None:
 def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor with the logical metadata of a unit or tensor, on its device or another, and a storage of 0 bytes."""
     stride = like.stride() if isinstance(like, torch.Tensor) else like.stride
-    tensor = torch.empty_strided(tuple(like.shape), stride, dtype=like.dtype, device=device or like.device)
+    device = device or like.device
+    tensor = torch.empty(0, dtype=like.dtype, device=device)
+    extent = sum((size - 1) * step for size, step in zip(like.shape, stride, strict=True)) + 1
+    if device.type == "cpu":  # no way to these strides but through memory, which is never touched
+        extent = max(extent, _ALWAYS_MAPPED_BYTES // like.dtype.itemsize)
+    tensor.set_(torch.empty(max(0, extent), dtype=like.dtype, device=device).untyped_storage(), 0, tuple(like.shape), stride)
     tensor.untyped_storage().resize_(0)
     return tensor
 
