@@ -21,6 +21,7 @@ from zinf_compile.errors import OptionError, RankMismatchError, ZinfError
 from zinf_compile.program import digest_of
 
 from .aio import Engine
+from .allocator import return_large_blocks
 from .bridge import Bridge, CudaBridge, Unified, player_of
 from .claims import ByteRoom, Claims
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
@@ -109,8 +110,9 @@ class Context:
 
     @property
     def engine(self) -> Engine:
-        """What moves bytes to and from drives; made when first needed."""
+        """What moves bytes to and from drives; made when first needed. Who uses drives is short of memory."""
         if self._engine is None:
+            return_large_blocks()
             self._engine = Engine()
             atexit.register(self._let_engine_go)
         return self._engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +22,7 @@ from .optimizer import install
 from .parameter import ShardedParameter, hollow_tensor
 from .places import InMemory, InNotebook, Notebook
 from .program import Slot
+from .runtime.allocator import return_free_memory
 from .runtime.context import Context, context_for
 from .runtime.partitioning import make_units
 from .runtime.unit import Unit
@@ -103,7 +103,7 @@ class _Building:
                     self._enlist(parameter, name, id(parameter))
         self._nursery.enlist = None
         self._nursery.finish()
-        _return_free_memory()
+        return_free_memory()
         placed: set[int] = set()
         born_with: list[tuple[Newborn, Unit]] = []
         compared: list[str] = []
@@ -145,7 +145,7 @@ class _Building:
         if self._freed > _UNTRIMMED_BYTES:
             del value
             self._freed = 0
-            _return_free_memory()
+            return_free_memory()
 
     def _models(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
         """Return the outermost modules that were built, in the order of their beginnings, and their parameters by name."""
@@ -170,13 +170,6 @@ class _Building:
             assert isinstance(place, InMemory | InNotebook), "built in this block"
             unit.save(place.hand_over(unit.blank()))
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
-
-
-def _return_free_memory() -> None:
-    """Let the C library give back what is free between blocks in use: else it keeps as much as the whole model takes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _slot(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:

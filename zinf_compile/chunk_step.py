@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,10 @@ from .runtime.unit import Unit
 
 if TYPE_CHECKING:
     from .streaming import StreamedStates
+
+
+_AT_ONCE = 1 << 18
+"""Elements compared at a time: what that takes besides stays small."""
 
 
 class ChunkStep:
@@ -57,13 +61,15 @@ class ChunkStep:
                 small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k != MASTER}
 
-    def finish(self, stepped: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Start to bring back what the step changed; keep what isn't of a parameter's size in `left`."""
+    def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
+        """Start to bring back what the step changed; keep what isn't of a parameter's size in `left`. Empties `stepped`."""
         rooms = self._owner.rooms(self._number, self._slot)
-        for (parameter, part), (piece, value) in zip(self.parts, self._pieces, strict=True):
+        parts, self.parts = self.parts, []  # they may have memory of their own, of which the next chunk's take as much
+        self.state.clear()
+        for (parameter, part), (piece, value) in zip(parts, self._pieces, strict=True):
             part.grad = None
             self.left[parameter] = {}
-            states = dict(stepped.get(part, {}))
+            states = stepped.pop(part, {})
             if part is not value:
                 value.copy_(part)
                 states[MASTER] = part
@@ -75,7 +81,7 @@ class ChunkStep:
 
     def updated(self) -> Iterator[tuple[Unit, Piece, torch.Tensor]]:
         """Yield the units' pieces and their values, until the next chunk is asked for."""
-        for (parameter, _), (piece, value) in zip(self.parts, self._pieces, strict=True):
+        for parameter, (piece, value) in zip(self.left, self._pieces, strict=True):
             yield parameter._zinf_unit, piece, value
 
     def settle(self, optimizer: Optimizer) -> None:
@@ -84,7 +90,6 @@ class ChunkStep:
             kept = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k in self._kept}
             if kept or state or self._kept:
                 optimizer.state[parameter] = {**kept, **state}
-        for parameter, _ in self.parts:
             self._owner.settle(parameter, optimizer)
 
     def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
@@ -97,11 +102,14 @@ class ChunkStep:
         self, parameter: ShardedParameter, piece: Piece, value: torch.Tensor, states: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Return the parameter in higher precision; where its values were changed since, as by loading, these count."""
-        wide = value.to(self._kept[MASTER])
-        if not self._owner.has(parameter) or MASTER not in states:
-            return wide
+        if MASTER not in states:
+            return value.to(self._kept[MASTER])
         master = _alias(states[MASTER])
-        return master.copy_(torch.where(master.to(value.dtype) == value, master, wide))
+        if not self._owner.has(parameter):
+            return master.copy_(value)
+        for mine, theirs in zip(master.split(_AT_ONCE), value.split(_AT_ONCE), strict=True):
+            mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
+        return master
 
     def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, Rooms]) -> None:
         if not isinstance(state, torch.Tensor) or (state.numel() <= 1 and name not in self._kept):

@@ -244,8 +244,6 @@ def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimize
     """The step is over: finish its last chunk, and make count what all chunks left behind."""
     last = streamed.chunks[-1]
     last.finish(stand_in.state)
-    for _, part in last.parts:
-        stand_in.state.pop(part, None)
     for mine, changed in streamed.settings:
         mine.update(changed)
     late = streamed.late

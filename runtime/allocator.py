@@ -1,0 +1,30 @@
+"""The C library's allocator: where memory is short, what is freed has to go back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+LARGE_BYTES = 8 << 20
+"""From this size on a block is mapped by itself, and unmapped when it is freed.
+
+By default glibc raises that limit to up to 32 MiB as such blocks are freed. They then come from its heap, smaller ones settle
+between them, and what is free there adds up to as much again as what is used."""
+
+_M_MMAP_THRESHOLD = -3
+_OURS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Variables by which the user has decided."""
+
+
+def return_large_blocks() -> None:
+    """Let what is freed in large blocks go back to the system at once. Does nothing where the C library isn't glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in _OURS):
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_free_memory() -> None:
+    """Give back what is free between blocks in use. Does nothing where the C library isn't glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
