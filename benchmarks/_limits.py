@@ -55,6 +55,13 @@ def compute_s(model: dict[str, int], tokens: int, *, forward: bool) -> float:
     return (2 if forward else 6) * elements * tokens / _peers.matmul_rate(_peers.all_cores())
 
 
+def bf16_rate() -> float:
+    """Return the floating-point operations per second of one large matrix product in bf16, measured here and now."""
+    import torch  # noqa: PLC0415
+
+    return _peers.matmul_rate(_peers.all_cores(), torch.bfloat16)
+
+
 def measure(folder: str, settings: dict[str, Any], parameters: int) -> dict[str, Any]:
     """Return the limits of a step, with what they were computed from, as the benchmark keeps them."""
     model, forward = settings["model"], settings["forward"]

@@ -138,12 +138,12 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def matmul_rate(threads: int) -> float:
+def matmul_rate(threads: int, dtype: Any = None) -> float:
     """Return the floating-point operations per second of one large matrix product, measured here and now."""
     import torch  # noqa: PLC0415  (not before the peers' processes are started: they don't need a parent that holds it)
 
     torch.set_num_threads(threads)
-    a, b = torch.randn(512, 3072), torch.randn(3072, 3072)
+    a, b = torch.randn(512, 3072, dtype=dtype), torch.randn(3072, 3072, dtype=dtype)
     return 2 * 512 * 3072 * 3072 / _best_of(lambda: a @ b)
 
 

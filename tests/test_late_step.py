@@ -250,6 +250,23 @@ def test_a_tensor_for_a_rate(on_drive: Compile) -> None:
     check(sides)
 
 
+def test_a_scaler_whose_scale_changes_right_after_the_step(on_drive: Compile) -> None:
+    """A fused optimizer is given the scale, and divides by it."""
+    sides = both(on_drive)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in sides]
+    for number in range(2, 6):
+        zinf_compile.synchronize()
+        delay(sides[1][0])
+        for (model, optimizer), scaler in zip(sides, scalers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model(*tokens(number)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert is_late(sides[1][1])
+    assert scalers[1].get_scale() == scalers[0].get_scale() == 8.0 * 2**4
+    compare(sides)
+
+
 def test_settings_that_a_step_changes(on_drive: Compile) -> None:
     """Counts them up in its group, once a step; what a schedule sets stays."""
 

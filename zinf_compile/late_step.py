@@ -159,14 +159,19 @@ def finish_all_late() -> None:
 def _freeze(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the settings of this moment, for stand-ins to be made from."""
     frozen: Optimizer = object.__new__(type(optimizer))
-    vars(frozen).update({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
+    # tensors among these, too, may change as soon as the step has returned: a GradScaler's scale
+    vars(frozen).update({k: _copy_tensor(v) for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
     frozen.param_groups = [{k: _copy(v) for k, v in group.items()} for group in optimizer.param_groups]
     frozen.state = collections.defaultdict(dict)
     return frozen
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+    return _copy_tensor(value) if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _copy_tensor(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _merge(groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], settings: Settings) -> None:

@@ -1,0 +1,159 @@
+"""A model on its way to a drive: made from a seed and loaded from safetensors, beside writing as many bytes.
+
+    python benchmarks/birth.py DIR                          # DIR: a folder on the drive; by default the current one
+    python benchmarks/birth.py DIR --width 1024             # a smaller one than 3.1B
+    python benchmarks/birth.py DIR --json birth.json        # keep the numbers
+    python benchmarks/birth.py --readme birth.json          # measure nothing: write the README's table from kept numbers
+
+A GPT in bf16 made on meta is partitioned with all its parameters on the drive, from a seed and from files that were saved before
+and are out of the page cache; in turns with a store that writes the same shards from memory, which is the limit of both. PyTorch
+draws random numbers one by one on one core: what that takes alone is the limit of making a model from a seed that has the
+numbers of the model built whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _readme
+import torch
+from capacity import model_of, parameters_of
+from tabulate import tabulate
+
+import zinf_compile
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.buffers import aligned_buffer
+from zinf_compile.runtime.store import Store
+from zinf_compile.targets import GPT
+
+TARGET = 1.5
+"""The largest ratio to writing that is good enough."""
+
+
+def make(width: int) -> torch.nn.Module:
+    """Return a model on meta."""
+    with torch.device("meta"):
+        return GPT(**model_of(width)).to(torch.bfloat16)
+
+
+def write_shards(width: int, folder: str) -> None:
+    """Write as many bytes as the parameters have, in the same pieces."""
+    model = make(width)
+    sizes = [p.numel() for p in model.parameters()]
+    pieces = [(start, end) for size in sizes for start, end in chunks.cut_pieces(size, piece_numel=chunks.PIECE_NUMEL)]
+    source = aligned_buffer(2 * chunks.PIECE_NUMEL, pinned=False)
+    with Store(folder, [(str(number), 2 * (end - start)) for number, (start, end) in enumerate(pieces)]) as store:
+        under_way: list[Any] = []
+        for number, (start, end) in enumerate(pieces):
+            under_way.append(store.write(str(number), source[: 2 * (end - start)]))
+            if len(under_way) > 4:
+                under_way.pop(0).wait()
+        for transfer in under_way:
+            transfer.wait()
+
+
+def draw(width: int) -> None:
+    """Draw the model's random numbers and drop them."""
+    room = torch.empty(max(p.numel() for p in make(width).parameters()), dtype=torch.bfloat16)
+    for module in make(width).modules():
+        if isinstance(module, torch.nn.Linear):
+            room[: module.weight.numel()].uniform_()
+        elif isinstance(module, torch.nn.Embedding):
+            room[: module.weight.numel()].normal_()
+
+
+def from_seed(width: int, folder: str) -> torch.nn.Module:
+    """Make the model."""
+    return zinf_compile.partition(make(width), params="nvme", nvme=folder)
+
+
+def from_files(width: int, folder: str, files: str) -> torch.nn.Module:
+    """Load it."""
+    return zinf_compile.partition(make(width), params="nvme", nvme=folder, checkpoint=files)
+
+
+def drop_cache(folder: str) -> None:
+    """Take a folder's files out of the page cache."""
+    for path in Path(folder).iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Return the seconds something takes; what it returns is dropped."""
+    gc.collect()
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def measure(width: int, drive: str, rounds: int) -> dict[str, Any]:
+    """Take turns; return the seconds of each."""
+    seconds: dict[str, list[float]] = {"write": [], "seed": [], "draw": [], "files": []}
+    with tempfile.TemporaryDirectory(dir=drive) as folder, tempfile.TemporaryDirectory(dir=drive) as files:
+        zinf_compile.save_safetensors(from_seed(width, folder), files)
+        for _ in range(rounds):
+            seconds["write"].append(timed(lambda: write_shards(width, folder)))
+            seconds["seed"].append(timed(lambda: from_seed(width, folder)))
+            seconds["draw"].append(timed(lambda: draw(width)))
+            drop_cache(files)
+            seconds["files"].append(timed(lambda: from_files(width, folder, files)))
+    return {"width": width, "parameters": parameters_of(width), "rounds": rounds, "seconds": seconds}
+
+
+def report(result: dict[str, Any]) -> str:
+    """Return a table and what became of the targets."""
+    medians = {name: statistics.median(values) for name, values in result["seconds"].items()}
+    names = {
+        "write": "the shards written from memory",
+        "files": "loaded from safetensors",
+        "seed": "made from a seed",
+        "draw": "its random numbers alone",
+    }
+    size = 2 * result["parameters"] / 1e9
+    cells = [
+        [text, f"{medians[name]:.2f}", f"{size / medians[name]:.2f}", f"{medians[name] / medians['write']:.2f}"]
+        for name, text in names.items()
+    ]
+    lines = [
+        f"- {names[name]} / written: {(found := medians[name] / medians['write']):.2f}, target at most {TARGET}: "
+        f"{'met' if found <= TARGET else 'missed'}"
+        for name in ("files", "seed")
+    ]
+    title = f"{result['parameters'] / 1e6:,.0f}M parameters in bf16, medians of {result['rounds']}:"
+    table = tabulate(cells, ["what", "s", "GB/s", "/ written"], tablefmt="github", disable_numparse=True)
+    return "\n\n".join([title, table, "\n".join(lines)])
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="DIR", nargs="?", default=".", help="a folder on the drive")
+    parser.add_argument("--width", type=int, default=3072)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--readme", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.readme:
+        _readme.write("benchmarks/birth.py", [report(json.loads(options.readme.read_text()))])
+        return
+    result = measure(options.width, options.folder, options.rounds)
+    print(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
