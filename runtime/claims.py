@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 
 
-@dataclasses.dataclass
-class Claims:
-    """On one rank, in bytes. What a claim covers is never exceeded while the schedule runs."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Claim:
+    """What one graph may hold, in bytes."""
 
-    device_cap: int | None = None
-    host_cap: int | None = None
-    passing: int = 0
-    """The most that one graph gathers and reduces at once."""
-    left: int = 0
+    passing: int
+    """The most that it gathers and reduces at once."""
+    left: int
     """The most bytes of gradients that one stretch of compute leaves behind."""
-    reduced: int = 0
+    reduced: int
     """These, and what else is on its way meanwhile."""
-    slots: int = 3
-    """Chunks in memory during a step."""
+    slots: int
+    """Chunks that it leaves room for in memory during a step."""
+
+
+class Claims:
+    """Those of all compiled graphs on one rank. What a claim covers is never exceeded while the schedule runs."""
+
+    def __init__(self) -> None:
+        self.device_cap: int | None = None
+        self.host_cap: int | None = None
+        self._made: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+    def add(self, claim: Claim) -> None:
+        """Count a claim for as long as the graph lives that keeps it."""
+        self._made.add(claim)
+
+    @property
+    def passing(self) -> int:
+        """The largest of all graphs, as one runs at a time."""
+        return max((claim.passing for claim in self._made), default=0)
+
+    @property
+    def slots(self) -> int | None:
+        """The chunks that all leave room for; None where none says."""
+        return min((claim.slots for claim in self._made), default=None)
+
+    @property
+    def on_the_way(self) -> int:
+        """The bytes of full gradients that may be on their way while a stretch of compute makes more."""
+        return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)
 
 
 class ByteRoom:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import TiedWords, loss_of, tokens
 from torch import nn
-from training import BACKEND, adamw
+from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile import limits
@@ -166,3 +166,16 @@ def test_memory_is_reported() -> None:
     model.compile(backend=BACKEND, options={"compute": "fx"})
     model(*tokens(0))
     assert zinf_compile.memory(model)["now"]["params"] >= 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_what_a_graph_claims_goes_with_it(tmp_path: Path) -> None:
+    """A model without a cap before one with a small one, and still alive while that is partitioned."""
+    options = {**ALL_AWAY, "nvme": tmp_path}
+    first, second = TiedWords(), TiedWords()
+    first.compile(backend=BACKEND, options=options)
+    plain_step(first, adamw(first.parameters()), tokens(0))
+    torch.compiler.reset()
+    second.compile(backend=BACKEND, options={**options, "device_memory": "1MiB"})
+    loss_of(second(*tokens(0))).backward()
+    del first
+    adamw(second.parameters()).step()

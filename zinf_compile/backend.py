@@ -178,6 +178,7 @@ class GraphCompiler:
             return execute(program, units, context, args, ShardedGradient)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
+        run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
         return run
 
 

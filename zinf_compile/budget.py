@@ -21,6 +21,7 @@ from .passes.needs import measure_needs
 from .program import Slot
 from .runtime import chunks
 from .runtime.chunk_slots import SLOTS
+from .runtime.claims import Claim
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .runtime.mover import Mover
@@ -159,6 +160,8 @@ class GraphBudget:
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
         self._short: list[tuple[int, str]] = []
+        self._claims: list[Claim] = []
+        """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
         self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
@@ -201,11 +204,10 @@ class GraphBudget:
             flight = 0
         claims = context.claims
         claims.device_cap, claims.host_cap = cap, self.caps.host
-        claims.passing = max(claims.passing, gathered + ahead + reduced + flight)
-        claims.slots = min(claims.slots, slots)
-        claims.reduced = max(claims.reduced, reduced + flight)
-        claims.left = max(claims.left, left)
-        context.gradient_room.limit = claims.reduced - claims.left
+        claim = Claim(passing=gathered + ahead + reduced + flight, left=left, reduced=reduced + flight, slots=slots)
+        self._claims.append(claim)
+        claims.add(claim)
+        context.gradient_room.limit = claims.on_the_way
         if not gathered:  # what is used is held anyway
             return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         most = max(full, gathered + ahead)
@@ -251,9 +253,15 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     ledger, cap = (context.ledger, claims.device_cap) if on_device else (context.host_ledger, claims.host_cap)
     if cap is None:
         return
-    side, passing = ("device", claims.passing) if on_device else ("host", 0)
-    here = slots + states + passing
-    needed = here + (held := _held(ledger, here, cap))
+    side = "device" if on_device else "host"
+
+    def account() -> tuple[int, int]:
+        return ledger.total()[0], claims.passing if on_device else 0
+
+    if slots + states + sum(account()) > cap:
+        gc.collect()  # models and graphs that nobody uses any more
+    held, passing = account()
+    needed = held + slots + states + passing
     if needed > cap:
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "

@@ -19,7 +19,7 @@ from .errors import BudgetError, StepFailedError, StoreError
 from .gradient import ShardedGradient
 from .parameter import ShardedParameter
 from .runtime.cgroups import available_memory_bytes
-from .runtime.chunk_slots import ChunkSlots, Column, Slot, slot_bytes
+from .runtime.chunk_slots import SLOTS, ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
 from .runtime.context import Context
 from .runtime.home import DriveHome, Home
@@ -330,7 +330,7 @@ class StreamedStates:
     def _slots_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
         self._check_gradients()  # what is still on its way from the device would be counted there
-        most = min(self.context.claims.slots, len(shapes))
+        most = min(self.context.claims.slots or SLOTS, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
                 self._check_budget(optimizer, shapes, count)
