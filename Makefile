@@ -21,8 +21,9 @@ $(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc
 train: setup
 	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 256MiB $(ARGS)
 
+# Two at a time: many tests wait for processes that they start. ARGS="-n 0" runs one after the other.
 test: setup
-	$(BIN)/pytest -m "not gpu and not zoo and not tiers" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers" $(ARGS)
 
 # What is quick and needs one process.
 test-core: setup

@@ -142,6 +142,10 @@ def _deepspeed(settings: Settings) -> Step:
     peer = _load("deepspeed_infinity", ROOT / "benchmarks" / "peers" / "deepspeed_infinity.py")
     config = peer.config({**settings, "batch": 1, "offload": ["params", "optimizer"], "forward": False, "threads": 0})
     config["bf16"] = {"enabled": True}
+    config["zero_optimization"] |= {"sub_group_size": 10_000_000, "reduce_bucket_size": 10_000_000}
+    config["zero_optimization"] |= {"stage3_max_live_parameters": 10_000_000}
+    config["zero_optimization"]["offload_param"]["buffer_count"] = 2  # the fewest with which these settings work
+    config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": False}
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = _load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())

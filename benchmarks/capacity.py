@@ -32,10 +32,13 @@ from tabulate import tabulate
 
 WORKER = Path(__file__).parent / "_capacity_worker.py"
 EAGER, FSDP2, ZINF, DEEPSPEED = "eager", "fsdp2", "zinf nvme", "deepspeed nvme"
-STARTS = {EAGER: 896, FSDP2: 896, DEEPSPEED: 1088, ZINF: 3072}
+STARTS = {EAGER: 896, FSDP2: 896, DEEPSPEED: 1216, ZINF: 3072}
 """Widths with which the search begins."""
 
 STEP = 64
+STEP_OF = {ZINF: 256}
+"""How near the search comes to the largest width, in other steps than `STEP` for a peer whose runs take minutes."""
+
 STEPS = 3
 LENGTH, VOCABULARY = 128, 50257
 MOST_SECONDS = 1800
@@ -132,7 +135,7 @@ def measure(peer: str, options: argparse.Namespace) -> dict[str, Any] | None:
         rows[width] = train(peer, width, options)
         return bool(rows[width]["fits"])
 
-    return rows.get(search(STARTS[peer], options.step, fits))
+    return rows.get(search(STARTS[peer], STEP_OF.get(peer, STEP), fits))
 
 
 def limits(folder: str, row: dict[str, Any], world: int) -> dict[str, float]:
@@ -204,7 +207,6 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=4.0, help="GiB for each rank")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--width", type=int, help="train this size, look for no other")
-    parser.add_argument("--step", type=int, default=STEP, help=f"how near the search comes, a multiple of {STEP}")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
