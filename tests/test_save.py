@@ -82,8 +82,9 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
 def test_another_layout_replaces_the_old_one(tmp_path: Path) -> None:
     _, ours = trained(TiedWords, tokens(0))
     zinf_compile.save_safetensors(ours, tmp_path, file_bytes=1000)
+    (tmp_path / "model_ema.safetensors").write_bytes(b"somebody else's")
     assert zinf_compile.save_safetensors(ours, tmp_path) == ["model.safetensors"]
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "model_ema.safetensors"]
 
 
 def test_a_failure_leaves_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_on_ranks(tmp_path: Path) -> None:
     (files, said), (others, told) = run_ranks(save_on_ranks, 2, str(tmp_path))
     assert files == others
     assert said == "no space left"
-    assert "failed on rank 0, see there; nothing was saved" in told
+    assert "failed on rank 0, see there" in told
     index = json.loads((tmp_path / save.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
     assert read(tmp_path).keys() == index["weight_map"].keys()

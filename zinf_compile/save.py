@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,9 @@ from .errors import PartitionedParameterError
 from .parameter import ShardedParameter
 from .runtime.context import Context
 from .tensor_files import INDEX
+
+_SAVED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files that a save writes."""
 
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int | str = "1GiB") -> list[str]:
@@ -37,19 +42,22 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
             seen.add(id(tensor))
             tensors[name] = tensor
     plan = plan_files(tensors, parse_bytes(file_bytes, option="file_bytes"))
-    target = Path(folder)
-    drafts: list[Path] = []
+    target, first = Path(folder), context is None or context.rank == 0
+    drafts = {file: target / f".{file}.{os.getpid()}.partial" for file in plan} if first else {}
+
+    def replace() -> None:
+        for file, draft in drafts.items():
+            draft.replace(target / file)
+        _write_index(target, plan, tensors)
+
     try:
-        for number, (file, names) in enumerate(plan.items()):
-            draft = target / f".{file}.{os.getpid()}.partial"
-            drafts.append(draft)
-            _write_file(draft, {name: tensors[name] for name in names}, context, first=number == 0)
-        if context is None or context.rank == 0:
-            for draft, file in zip(drafts, plan, strict=True):
-                draft.replace(target / file)
-            _write_index(target, plan, tensors)
+        _on_first_rank(context, partial(target.mkdir, parents=True, exist_ok=True))
+        for file, names in plan.items():
+            whole = _bring({name: tensors[name] for name in names}, first=first)
+            _on_first_rank(context, partial(_write, whole, drafts, file))
+        _on_first_rank(context, replace)
     finally:
-        for draft in drafts:
+        for draft in drafts.values():
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
     return list(plan)
@@ -71,29 +79,36 @@ def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> dict[str
     return {f"model-{n:05}-of-{len(groups):05}.safetensors": names for n, names in enumerate(groups, start=1)}
 
 
-def _write_file(draft: Path, tensors: Mapping[str, torch.Tensor], context: Context | None, *, first: bool) -> None:
-    """Bring the tensors of one file to rank 0, which writes them; a failure there is one everywhere."""
+def _bring(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, torch.Tensor]:
+    """Return the tensors of one file, whole, on rank 0; nothing on the others."""
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, ShardedParameter):
             full = on_first_rank(tensor._zinf_unit)
             if full is not None:
                 whole[name] = full.to("cpu").contiguous()
-        elif context is None or context.rank == 0:
+        elif first:
             whole[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return whole
+
+
+def _write(tensors: dict[str, torch.Tensor], drafts: Mapping[str, Path], file: str) -> None:
+    save_file(tensors, drafts[file], metadata={"format": "pt"})
+
+
+def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
+    """Do something on rank 0; where it fails there it is an error everywhere."""
     failed = True
     try:
         if context is None or context.rank == 0:
-            if first:
-                draft.parent.mkdir(parents=True, exist_ok=True)
-            save_file(whole, draft, metadata={"format": "pt"})
+            act()
         failed = False
     finally:
         everyone = [float(failed)]
         if context is not None:
             everyone = context.agree(["saving the model: is a file written"], what="saving the model", value=float(failed))
     if any(everyone):
-        raise PartitionedParameterError("writing the model failed on rank 0, see there; nothing was saved")
+        raise PartitionedParameterError("writing the model failed on rank 0, see there")
 
 
 def _write_index(target: Path, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -109,6 +124,6 @@ def _write_index(target: Path, plan: Mapping[str, Sequence[str]], tensors: Mappi
         draft.replace(target / INDEX)
     else:
         (target / INDEX).unlink(missing_ok=True)
-    for old in target.glob("model*.safetensors"):
-        if old.name not in plan:
+    for old in target.iterdir():
+        if _SAVED.fullmatch(old.name) and old.name not in plan:
             old.unlink()
