@@ -67,5 +67,5 @@ class ByteRoom:
     def leave(self, count: int) -> None:
         """Give room back."""
         with self._changed:
-            self._held -= count
+            self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
             self._changed.notify_all()

@@ -177,7 +177,11 @@ def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], reg
 
     with context.meter.waiting("to ranks"):
         context.gradient_room.enter(held)
-        pending = context.start(context.reduce_lane, reduce)
+        try:
+            pending = context.start(context.reduce_lane, reduce)
+        except BaseException:  # an interrupt while the lane is busy
+            context.gradient_room.leave(held)
+            raise
     context.meter.moved("to ranks", (context.size - 1) * sum(shard.nbytes for shard in shards))
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)

@@ -69,7 +69,11 @@ def swap_out(
     away = away_on_drive(unit, *unit.gradient_room, shard)
     with context.meter.waiting("host to nvme"):
         context.gradient_room.enter(shard.nbytes)
-        away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before, context.gradient_room)))
+        try:
+            away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before, context.gradient_room)))
+        except BaseException:  # an interrupt while the lane is busy
+            context.gradient_room.leave(shard.nbytes)
+            raise
     return away, Done()
 
 
