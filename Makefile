@@ -27,7 +27,7 @@ test: setup
 
 # What is quick and needs one process.
 test-core: setup
-	$(BIN)/pytest -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The core suite on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
 # gigabytes of CUDA with them and run without a GPU.

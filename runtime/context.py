@@ -132,11 +132,13 @@ class Context:
         """On which what is left of a step is done beside the next forward; made when first needed."""
         if self._update_lane is None:
             self._update_lane = ThreadLane("zinf-update", forgiving=True)
-            atexit.register(self._end)
         return self._update_lane
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The process ends: stop what works beside it."""
         self.ending = True
+        if isinstance(self._update_lane, ThreadLane):
+            self._update_lane.close()
 
     def admit(self, signature: str) -> None:
         """Check, the first time these options are used, that all ranks use them."""
@@ -152,7 +154,6 @@ class Context:
     def _unit_gone(self) -> None:
         if not self.units:
             self.gather_memory.clear()
-            self.claims = Claims()
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
@@ -252,6 +253,12 @@ _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? 
 """What the messages of broken transfers have in common; they have no class of their own."""
 
 _contexts: dict[tuple[object, str, Bridge | None], Context] = {}
+
+
+@atexit.register  # at import: handlers that are registered later run before, and may still need what a step has to do
+def _end() -> None:
+    for context in _contexts.values():
+        context.end()
 
 
 def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, signature: str) -> Context:

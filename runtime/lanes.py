@@ -91,6 +91,7 @@ class ThreadLane:
 
     def __init__(self, name: str, *, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
         self._forgiving = forgiving
+        self._closed = False
         self.log: Spans | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(most)
@@ -100,6 +101,8 @@ class ThreadLane:
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Queue `transfer`."""
+        if self._closed:
+            raise RuntimeError(f"{self._thread.name} is closed: the process ends")
         job = _Job(transfer if self.log is None else timed(transfer, self.log))
         self._room.acquire()
         self._jobs.put(job)
@@ -107,6 +110,7 @@ class ThreadLane:
 
     def close(self) -> None:
         """Let the queue run empty and end the thread."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=5.0)
 

@@ -115,7 +115,7 @@ class Unit:
         if self.home is None:
             return
         if self.updates is not None:
-            self.updates.wait(self, tell=False)  # whatever became of what is replaced
+            self.updates.replace(self)
         bridge = self.context.bridge
         if not bridge.unified:
             host = self.home.resident

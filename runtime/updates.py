@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+
+from zinf_compile._torch import compile_lock
+from zinf_compile.errors import PartitionedParameterError
 
 from .home import DriveHome
 from .lanes import Pending
@@ -35,6 +39,8 @@ class Updates:
         self._changed = threading.Condition()
         self._failure: Callable[[], Exception] | None = None
         self._told = False
+        self._spoiled: weakref.WeakSet[Unit] = weakref.WeakSet()
+        """After a failure: units that may be updated in part, and were not replaced since."""
         self.spared_bytes = 0
         """That reads would have taken from drives: they were handed what was just updated."""
 
@@ -58,6 +64,7 @@ class Updates:
         """Nothing more will be updated; `failure` makes the error that says so."""
         with self._changed:
             self._failure = failure
+            self._spoiled.update(self._spans)
             self._left.clear()
             self._landings.clear()
             self._spans.clear()
@@ -82,17 +89,32 @@ class Updates:
             return unit.home.read(into)
         return All([*(unit.home.read_piece(start, into[start:end]) for start, end in kept), landing])
 
-    def wait(self, unit: Unit | None = None, *, tell: bool = True) -> None:
-        """Return when a unit, or all of them, are updated; or won't be, which is raised where somebody is to be told."""
+    def wait(self, unit: Unit | None = None) -> None:
+        """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
         with self._changed:
-            self._changed.wait_for(lambda: unit not in self._left if unit is not None else not self._left)
-            if tell:
-                self._raise_once()
+            self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
+            self._raise_once()
 
-    def forgive(self) -> None:
-        """Tell nobody of a failure any more: what it left half done is being replaced."""
+    def replace(self, unit: Unit) -> None:
+        """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
         with self._changed:
-            self._told = True
+            self._wait_for(lambda: unit not in self._left)
+            self._spoiled.discard(unit)
+            self._told = self._told or (self._failure is not None and not self._spoiled)
+
+    def abandon(self, failure: Callable[[], Exception]) -> None:
+        """In a forked child: whatever the thread that updates was about to do, it is not here."""
+        self._changed = threading.Condition()
+        if self._left:
+            self.fail(failure)
+
+    def _wait_for(self, over: Callable[[], bool]) -> None:
+        if not over() and compile_lock._is_owned():  # type: ignore[attr-defined]
+            raise PartitionedParameterError(
+                "a parameter is read while a graph is compiled, and the last step, which waits for that, has still to update it: "
+                "call zinf_compile.synchronize() before"
+            )
+        self._changed.wait_for(over)
 
     def _raise_once(self) -> None:
         if self._failure is not None and not self._told:
@@ -101,7 +123,7 @@ class Updates:
 
     def _land(self, landing: _Landing) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not landing.missing or self._failure is not None)
+            self._wait_for(lambda: not landing.missing or self._failure is not None)
             if landing.missing:
                 self._told = True
                 assert self._failure is not None, "waited for"

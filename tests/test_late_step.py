@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +28,8 @@ from training import adamw, assert_same, plain_step, twins
 
 import zinf_compile
 from zinf_compile import late_step
-from zinf_compile.errors import StepFailedError
+from zinf_compile._torch import compile_lock
+from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 from zinf_compile.runtime.updates import Updates
@@ -35,7 +40,7 @@ Compile = Callable[[nn.Module], nn.Module]
 Sides = list[tuple[nn.Module, Optimizer]]
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.slow)])
 def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
@@ -360,6 +365,87 @@ def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch
     zinf_compile.load_full_state_dict(ours, eager.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     check(sides)
+
+
+def test_who_replaces_the_states_alone_is_told_by_the_next_read(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = both(on_drive, steps=3)
+    (_, first), (ours, second) = sides
+    zinf_compile.synchronize()
+    with monkeypatch.context() as patch:
+        break_updates(patch)
+        second.step()
+        late_step.finish_all_late()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    with pytest.raises(StepFailedError, match="ended in the middle"):
+        ours(*tokens(3))
+
+
+def test_nothing_is_updated_while_dynamo_compiles(on_drive: Compile) -> None:
+    """Optimizers that aren't fused go by `torch.compiler.is_compiling()`, which is true in all threads then."""
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, foreach=False)
+
+    sides = both(on_drive, make)
+    zinf_compile.synchronize()
+    for model, optimizer in sides:
+        optimizer.zero_grad()
+        loss_of(model(*tokens(2))).backward()
+    with compile_lock:
+        for _, optimizer in sides:
+            optimizer.step()
+        unit = next(p._zinf_unit for p in sides[1][0].parameters() if p._zinf_unit.updates)  # type: ignore[union-attr,attr-defined]
+        left = len(unit.updates._left)
+        time.sleep(0.2)
+        assert left == len(unit.updates._left) > 0
+        with pytest.raises(PartitionedParameterError, match="while a graph is compiled"):
+            unit.settle()
+    for model, _ in sides:
+        with torch.no_grad():
+            model(*tokens(3))
+    check(sides)
+
+
+def test_a_forked_child_is_told(on_drive: Compile) -> None:
+    sides = both(on_drive)
+    zinf_compile.synchronize()
+    delay(sides[1][0])
+    for _, optimizer in sides:
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads, from Python 3.12 on
+        child = os.fork()
+    if not child:
+        try:
+            sides[1][1].state_dict()
+        except StepFailedError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check(sides)
+
+
+def test_a_handler_at_exit_may_save_what_a_step_left(tmp_path: Path) -> None:
+    program = f"""
+import atexit, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch, zinf_compile
+model = None
+atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
+from test_late_step import TiedWords, adamw, chunks, compiled, delay, options_for, plain_step, tokens
+chunks.PIECE_NUMEL = 128
+model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}))
+optimizer = adamw(model.parameters())
+for number in range(3):
+    zinf_compile.synchronize()
+    if number == 2:
+        delay(model)
+    plain_step(model, optimizer, tokens(number))
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == str(sum(value.numel() for value in TiedWords().state_dict().values()))
+    assert "Error" not in run.stderr
 
 
 def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:

@@ -100,16 +100,18 @@ def test_a_failure_ends_every_read_and_is_told_once(units: list[Any]) -> None:
 
 @pytest.mark.parametrize("told", ["wait", "read"])
 def test_who_asks_first_is_told(told: str, units: list[Any]) -> None:
-    updates = Updates({units[0]: SPANS})
+    updates = Updates(dict.fromkeys(units, SPANS))
     updates.fail(lambda: StepFailedError("broken"))
-    updates.wait(units[0], tell=False)
+    updates.replace(units[0])
     with pytest.raises(StepFailedError, match="broken"):
         updates.wait(units[1]) if told == "wait" else updates.read(units[1], torch.zeros(2500))
     updates.wait()
 
 
-def test_a_failure_may_be_forgiven(units: list[Any]) -> None:
-    updates = Updates({units[0]: SPANS})
+def test_a_failure_is_no_matter_once_all_is_replaced(units: list[Any]) -> None:
+    updates = Updates(dict.fromkeys(units, SPANS))
+    update(updates, units[0], *SPANS)
     updates.fail(lambda: StepFailedError("broken"))
-    updates.forgive()
+    for unit in units:
+        updates.replace(unit)
     updates.wait()

@@ -29,7 +29,6 @@ from .config import Config
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
-from .late_step import finish_all_late
 from .optimizer import install
 from .passes import Pass, graph_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
@@ -83,7 +82,6 @@ class GraphCompiler:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
         _reject_wrappers()
-        finish_all_late()  # regions are compiled in copies of this process, which should be at rest then
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
         self.config = follow_units(self.config, self._given, example_inputs)

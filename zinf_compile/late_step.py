@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ._torch import compile_lock
 from .chunk_step import ChunkStep
 from .errors import StepFailedError
 from .runtime.lanes import Done, Pending
@@ -78,15 +80,11 @@ class LateStep:
             self._updates.fail(lambda: _failed(text, cause))
             raise
 
-    def finish(self, *, tell: bool) -> None:
-        """Return when all is done; where that failed and nobody was told, raise it or, from now on, tell nobody."""
+    def finish(self) -> None:
+        """Return when all is done; raise where that failed and nobody was told."""
         self.pending.wait()
-        if self._updates is None:
-            return
-        if tell:
+        if self._updates is not None:
             self._updates.wait()
-        else:
-            self._updates.forgive()
 
     def _run(self) -> None:
         optimizer, updates = self._optimizer, self._updates
@@ -110,8 +108,9 @@ class LateStep:
         for chunk in self._chunks:
             if self._sources[0].context.ending:
                 raise StepFailedError("the process ends")
-            tear(optimizer, len(self.done) + 1)
-            settings += self._step_one(self._frozen, chunk)
+            with compile_lock:  # meanwhile `torch.compiler.is_compiling()` is true in all threads, and optimizers go by that
+                tear(optimizer, len(self.done) + 1)
+                settings += self._step_one(self._frozen, chunk)
             for unit, piece, value in chunk.updated():
                 updates.updated(unit, piece.start, piece.end, value)
             self.done.append(chunk)
@@ -130,13 +129,14 @@ _late: weakref.WeakKeyDictionary[Optimizer, LateStep] = weakref.WeakKeyDictionar
 def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
     """Return when the optimizer's last step is over; where it failed and nobody was told, raise `StepFailedError`.
 
-    `tell=False`, where all that it left is about to be replaced: raise nothing, now or later.
+    `tell=False`, where the states are about to be replaced: then whoever next reads a parameter that isn't replaced too is told.
     """
     late = _late.get(optimizer)
     if late is not None:
         late.pending.wait()  # an interrupt here leaves it known
         del _late[optimizer]
-        late.finish(tell=tell)
+        if tell:
+            late.finish()
 
 
 def synchronize() -> None:
@@ -148,6 +148,17 @@ def synchronize() -> None:
     """
     for optimizer in list(_late):
         finish_late(optimizer)
+
+
+def _forked() -> None:
+    """In a child process nobody ends the steps that were under way when it was made."""
+    for late in list(_late.values()):
+        late.pending = Done()
+        if late._updates is not None:
+            late._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def finish_all_late() -> None:
