@@ -24,13 +24,14 @@ SIZE = {"layers": 9, "width": 1024, "heads": 16, "vocabulary": 50257, "length": 
 def main(where: str, folder: str, cap: int) -> None:
     """Do it."""
     warnings.simplefilter("ignore", zinf_compile.StoreWarning)
+    torch.set_num_threads(2)  # each has a stack that counts
     if cap:
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # as if made in that type: values are drawn in the type that they have
     options: dict[str, Any] = {"master": "float32", "compute": "fx"}
     if where == "nvme":
-        options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": folder, "device_memory": cap // 3}
+        options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": folder, "device_memory": "448MiB"}
         with torch.device("meta"):
             model = GPT(**SIZE)
         zinf_compile.partition(model, init=_scale_down, **options)
