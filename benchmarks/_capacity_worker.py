@@ -8,7 +8,6 @@ DeepSpeed's interpreter runs it too, without zinf_compile: the model's class is 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import resource
@@ -17,10 +16,11 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypedDict
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+from deepspeed_infinity import ROOT, load
+from deepspeed_infinity import config as deepspeed_config
 
 Step = Callable[[], Any]
 """Takes a step on the one batch that there is; returns its loss."""
@@ -76,7 +76,7 @@ def _gpt(settings: Settings) -> Any:
     """Build the model with the embedding's usual scale: torch's own, 1, would saturate the loss."""
     import torch  # noqa: PLC0415
 
-    model = _load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+    model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
     if not model.wte.weight.is_meta:
         torch.nn.init.normal_(model.wte.weight, std=0.02)
     return model
@@ -139,15 +139,14 @@ def _deepspeed(settings: Settings) -> Step:
     import deepspeed  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
-    peer = _load("deepspeed_infinity", ROOT / "benchmarks" / "peers" / "deepspeed_infinity.py")
-    config = peer.config({**settings, "batch": 1, "offload": ["params", "optimizer"], "forward": False, "threads": 0})
+    config = deepspeed_config({**settings, "batch": 1, "offload": ["params", "optimizer"], "forward": False, "threads": 0})
     config["bf16"] = {"enabled": True}
     config["zero_optimization"] |= {"sub_group_size": 10_000_000, "reduce_bucket_size": 10_000_000}
     config["zero_optimization"] |= {"stage3_max_live_parameters": 10_000_000}
     config["zero_optimization"]["offload_param"]["buffer_count"] = 2  # the fewest with which these settings work
     config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": False}
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
-        model = _load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+        model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     tokens, targets = _batch(settings)
 
@@ -170,16 +169,6 @@ _PEERS: dict[str, Callable[[Settings], Step]] = {
 
 def _say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from models import CASES, TiedWords, loss_of, tokens
 from optimizers import OPTIMIZERS, assert_same_states
 from test_streaming import accumulating_step
-from tiers import compiled, context_of, options_for
+from tiers import compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
 from training import adamw, assert_same, plain_step, twins
@@ -314,29 +314,29 @@ def test_an_optimizer_may_go_while_its_step_is_left(on_drive: Compile) -> None:
     whole = zinf_compile.full_state_dict(models[1])
     for name, value in models[0].state_dict().items():
         assert_same(name, value, whole[name])
-    late_step.finish_all_late()
+    let_steps_end()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
 
 
-def break_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next step fail after its first chunk."""
+def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a step that fails after its first chunk, beside whatever comes next."""
 
     def fail(*_: Any) -> None:
         raise OSError("no such drive")
 
-    monkeypatch.setattr(late_step, "tear", fail)
+    zinf_compile.synchronize()
+    with monkeypatch.context() as patch:
+        patch.setattr(late_step, "tear", fail)
+        optimizer.step()
+        let_steps_end()
 
 
 @pytest.mark.parametrize("told", ["forward", "step", "save", "states", "synchronize"])
 def test_a_step_that_fails_later_tells_who_needs_it(told: str, on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = both(on_drive, steps=3)
     (eager, first), (ours, second) = sides
-    zinf_compile.synchronize()
-    with monkeypatch.context() as patch:
-        break_updates(patch)
-        second.step()
-        late_step.finish_all_late()
+    break_step(second, monkeypatch)
     asks: dict[str, Callable[[], Any]] = {
         "forward": lambda: ours(*tokens(3)),
         "step": second.step,
@@ -357,11 +357,7 @@ def test_a_step_that_fails_later_tells_who_needs_it(told: str, on_drive: Compile
 def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = both(on_drive, steps=3)
     (eager, first), (ours, second) = sides
-    zinf_compile.synchronize()
-    with monkeypatch.context() as patch:
-        break_updates(patch)
-        second.step()
-        late_step.finish_all_late()
+    break_step(second, monkeypatch)
     zinf_compile.load_full_state_dict(ours, eager.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     check(sides)
@@ -370,11 +366,7 @@ def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch
 def test_who_replaces_the_states_alone_is_told_by_the_next_read(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = both(on_drive, steps=3)
     (_, first), (ours, second) = sides
-    zinf_compile.synchronize()
-    with monkeypatch.context() as patch:
-        break_updates(patch)
-        second.step()
-        late_step.finish_all_late()
+    break_step(second, monkeypatch)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     with pytest.raises(StepFailedError, match="ended in the middle"):
         ours(*tokens(3))
@@ -458,11 +450,7 @@ def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
 
 def test_a_failure_that_nobody_asks_for_keeps_nothing_alive(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = both(on_drive, steps=3)
-    zinf_compile.synchronize()
-    with monkeypatch.context() as patch:
-        break_updates(patch)
-        sides[1][1].step()
-        late_step.finish_all_late()
+    break_step(sides[1][1], monkeypatch)
     gone = [weakref.ref(sides[1][1]), weakref.ref(next(sides[1][0].parameters()))]
     sides.clear()
     torch.compiler.reset()

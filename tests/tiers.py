@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from training import BACKEND
 
-from zinf_compile.late_step import finish_all_late
+from zinf_compile import late_step
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice
@@ -93,6 +93,12 @@ def context_of(model: nn.Module) -> Context:
     return next(p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter))
 
 
+def let_steps_end() -> None:
+    """Return when nothing is left to do of any step; what failed is told to those who need it."""
+    for late in list(late_step._late.values()):
+        late.pending.wait()
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0) -> list[float]:
     """Accumulate, clip, update; return the losses."""
     losses = []
@@ -134,7 +140,7 @@ class Meter:
 
     def read(self, model: nn.Module) -> Traffic:
         """Return it, once nothing moves any more. `model` is one that is partitioned."""
-        finish_all_late()
+        let_steps_end()
         context, links = context_of(model), self._device.links if self._device is not None else {}
         lanes: list[Lane] = [link._lane for link in links.values()]
         if context._swap_lane is not None:

@@ -129,15 +129,7 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
                 continue
             _reject(parameter, name)
             if id(parameter) not in found:
-                slot = Slot(
-                    index=len(found),
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    stride=tuple(parameter.stride()),
-                    dtype=parameter.dtype,
-                    device=device,
-                    requires_grad=parameter.requires_grad,
-                )
+                slot = slot_of(parameter, name, device)
                 reject_unsupported(parameter, slot, with_values=False)
                 stand_in = hollow_tensor(parameter.detach(), device=device).requires_grad_(parameter.requires_grad)
                 found[id(parameter)] = _Expected(name, parameter, [], slot, stand_in)
@@ -156,14 +148,32 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
     return list(found.values())
 
 
+def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
+    """Describe a parameter as the graphs will that use it on `device`."""
+    return Slot(
+        index=0,
+        name=name,
+        shape=tuple(parameter.shape),
+        stride=tuple(parameter.stride()),
+        dtype=parameter.dtype,
+        device=device,
+        requires_grad=parameter.requires_grad,
+    )
+
+
+def reject_lazy(parameter: nn.Parameter, name: str) -> None:
+    """Raise `UnsupportedModelError` for a parameter without a shape."""
+    if nn.parameter.is_lazy(parameter):
+        raise UnsupportedModelError(f"parameter {name} of a lazy module has no shape yet: give the module its sizes")
+
+
 def _reject(parameter: nn.Parameter, name: str) -> None:
     if isinstance(parameter, ShardedParameter):
         raise UnsupportedModelError(
             f"parameter {name} is partitioned already: partition() is called once, with the whole model; "
             "zinf_compile.load_full_state_dict loads other values"
         )
-    if nn.parameter.is_lazy(parameter):
-        raise UnsupportedModelError(f"parameter {name} of a lazy module has no shape yet: give the module its sizes")
+    reject_lazy(parameter, name)
     if parameter.device.type != "meta":
         raise UnsupportedModelError(
             f"parameter {name} is on {parameter.device}; partition() takes a model that is on the meta device as a whole: build "
@@ -291,4 +301,4 @@ def together(context: Context, what: str) -> Iterator[None]:
         raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
 
 
-__all__ = ["born", "newborn_of", "partition", "share_random_state", "together"]
+__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state", "slot_of", "together"]

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from ._torch import no_torch_function
 from .binding import reject_unsupported
-from .birth import born, newborn_of, share_random_state, together
+from .birth import born, newborn_of, reject_lazy, share_random_state, slot_of, together
 from .budget import check_shards
 from .config import Config
 from .errors import UnsupportedModelError
@@ -21,7 +21,6 @@ from .newborn import Birth, Newborn, Nursery
 from .optimizer import install
 from .parameter import ShardedParameter, hollow_tensor
 from .places import InMemory, InNotebook, Notebook
-from .program import Slot
 from .runtime.allocator import return_free_memory
 from .runtime.context import Context, context_for
 from .runtime.partitioning import make_units
@@ -128,7 +127,7 @@ class _Building:
             self._notebook.close()
 
     def _enlist(self, parameter: nn.Parameter, name: str, owner: int) -> None:
-        reject_unsupported(parameter, _slot(parameter, name, parameter.device))
+        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))
         if parameter.device.type != "cpu":
             raise UnsupportedModelError(
                 f"parameter {name} was made on {parameter.device}: inside partitioned() models are built on the CPU, and "
@@ -162,7 +161,7 @@ class _Building:
         """Bring values to units of their own."""
         if not named:
             return []
-        check_shards(self._config, [_slot(p, name, device) for name, p in named], context)
+        check_shards(self._config, [slot_of(p, name, device) for name, p in named], context)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
         for (_, newborn), unit in zip(named, units, strict=True):
@@ -172,25 +171,12 @@ class _Building:
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
 
 
-def _slot(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
-    return Slot(
-        index=0,
-        name=name,
-        shape=tuple(parameter.shape),
-        stride=tuple(parameter.stride()),
-        dtype=parameter.dtype,
-        device=device,
-        requires_grad=parameter.requires_grad,
-    )
-
-
 def _reject(parameter: nn.Parameter, name: str) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise UnsupportedModelError(f"parameter {name} of a lazy module has no shape yet: give the module its sizes")
+    reject_lazy(parameter, name)
     if parameter.device.type == "meta":
         raise UnsupportedModelError(
             f"parameter {name} is on the meta device and got no value inside partitioned(): build the model on the CPU there, or "
             "give one on meta to zinf_compile.partition(model, ...)"
         )
     if not isinstance(parameter, Newborn | ShardedParameter) and type(parameter) is not nn.Parameter:
-        reject_unsupported(parameter, _slot(parameter, name, parameter.device))
+        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))

@@ -80,9 +80,8 @@ class LateStep:
             self._updates.fail(lambda: _failed(text, cause))
             raise
 
-    def finish(self) -> None:
-        """Return when all is done; raise where that failed and nobody was told."""
-        self.pending.wait()
+    def tell(self) -> None:
+        """It is over: raise where it failed and nobody was told."""
         if self._updates is not None:
             self._updates.wait()
 
@@ -136,7 +135,7 @@ def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
         late.pending.wait()  # an interrupt here leaves it known
         del _late[optimizer]
         if tell:
-            late.finish()
+            late.tell()
 
 
 def synchronize() -> None:
@@ -159,12 +158,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def finish_all_late() -> None:
-    """Return when all steps are over; what failed is told to those who need it."""
-    for late in list(_late.values()):
-        late.pending.wait()
 
 
 def _freeze(optimizer: Optimizer) -> Optimizer:

@@ -107,7 +107,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo", init_method=f"file://{settings['folder']}/rendezvous", rank=0, world_size=1)
     torch.manual_seed(0)
-    model = _load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+    model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
     torch.nn.init.normal_(model.wte.weight, std=0.02)  # torch's own, 1, would saturate the loss
     generator = torch.Generator().manual_seed(0)
     shape = (2, settings["batch"], settings["model"]["length"])
@@ -115,10 +115,11 @@ def main() -> None:
     def draw() -> Any:
         return torch.randint(settings["model"]["vocabulary"], shape, generator=generator)
 
-    _load("_worker", ROOT / "benchmarks" / "_worker.py").serve(commands, draw, lambda: trainer(model, settings))
+    load("_worker", ROOT / "benchmarks" / "_worker.py").serve(commands, draw, lambda: trainer(model, settings))
 
 
-def _load(name: str, path: Path) -> ModuleType:
+def load(name: str, path: Path) -> ModuleType:
+    """Import a file, whatever is installed."""
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
