@@ -4,7 +4,7 @@ import mmap
 import threading
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zinf_compile.runtime.gather_memory import GatherMemory
@@ -70,24 +70,26 @@ def test_less_than_a_page_is_not_worth_it() -> None:
     assert memory.held_bytes() == 0
 
 
+def same(tensor: torch.Tensor, expected: int) -> bool:
+    return bool((tensor == expected).all())
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4 * PAGE)), max_size=60))
+@example([(0, 12289), (0, 1), (0, 8193), (1, 4097)])
 def test_nothing_is_lent_twice(steps: list[tuple[int, int]]) -> None:
     memory = GatherMemory()
     held: dict[int, tuple[torch.Tensor, int]] = {}
     most = 0
     for value, (name, size) in enumerate(steps):
         if name in held:
-            tensor, expected = held.pop(name)
-            assert bool((tensor == expected).all()), "someone else wrote into it"
-            del tensor
+            assert same(*held.pop(name)), "someone else wrote into it"
         else:
             held[name] = memory.lend(size, torch.uint8).fill_(value), value
         lent = sum(-(-tensor.numel() // PAGE) * PAGE for tensor, _ in held.values() if tensor.numel() >= PAGE)
         most = max(most, lent)
         assert lent <= memory.held_bytes() <= most + lent
-    for tensor, expected in held.values():
-        assert bool((tensor == expected).all())
-    held.clear()
+    while held:  # no name may keep one alive
+        assert same(*held.popitem()[1]), "someone else wrote into it"
     assert memory.held_bytes() <= most
 
 
