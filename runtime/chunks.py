@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 PIECE_NUMEL = 4 << 20
@@ -23,22 +24,27 @@ class Piece:
     place: int
 
 
-def cut_pieces(numel: int, *, piece_numel: int) -> list[tuple[int, int]]:
-    """Cut a shard into stretches [start, end) of `piece_numel` elements, the last one shorter."""
-    return [(start, min(numel, start + piece_numel)) for start in range(0, numel, piece_numel)]
+def cut_pieces(numel: int, *, piece_numel: int, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
+    """Cut a shard into stretches [start, end) of `piece_numel` elements, the last one shorter; anew at each of `cuts`."""
+    return [
+        (start, min(end, start + piece_numel))
+        for first, end in itertools.pairwise([0, *cuts, numel])
+        for start in range(first, end, piece_numel)
+    ]
 
 
-def cut_chunks(sizes: Sequence[int], *, piece_numel: int) -> list[tuple[Piece, ...]]:
+def cut_chunks(sizes: Sequence[int], *, piece_numel: int, cuts: Sequence[Sequence[int]] | None = None) -> list[tuple[Piece, ...]]:
     """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes, in order.
 
-    A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed it by its gap.
+    `cuts` are where each shard is cut besides. A chunk has one piece of each shard. A piece that doesn't fit into what is left of
+    a chunk begins the next one; one alone may exceed it by its gap.
     """
     chunks: list[list[Piece]] = []
     used = 0
-    for shard, size in enumerate(sizes):
-        for start, end in cut_pieces(size, piece_numel=piece_numel):
+    for shard, (size, own) in enumerate(zip(sizes, cuts or [()] * len(sizes), strict=True)):
+        for start, end in cut_pieces(size, piece_numel=piece_numel, cuts=own):
             room = -(-(end - start) // ALIGN) * ALIGN
-            if not chunks or used + room > piece_numel:
+            if not chunks or used + room > piece_numel or chunks[-1][-1].shard == shard:
                 chunks.append([])
                 used = 0
             chunks[-1].append(Piece(shard, start, end, used))

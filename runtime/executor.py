@@ -12,8 +12,9 @@ from zinf_compile.program import Gather, Program, Reduce, Region, Sight, SwapIn,
 from .context import Context
 from .gradient_room import AwayGradient
 from .lanes import Done, Pending
-from .partition import shard_numel
 from .swap import Arriving, swap_in, swap_out
+from .tile import Tile
+from .tile_gradients import TileGradients
 from .unit import Unit
 
 GradientMaker = Callable[[Unit, torch.Tensor | AwayGradient, Pending], torch.Tensor]
@@ -37,12 +38,16 @@ class _Gathered:
 class _Reduced:
     """A gradient's shard, usable once `reduction` is over, before it is known where it will live."""
 
-    __slots__ = ("reduction", "shard", "unit")
+    __slots__ = ("reduction", "shard", "together", "unit")
 
-    def __init__(self, unit: Unit, shard: torch.Tensor | AwayGradient, reduction: Pending) -> None:
+    def __init__(
+        self, unit: Unit | Tile, shard: torch.Tensor | AwayGradient, reduction: Pending, together: TileGradients | None = None
+    ) -> None:
         self.unit = unit
         self.shard = shard
         self.reduction = reduction
+        self.together = together
+        """Of a tile's: the gradient that it is a part of."""
 
 
 class Reduction:
@@ -61,7 +66,7 @@ class Reduction:
 
 
 def execute(
-    program: Program, units: Mapping[int, Unit], context: Context, args: list[Any], make_gradient: GradientMaker
+    program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any], make_gradient: GradientMaker
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
     context.meter.begin()
@@ -70,6 +75,7 @@ def execute(
     args.clear()
     for register, value in program.constants.items():
         registers[register] = value
+    tiled: dict[Unit, TileGradients] = {}
     link = "from ranks" if context.size > 1 else "nvme to host" if context.bridge.unified else "host to device"
     for step, frees in zip(program.steps, program.frees, strict=True):
         if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
@@ -87,25 +93,32 @@ def execute(
         elif isinstance(step, Gather):
             _start_gather(program, step, units, registers, context)
         elif isinstance(step, Reduce):
-            _start_reduce(program, step, units, registers, context)
+            _start_reduce(program, step, units, registers, context, tiled)
         elif isinstance(step, SwapIn):
             for source, out in step.members:
                 earlier = registers[source] if isinstance(registers[source], Arriving) else None
-                unit = units[source] if earlier is None else earlier.unit
+                unit: Unit | Tile = units[source] if earlier is None else earlier.unit
                 registers[out] = swap_in(unit, step.src, step.dst, earlier)
                 del earlier
         elif isinstance(step, SwapOut):
             grad = registers[step.grad]
-            away, leaving = swap_out(grad.unit, grad.shard, step.dst, grad.reduction)
-            registers[step.out] = _Reduced(grad.unit, away, leaving)
+            take_out: Any = swap_out if grad.together is None else grad.together.take_out
+            away, leaving = take_out(grad.unit, grad.shard, step.dst, grad.reduction)
+            registers[step.out] = _Reduced(grad.unit, away, leaving, grad.together)
             del grad
         for r in frees:  # all there is to a release: the ledger notices when the memory goes
             registers[r] = None
-    return [None if r is None else _result(registers[r], make_gradient) for r in program.outputs]
+    return [None if r is None else _result(registers, r, make_gradient) for r in program.outputs]
 
 
-def _result(value: Any, make_gradient: GradientMaker) -> Any:
-    return make_gradient(value.unit, value.shard, value.reduction) if type(value) is _Reduced else value
+def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradient: GradientMaker) -> Any:
+    value = registers[place if isinstance(place, int) else place[0]]
+    if not isinstance(place, int):
+        return make_gradient(value.unit.unit, *value.together.whole())
+    if type(value) is not _Reduced:
+        return value
+    assert isinstance(value.unit, Unit), "tiles' gradients are put together"
+    return make_gradient(value.unit, value.shard, value.reduction)
 
 
 def _cast(gathered: _Gathered, context: Context) -> torch.Tensor:
@@ -120,7 +133,9 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -
         registers[place] = value
 
 
-def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], registers: list[Any], context: Context) -> None:
+def _start_gather(
+    program: Program, step: Gather, units: Mapping[int, Unit | Tile], registers: list[Any], context: Context
+) -> None:
     arriving = [registers[source] if isinstance(registers[source], Arriving) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     what = f"gathering {_names(members)} (group {step.group}) in {program.name}"
@@ -137,11 +152,12 @@ def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], reg
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
+    parts = [_split(unit, shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
 
     def gather() -> None:
         for pending in before:
             pending.wait()
-        context.gathers.all_gather(shards, flats)
+        context.gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
     pending = context.start(context.gather_lane, gather)
     context.meter.moved("from ranks", (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize)
@@ -151,27 +167,42 @@ def _start_gather(program: Program, step: Gather, units: Mapping[int, Unit], reg
         registers[out] = _Gathered(full, pending, what)
 
 
-def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], registers: list[Any], context: Context) -> None:
-    if context.size == 1:
-        for grad, slot, out, sight in step.members:
-            unit, value = units[slot], registers[grad]
-            shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
-            context.ledger.track("grads", shard)
-            registers[out] = _Reduced(unit, shard, _DONE)
-        return
+def _start_reduce(
+    program: Program,
+    step: Reduce,
+    units: Mapping[int, Unit | Tile],
+    registers: list[Any],
+    context: Context,
+    tiled: dict[Unit, TileGradients],
+) -> None:
     members = [units[slot] for _, slot, _, _ in step.members]
+    together = [tiled.setdefault(u.unit, TileGradients(u.unit)) if isinstance(u, Tile) else None for u in members]
+    if context.size == 1:
+        for unit, whole, (grad, _, out, sight) in zip(members, together, step.members, strict=True):
+            value = registers[grad]
+            if whole is not None and whole.stays:
+                shard = whole.room(unit, value.dtype).copy_(unit.flat(value))  # type: ignore[arg-type]
+            else:
+                shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
+                context.ledger.track("grads", shard)
+            registers[out] = _Reduced(unit, shard, _DONE, whole)
+        return
     grads = [
         _own(unit.flat(registers[grad]), registers[grad], copy=sight == Sight.CALLER)
         for unit, (grad, _, _, sight) in zip(members, step.members, strict=True)
     ]
-    shards = [grad.new_empty(shard_numel(grad.numel(), context.size)) for grad in grads]
+    shards = [
+        grad.new_empty(unit.shard_numel) if whole is None else whole.room(unit, grad.dtype)  # type: ignore[arg-type]
+        for unit, grad, whole in zip(members, grads, together, strict=True)
+    ]
+    parts = [_split(unit, shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
     for full in grads:
         context.ledger.track("staged", full)
     held = sum(full.nbytes for full in grads)
 
     def reduce() -> None:
         try:
-            context.reductions.reduce_scatter(grads, shards)
+            context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
         finally:
             context.gradient_room.leave(held)
 
@@ -185,9 +216,16 @@ def _start_reduce(program: Program, step: Reduce, units: Mapping[int, Unit], reg
     context.meter.moved("to ranks", (context.size - 1) * sum(shard.nbytes for shard in shards))
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)
-    for unit, (_, _, out, _), shard in zip(members, step.members, shards, strict=True):
-        context.ledger.track("grads", shard)
-        registers[out] = _Reduced(unit, shard, reduction)
+    for unit, (_, _, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
+        if whole is None:
+            context.ledger.track("grads", shard)
+        else:
+            whole.reduced(reduction)
+        registers[out] = _Reduced(unit, shard, reduction, whole)
+
+
+def _split(unit: Unit | Tile, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return ([shard], [full]) if isinstance(unit, Tile) else unit.split(shard, full)
 
 
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
@@ -195,5 +233,5 @@ def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
     return flat.clone() if copy and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
 
 
-def _names(units: Sequence[Unit]) -> str:
+def _names(units: Sequence[Unit | Tile]) -> str:
     return units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from .home import DriveHome, Home
-from .lanes import Pending
+from .lanes import Done, Pending
 from .meter import Meter
 from .shelf import Shelf, ShelfPlace
 from .store import PathLike
+from .tile import Tile
 
 if TYPE_CHECKING:
     from .aio import Engine
@@ -59,7 +60,7 @@ class AwayGradient:
     Changes that need nothing but the element itself are noted, and made when the gradient is next read.
     """
 
-    def __init__(self, unit: Unit, home: Home, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Unit | Tile, home: Home, numel: int, dtype: torch.dtype) -> None:
         self.unit = unit
         self.home = home
         self.numel = numel
@@ -73,6 +74,11 @@ class AwayGradient:
     def arrive(self, pending: Pending) -> None:
         """Note what is over when the shard is in its home."""
         self._arriving = pending
+
+    @property
+    def arriving(self) -> Pending:
+        """What is over when the shard is in its home."""
+        return self._arriving or Done()
 
     def settle(self) -> None:
         """Return when the shard is in its home; raise what went wrong on the way."""
@@ -100,10 +106,34 @@ class AwayGradient:
 
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
+        assert not isinstance(self.unit, Tile), "a tile's is only on its way"
         self.unit.settle()  # a step may still have to read the old one
         self._reading = None
         self._changes.clear()
         self.home.write(shard).wait()
+        self.version += 1
+
+    def load_part(self, tile: Tile) -> torch.Tensor:
+        """Return a tile's part of the shard: where it is in host memory, or a copy of what is on a drive."""
+        self._reading = None
+        self.settle()
+        resident = self.home.resident
+        if resident is not None:
+            return tile.part(resident)
+        context = tile.context
+        buffer = context.bridge.host_buffer(tile.shard_numel, self.dtype)
+        context.host_ledger.track("staged", buffer)
+        self.home.read(buffer, tile.stretch.place).wait()
+        self.apply(buffer)
+        return buffer
+
+    def store_part(self, tile: Tile, part: torch.Tensor) -> None:
+        """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
+        self.home.write(part, tile.stretch.place).wait()
+
+    def stored(self) -> None:
+        """All parts were replaced."""
+        self._changes.clear()
         self.version += 1
 
     def change(self, change: InPlace) -> None:
@@ -132,9 +162,9 @@ class AwayGradient:
         return apply
 
 
-def away_on_drive(unit: Unit, shelves: GradientShelves, index: int, shard: torch.Tensor) -> AwayGradient:
+def away_on_drive(unit: Unit, shelves: GradientShelves, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
     shelf = shelves.take(index)
-    away = AwayGradient(unit, DriveHome(shelf, index), shard.numel(), shard.dtype)
+    away = AwayGradient(unit, DriveHome(shelf, index), numel, dtype)
     weakref.finalize(away, shelves.give_back, index, shelf).atexit = False
     return away

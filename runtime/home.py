@@ -19,11 +19,11 @@ class Home(Protocol):
     def resident(self) -> torch.Tensor | None:
         """The shard itself, where it is in host memory."""
 
-    def read(self, into: torch.Tensor) -> Pending:
-        """Start to fill `into` with the shard."""
+    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
+        """Start to fill `into` with the shard, or with a tile's, which begins at element `start`."""
 
-    def write(self, source: torch.Tensor) -> Pending:
-        """Start to keep `source` as the shard."""
+    def write(self, source: torch.Tensor, start: int = 0) -> Pending:
+        """Start to keep `source` as the shard, or as a tile's."""
 
 
 class HostHome:
@@ -39,15 +39,16 @@ class HostHome:
         """See `Home.resident`."""
         return self._shard
 
-    def read(self, into: torch.Tensor) -> Pending:
+    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """See `Home.read`."""
-        into.copy_(self._shard)
+        into.copy_(self._shard[start : start + into.numel()])
         return Done()
 
-    def write(self, source: torch.Tensor) -> Pending:
+    def write(self, source: torch.Tensor, start: int = 0) -> Pending:
         """See `Home.write`."""
-        if source.data_ptr() != self._shard.data_ptr():
-            self._shard.copy_(source)
+        place = self._shard[start : start + source.numel()]
+        if source.data_ptr() != place.data_ptr():
+            place.copy_(source)
         return Done()
 
 
@@ -61,13 +62,13 @@ class DriveHome:
         self.shelf = shelf
         self._index = index
 
-    def read(self, into: torch.Tensor) -> Pending:
+    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """See `Home.read`."""
-        return self.shelf.read(self._index, into)
+        return self.shelf.read(self._index, into, start)
 
-    def write(self, source: torch.Tensor) -> Pending:
+    def write(self, source: torch.Tensor, start: int = 0) -> Pending:
         """See `Home.write`."""
-        return self.shelf.write(self._index, source)
+        return self.shelf.write(self._index, source, start)
 
     def read_piece(self, start: int, into: torch.Tensor) -> Pending:
         """Start to fill `into` with the piece that begins at element `start`."""

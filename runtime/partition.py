@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
 
 def shard_numel(numel: int, world_size: int) -> int:
     """Return the elements of every rank's shard, padding included."""
@@ -12,6 +16,34 @@ def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the [start, end) of the unit's elements that rank holds; empty where only padding is left."""
     size = shard_numel(numel, world_size)
     return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch [start, end) of a flat unit that is divided over the ranks by itself: a tile, or all of it."""
+
+    start: int
+    end: int
+    place: int
+    """Where a rank's part of it begins in the rank's shard."""
+    ranks: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank's part, padding included."""
+        return shard_numel(self.end - self.start, self.ranks)
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """Return the [start, end) of the flat unit that a rank holds."""
+        first, last = shard_range(self.end - self.start, self.ranks, rank)
+        return self.start + first, self.start + last
+
+
+def cut_stretches(numel: int, borders: Sequence[int], world_size: int) -> tuple[Stretch, ...]:
+    """Return the stretches of a unit between inner `borders`, each a multiple of `world_size`: only the last one is padded."""
+    assert not any(border % world_size for border in borders), "padding within a shard has no place"
+    ends = itertools.pairwise([0, *borders, numel])
+    return tuple(Stretch(start, end, start // world_size, world_size) for start, end in ends)
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.tiling import Box, borders_of, cut_parameter
+
 from .buffers import aligned_buffer
 from .context import Context
 from .gradient_room import GradientShelves
@@ -19,31 +21,39 @@ from .unit import Unit, make_shards
 def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> list[Unit]:
     """Reserve all room, in memory and on drives, then return a unit for each parameter, its shard undefined.
 
+    Raises `OptionError` where one would be cut into more tiles than a graph should have.
+
     A parameter without dimensions, or without elements, stays on the device whatever the placement says.
     """
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
-    homes = _make_homes([(p, name) for (p, name), moves in zip(parameters, moving, strict=True) if moves], context, placement)
-    rooms = _make_rooms([(p, name) for (p, name), moves in zip(parameters, moving, strict=True) if moves], context, placement)
+    tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
+    places = [
+        ShelfPlace(name, shard_numel(p.numel(), context.size), p.dtype, _cuts(boxes, context))
+        for (p, name), boxes in zip(parameters, tiles, strict=True)
+    ]
+    away = [index for index, moves in enumerate(moving) if moves]
+    homes = _make_homes([places[index] for index in away], context, placement)
+    rooms = _make_rooms([(parameters[index][0], places[index]) for index in away], context, placement)
     in_order = iter(zip(homes, rooms, strict=True))
     home_of = [next(in_order) if moves else (None, None) for moves in moving]
     staying = [p for (p, _), (home, _) in zip(parameters, home_of, strict=True) if home is None]
     shards = iter(make_shards(staying, context))
     units = []
-    for (parameter, name), (home, room), moves in zip(parameters, home_of, moving, strict=True):
+    for (parameter, name), (home, room), moves, boxes in zip(parameters, home_of, moving, tiles, strict=True):
         shard = next(shards) if home is None else None
-        unit = Unit(parameter, shard, name=name, context=context, placement=placement if moves else ON_DEVICE, home=home)
+        own = placement if moves else ON_DEVICE
+        unit = Unit(parameter, shard, name=name, context=context, placement=own, home=home, tiles=boxes)
         unit.gradient_room = room
         units.append(unit)
         unit.family = units[0].serial
     return units
 
 
-def _places(parameters: Sequence[tuple[torch.Tensor, str]], context: Context) -> list[ShelfPlace]:
-    return [ShelfPlace(name, shard_numel(p.numel(), context.size), p.dtype) for p, name in parameters]
+def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
+    return tuple(border // context.size for border in borders_of(boxes)[1:-1])
 
 
-def _make_homes(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> Sequence[Home | None]:
-    places = _places(parameters, context)
+def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Placement) -> Sequence[Home | None]:
     if placement.params == "nvme" and places:
         shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.meter)
         return [DriveHome(shelf, index) for index in range(len(places))]
@@ -57,11 +67,11 @@ def _make_homes(parameters: Sequence[tuple[torch.Tensor, str]], context: Context
 
 
 def _make_rooms(
-    parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement
+    parameters: Sequence[tuple[torch.Tensor, ShelfPlace]], context: Context, placement: Placement
 ) -> list[tuple[GradientShelves, int]] | list[None]:
-    trained = [(p, name) for p, name in parameters if p.requires_grad]
+    trained = [place for p, place in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
-    shelves = GradientShelves(placement.nvme, _places(trained, context), context.engine, context.meter)
+    shelves = GradientShelves(placement.nvme, trained, context.engine, context.meter)
     numbers = iter(range(len(trained)))
     return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

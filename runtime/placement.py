@@ -24,6 +24,9 @@ class Placement:
     update: str | None = None
     """Where parameters are updated, "host" or "device"; None: where the optimizer's states live."""
 
+    tile: int | None = None
+    """Parameters of more bytes are cut into tiles of at most as many; None: none is."""
+
     @property
     def update_on_device(self) -> bool:
         """Whether the device updates parameters; where it is host memory that is the same."""

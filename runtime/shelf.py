@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ class ShelfPlace:
     """Of its parameter, for messages."""
     numel: int
     dtype: torch.dtype
+    cuts: tuple[int, ...] = ()
+    """Where it is cut into pieces besides, as it is read and written in parts."""
 
 
 class All:
@@ -49,7 +52,7 @@ class Shelf:
         self.kind = kind
         self._meter = meter
         self.places = tuple(places)
-        self._pieces = [cut_pieces(place.numel, piece_numel=chunks.PIECE_NUMEL) for place in places]
+        self._pieces = [cut_pieces(place.numel, piece_numel=chunks.PIECE_NUMEL, cuts=place.cuts) for place in places]
         self.store = Store(
             paths,
             [
@@ -61,13 +64,13 @@ class Shelf:
         )
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 
-    def read(self, index: int, into: torch.Tensor) -> Pending:
-        """Start to read a whole shard into host memory of its size."""
-        return self._all(index, into, write=False)
+    def read(self, index: int, into: torch.Tensor, start: int = 0) -> Pending:
+        """Start to read a shard into host memory of its size, or of one between two of its cuts, which begins at `start`."""
+        return self._all(index, into, start, write=False)
 
-    def write(self, index: int, source: torch.Tensor) -> Pending:
-        """Start to write a whole shard from host memory."""
-        return self._all(index, source, write=True)
+    def write(self, index: int, source: torch.Tensor, start: int = 0) -> Pending:
+        """Start to write a shard from host memory, or what of it begins at `start`."""
+        return self._all(index, source, start, write=True)
 
     def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the piece that begins at element `start`."""
@@ -79,21 +82,21 @@ class Shelf:
         self._meter.moved("host to nvme", source.nbytes)
         return self.store.write(self._key(index, self._number(index, start)), source)
 
-    def _all(self, index: int, flat: torch.Tensor, *, write: bool) -> Pending:
+    def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
         self._meter.moved("host to nvme" if write else "nvme to host", flat.nbytes)
         parts: list[Pending] = []
         try:
             for piece, (start, end) in enumerate(self._pieces[index]):
-                parts.append(transfer(self._key(index, piece), flat[start:end]))
+                if offset <= start < offset + flat.numel():
+                    parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
         except BaseException:
             All(parts).wait()
             raise
         return parts[0] if len(parts) == 1 else All(parts)
 
     def _number(self, index: int, start: int) -> int:
-        first = self._pieces[index][0]
-        return start // (first[1] - first[0])
+        return bisect.bisect_left(self._pieces[index], (start, start))
 
     def _key(self, index: int, piece: int) -> str:
         part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .claims import ByteRoom
@@ -9,7 +11,11 @@ from .gradient_room import AwayGradient, away_on_drive
 from .home import Home, HostHome
 from .lanes import Done, Pending
 from .placement import way_in
+from .tile import Tile
 from .unit import Unit
+
+if TYPE_CHECKING:
+    from .context import Context
 
 
 class Arriving:
@@ -17,18 +23,18 @@ class Arriving:
 
     __slots__ = ("pending", "shard", "unit")
 
-    def __init__(self, unit: Unit, shard: torch.Tensor, pending: Pending | None = None) -> None:
+    def __init__(self, unit: Unit | Tile, shard: torch.Tensor, pending: Pending | None = None) -> None:
         self.unit = unit
         self.shard = shard
         self.pending = pending
 
 
-def swap_in(unit: Unit, src: str, dst: str, earlier: Arriving | None) -> Arriving:
+def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> Arriving:
     """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
     if unit.home is None:
         return Arriving(unit, unit.shard)
     context, bridge = unit.context, unit.context.bridge
-    resident = unit.home.resident
+    resident = unit.resident
     if src == "nvme":
         if resident is not None:
             return Arriving(unit, resident)
@@ -43,7 +49,7 @@ def swap_in(unit: Unit, src: str, dst: str, earlier: Arriving | None) -> Arrivin
 
 
 def swap_out(
-    unit: Unit, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
+    unit: Unit | Tile, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
 ) -> tuple[torch.Tensor | AwayGradient, Pending]:
     """Start the hop; return where the gradient's shard then is."""
     context, bridge = unit.context, unit.context.bridge
@@ -56,25 +62,30 @@ def swap_out(
         away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
         away.arrive(bridge.to_host(shard, host, reduction))
         return away, Done()
+    assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_room is None:  # its tier is the host
         return shard, reduction
+    unit.settle()  # its last gradient may still be in the place of this one
+    numel = shard.numel if isinstance(shard, AwayGradient) else shard.numel()
+    away = away_on_drive(unit, *unit.gradient_room, numel, shard.dtype)
+    away.arrive(leave_for(away.home, context, shard, reduction))
+    return away, Done()
+
+
+def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0) -> Pending:
+    """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
+    before = reduction
     if isinstance(shard, AwayGradient):
         host_memory = shard.home.resident
         assert host_memory is not None, "it comes from host memory"
-        before: Pending = _Settled(shard)
-        shard = host_memory
-    else:
-        before = reduction
-    unit.settle()  # its last gradient may still be in the place of this one
-    away = away_on_drive(unit, *unit.gradient_room, shard)
+        before, shard = _Settled(shard), host_memory
     with context.meter.waiting("host to nvme"):
         context.gradient_room.enter(shard.nbytes)
         try:
-            away.arrive(context.start(context.swap_lane, _Leave(away.home, shard, before, context.gradient_room)))
+            return context.start(context.swap_lane, _Leave(home, shard, before, context.gradient_room, start))
         except BaseException:  # an interrupt while the lane is busy
             context.gradient_room.leave(shard.nbytes)
             raise
-    return away, Done()
 
 
 def take_away(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | AwayGradient, Pending]:
@@ -96,12 +107,12 @@ class _Settled:
 class _Leave:
     """Writes a shard once it is there, and holds it until it is written."""
 
-    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: ByteRoom) -> None:
-        self._home, self._shard, self._before, self._room = home, shard, before, room
+    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: ByteRoom, start: int) -> None:
+        self._home, self._shard, self._before, self._room, self._start = home, shard, before, room, start
 
     def __call__(self) -> None:
         try:
             self._before.wait()
-            self._home.write(self._shard).wait()
+            self._home.write(self._shard, self._start).wait()
         finally:
             self._room.leave(self._shard.nbytes)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from zinf_compile.tiling import Box, borders_of
+
+from .dense import Dense
 from .home import Home
 from .lanes import Pending
-from .partition import shard_numel, shard_range
+from .partition import cut_stretches, shard_numel
 from .placement import ON_DEVICE, Placement
+from .tile import Tile
 
 if TYPE_CHECKING:
     from .context import Context
@@ -19,10 +24,11 @@ if TYPE_CHECKING:
     from .updates import Updates
 
 
-class Unit:
+class Unit(Dense):
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
 
-    Its shard is a tensor on its device, or has a `home` elsewhere.
+    Its shard is a tensor on its device, or has a `home` elsewhere. A rank's shard of a large one is its shards of all tiles, one
+    after the other, so that each tile comes from all ranks.
     """
 
     def __init__(
@@ -34,7 +40,9 @@ class Unit:
         context: Context,
         placement: Placement = ON_DEVICE,
         home: Home | None = None,
+        tiles: Sequence[Box] = (),
     ) -> None:
+        super().__init__(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         assert (shard is None) == (home is not None), "a shard is in one place"
         self.name = name
         self.context = context
@@ -45,11 +53,10 @@ class Unit:
         """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
         self.family = self.serial
         """Equal for the parameters that were partitioned together: the serial of the first of them."""
-        self.shape = tuple(parameter.shape)
-        self.stride = tuple(parameter.stride())
-        self.dtype = parameter.dtype
-        self.device = parameter.device
-        self.numel = math.prod(self.shape)
+        self.boxes = tuple(tiles)
+        """The tiles; none where it is gathered as a whole."""
+        self.stretches = cut_stretches(self.numel, borders_of(self.boxes)[1:-1], context.size)
+        self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
         self._shard = shard
         self.home = home
         """Where the shard is; None: on the device, in `shard`."""
@@ -58,11 +65,6 @@ class Unit:
         self.updates: Updates | None = None
         """The step that may still have to update the shard."""
         self._whole: torch.Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the full parameter."""
-        return self.numel * self.dtype.itemsize
 
     @property
     def shard(self) -> torch.Tensor:
@@ -76,6 +78,21 @@ class Unit:
         return shard_numel(self.numel, self.context.size)
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """Where in the shard a tile's ends and the next one's begins."""
+        return tuple(stretch.place for stretch in self.stretches[1:])
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """The shard, where its home is host memory."""
+        return None if self.home is None else self.home.resident
+
+    def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Cut a shard, and a flat full tensor, into what a collective operation moves: tile by tile."""
+        shards = [shard[s.place : s.place + s.shard_numel] for s in self.stretches]
+        return shards, [full[s.start : s.end] for s in self.stretches]
+
+    @property
     def at_hand(self) -> bool:
         """Whether this process has the whole value in memory of the device."""
         return self.home is None and self.context.size == 1
@@ -85,10 +102,10 @@ class Unit:
         if self.updates is not None:
             self.updates.wait(self)
 
-    def read(self, into: torch.Tensor) -> Pending:
-        """Start to fill host memory with the shard as it is after its last step."""
+    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
+        """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
         assert self.home is not None, "what is on the device needs no reading"
-        return self.home.read(into) if self.updates is None else self.updates.read(self, into)
+        return self.home.read(into, start) if self.updates is None else self.updates.read(self, into, start)
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
@@ -127,18 +144,12 @@ class Unit:
     @property
     def valid(self) -> int:
         """Elements of the shard that are not padding."""
-        start, end = shard_range(self.numel, self.context.size, self.context.rank)
-        return end - start
+        return sum(end - start for start, end in self.held)
 
-    def logical(self, flat: torch.Tensor) -> torch.Tensor:
-        """View a flat full tensor in the parameter's shape and strides."""
-        return flat.as_strided(self.shape, self.stride)
-
-    def flat(self, value: torch.Tensor) -> torch.Tensor:
-        """Lay a full tensor of the parameter's shape out flat in the parameter's order; copies only when it must."""
-        if value.stride() != self.stride:
-            value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
-        return value if self.stride == (1,) else value.as_strided((self.numel,), (1,))
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
+        return [stretch.part_of(self.context.rank) for stretch in self.stretches]
 
     def whole(self) -> torch.Tensor:
         """On a single rank: the parameter's value, sharing memory with the shard but with a storage of its own.
@@ -155,14 +166,10 @@ class Unit:
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Cut this rank's shard, padded with zeros, out of a full tensor of the parameter's shape (any data type)."""
-        start, end = shard_range(self.numel, self.context.size, self.context.rank)
-        part = self.flat(full.detach())[start:end]
-        size = shard_numel(self.numel, self.context.size)
-        if part.numel() == size:
-            return part.clone()
-        padded = part.new_zeros(size)
-        padded[: part.numel()].copy_(part)
-        return padded
+        flat = self.flat(full.detach())
+        part = torch.cat([flat[start:end] for start, end in self.held])
+        padding = part.new_zeros(self.shard_numel - part.numel())
+        return torch.cat([part, padding]) if padding.numel() else part
 
 
 def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.Tensor]:

@@ -49,11 +49,14 @@ class Updates:
         with self._changed:
             self._left[unit].discard((start, end))
             landings = list(self._landings.get(unit, ()))
+        landings = [landing for landing in landings if (start, end) in landing.missing]
         for landing in landings:
-            landing.into[start:end].copy_(value)
+            landing.into[start - landing.start : end - landing.start].copy_(value)
         with self._changed:
             for landing in landings:
                 landing.missing.discard((start, end))
+                if not landing.missing:  # its memory is the reader's alone
+                    self._landings[unit].remove(landing)
                 self.spared_bytes += -(-value.nbytes // _PAGE) * _PAGE
             if not self._left[unit]:
                 del self._left[unit]
@@ -76,18 +79,23 @@ class Updates:
             assert not self._left, "all spans were updated"
             self._spans.clear()
 
-    def read(self, unit: Unit, into: torch.Tensor) -> Pending:
-        """Start to fill `into`, in host memory, with the updated shard: from its home, or as its spans are updated."""
+    def read(self, unit: Unit, into: torch.Tensor, first: int = 0) -> Pending:
+        """Start to fill `into`, in host memory, with the updated shard: from its home, or as its spans are updated.
+
+        Or with what of it begins at `first`, where a span does, and ends where one does.
+        """
         assert isinstance(unit.home, DriveHome), "what is in memory is updated at once"
+        last = first + into.numel()
         with self._changed:
             self._raise_once()
-            landing = _Landing(self, into, self._left.get(unit, ()))
+            landing = _Landing(self, into, first, [s for s in self._left.get(unit, ()) if first <= s[0] < last])
             if landing.missing:
                 self._landings.setdefault(unit, []).append(landing)
-            kept = [span for span in self._spans.get(unit, ()) if span not in landing.missing]
+            spans = [span for span in self._spans.get(unit, ()) if first <= span[0] < last]
+            kept = [span for span in spans if span not in landing.missing]
         if not landing.missing:
-            return unit.home.read(into)
-        return All([*(unit.home.read_piece(start, into[start:end]) for start, end in kept), landing])
+            return unit.home.read(into, first)
+        return All([*(unit.home.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
 
     def wait(self, unit: Unit | None = None) -> None:
         """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
@@ -133,9 +141,10 @@ class Updates:
 class _Landing:
     """Memory that updated spans are handed to."""
 
-    def __init__(self, updates: Updates, into: torch.Tensor, missing: Iterable[Span]) -> None:
+    def __init__(self, updates: Updates, into: torch.Tensor, start: int, missing: Iterable[Span]) -> None:
         self._updates = updates
         self.into = into
+        self.start = start
         self.missing = set(missing)
 
     def wait(self) -> None:

@@ -18,7 +18,9 @@ from .runtime.context import Context
 from .runtime.partition import is_dense
 from .runtime.partitioning import make_units
 from .runtime.placement import Placement, way_in
+from .runtime.tile import Tile
 from .runtime.unit import Unit
+from .runtime.whole import scatter_whole
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -37,11 +39,17 @@ class Binder:
         self._way_in = way_in(placement.params, unified=context.bridge.unified)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
 
-    def bind(self, args: Sequence[Any]) -> Mapping[int, Unit]:
-        """Return the unit behind each slot, after all ranks have agreed on what they are about to run."""
-        program, context = self._program, self._context
-        if not program.slots and not (program.buffers and context.size > 1):
+    def bind(self, args: Sequence[Any]) -> Mapping[int, Unit | Tile]:
+        """Return the unit behind each slot, and its tiles, after all ranks have agreed on what they are about to run."""
+        program = self._program
+        if not program.slots and not (program.buffers and self._context.size > 1):
             return {}
+        units = self._bind_units(args)
+        tiles = {register: units[slot].tiles[number] for register, (slot, number) in program.tiles.items()}
+        return {**units, **tiles} if tiles else units
+
+    def _bind_units(self, args: Sequence[Any]) -> dict[int, Unit]:
+        program, context = self._program, self._context
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         if context.size > 1:
@@ -94,6 +102,12 @@ class Binder:
                         f"{self._placement.params!r}: several models whose states live in different places each need "
                         "model.compile(backend=...) of their own"
                     )
+                elif unit.boxes != slot.tiles:
+                    raise PartitionedParameterError(
+                        f"parameter {slot.name} is cut into {len(unit.boxes)} tiles, but this graph was compiled for one of "
+                        f"{len(slot.tiles)}: several models with different option tile or device_memory each need "
+                        "model.compile(backend=...) of their own"
+                    )
                 else:
                     units[r] = unit
         return units, fresh
@@ -143,9 +157,9 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
 
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
     """Bring rank 0's value to the shards of all ranks."""
-    context, shard = unit.context, unit.blank()
-    full = unit.flat(parameter.detach()) if context.rank == 0 else None
-    context.finish(context.gather_lane.submit(_scatter(context, full, shard, unit.numel)), f"partitioning {name}")
+    shard = unit.blank()
+    full = unit.flat(parameter.detach()) if unit.context.rank == 0 else None
+    scatter_whole(unit, full, shard, f"partitioning {name}")
     unit.save(shard)
 
 
@@ -171,10 +185,6 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool
         problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
     if problem:
         raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
-
-
-def _scatter(context: Context, full: torch.Tensor | None, shard: torch.Tensor, numel: int) -> Any:
-    return lambda: context.gathers.scatter(full, shard, numel)
 
 
 def _home(parameter: torch.Tensor) -> Unit:

@@ -20,7 +20,7 @@ from .errors import UnsupportedModelError
 from .newborn import Birth, Newborn, Nursery
 from .optimizer import install
 from .parameter import ShardedParameter, hollow_tensor
-from .places import InMemory, InNotebook, Notebook
+from .places import InMemory, InNotebook, InUnit, Notebook
 from .runtime.allocator import return_free_memory
 from .runtime.context import Context, context_for
 from .runtime.partitioning import make_units
@@ -167,7 +167,12 @@ class _Building:
         for (_, newborn), unit in zip(named, units, strict=True):
             place = newborn._zinf_birth.place
             assert isinstance(place, InMemory | InNotebook), "built in this block"
-            unit.save(place.hand_over(unit.blank()))
+            if unit.tiles and context.size > 1:  # its shard isn't a stretch of the whole
+                whole = torch.empty(unit.numel, dtype=unit.dtype)
+                place.load(whole)
+                InUnit(unit).save(whole)
+            else:
+                unit.save(place.hand_over(unit.blank()))
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
 
 

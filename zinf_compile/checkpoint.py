@@ -14,6 +14,7 @@ from .errors import PartitionedParameterError, UnsupportedModelError
 from .parameter import ShardedParameter, fill, hollow_out, unit_of
 from .runtime.context import Context
 from .runtime.unit import Unit
+from .runtime.whole import gather_on_first, gather_whole, scatter_whole
 
 
 @contextlib.contextmanager
@@ -152,8 +153,7 @@ def _full(unit: Unit) -> torch.Tensor:
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device)
     with torch.no_grad():
-        shard = unit.load()
-        context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full])), f"gathering {unit.name}")
+        gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
     return full
 
 
@@ -179,9 +179,7 @@ def on_first_rank(unit: Unit) -> torch.Tensor | None:
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device) if context.rank == 0 else None
     with torch.no_grad():
-        shard = unit.load()
-        pending = context.gather_lane.submit(lambda: context.gathers.gather(shard, full))
-        context.finish(pending, f"gathering {unit.name} on rank 0")
+        gather_on_first(unit, unit.load(), full, f"gathering {unit.name} on rank 0")
     return unit.logical(full) if full is not None else None
 
 
@@ -210,9 +208,8 @@ def _store(parameter: ShardedParameter, value: torch.Tensor | None) -> None:
 
 def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
     flat = unit.flat(full) if full is not None else None
-    context, shard = unit.context, unit.blank()
-    pending = context.gather_lane.submit(lambda: context.gathers.scatter(flat, shard, unit.numel))
-    context.finish(pending, f"partitioning {unit.name}")
+    shard = unit.blank()
+    scatter_whole(unit, flat, shard, f"partitioning {unit.name}")
     unit.save(shard)
 
 

@@ -45,7 +45,8 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mo
         members = list(same)
         states = members[0][1]
         columns = _columns(members[0][2], states, mover, tier)
-        for pieces in cut_chunks([unit.shard_numel for _, _, unit in members], piece_numel=chunks.PIECE_NUMEL):
+        sizes, cuts = [unit.shard_numel for _, _, unit in members], [unit.cuts for _, _, unit in members]
+        for pieces in cut_chunks(sizes, piece_numel=chunks.PIECE_NUMEL, cuts=cuts):
             owned = tuple((members[piece.shard][0], piece) for piece in pieces)
             first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
             name = f"{first} .. {last} (chunk {len(made)})" if first != last else f"{first} (chunk {len(made)})"

@@ -31,6 +31,9 @@ _UNITS = {
     "TB": 10**12,
 }
 
+_LEAST_TILE = 1 << 20
+"""Where `device_memory` decides: smaller ones cost more than they save."""
+
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -96,6 +99,11 @@ class Config:
     """The most that is held on a device, for each rank: shards whose tier that is, units being gathered, gradients on their way,
     buffers of the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth."""
 
+    tile: int | str | None = None
+    """A parameter of more bytes is cut into row tiles of at most as many, each gathered, used and released by itself. Default:
+    the largest power of two within a quarter of `device_memory`, where that is given and comes to 1 MiB or more. Decides last
+    bits, of sums over a tiled dimension."""
+
     host_memory: int | str | None = None
     """The same of host memory, for all ranks of a node together. Where the device is host memory both hold."""
 
@@ -136,12 +144,20 @@ class Config:
         """`bucket` in bytes."""
         return parse_bytes(self.bucket, option="bucket")
 
+    @property
+    def tile_bytes(self) -> int | None:
+        """`tile` in bytes, or what stands for it; None: nothing is cut."""
+        if self.tile is not None:
+            return parse_bytes(self.tile, option="tile")
+        quarter = 0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory") // 4
+        return 1 << (quarter.bit_length() - 1) if quarter >= _LEAST_TILE else None
+
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} params={self.params} grads={self.grads} "
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
-            f"device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
+            f"tile={self.tile} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
         )
 
     def placement(self) -> Placement:
@@ -153,6 +169,7 @@ class Config:
             nvme=self._folders(),
             update=self.update,
             master=torch.float32 if self.master else None,
+            tile=self.tile_bytes,
         )
 
     def resolve_group(self) -> dist.ProcessGroup | None:
@@ -171,7 +188,7 @@ class Config:
         if self.on_refusal not in ("fx", "error"):
             raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
         parse_bytes(self.bucket, option="bucket")
-        for option in ("device_memory", "host_memory"):
+        for option in ("tile", "device_memory", "host_memory"):
             if getattr(self, option) is not None:
                 parse_bytes(getattr(self, option), option=option)
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)

@@ -10,11 +10,14 @@ import torch
 
 from ._torch import no_override
 from .errors import PartitionedParameterError
+from .gradient_parts import change_parts, comes_in_parts, part_of_gradient, valid_parts
 from .norms import global_norms
 from .runtime.gradient_room import AwayGradient
 from .runtime.lanes import Done, Pending
 from .runtime.swap import take_away
+from .runtime.tile import Tile
 from .runtime.unit import Unit
+from .runtime.whole import gather_whole
 
 aten = torch.ops.aten
 
@@ -95,6 +98,10 @@ class ShardedGradient(torch.Tensor):
         self._pending.wait()
         return self._shard.load() if isinstance(self._shard, AwayGradient) else self._shard
 
+    def valid_parts(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's elements, padding left away: all at once, or where they are away and many, tile by tile."""
+        return valid_parts(self)
+
     def prepare(self) -> None:
         """Start to bring the shard for the next `local`."""
         if isinstance(self._shard, AwayGradient):
@@ -126,8 +133,7 @@ class ShardedGradient(torch.Tensor):
             return self._unit.logical(shard.clone())
         context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
-        pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
-        context.finish(pending, f"gathering the gradient of {self._unit.name}")
+        gather_whole(self._unit, shard, full, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -234,11 +240,24 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
             return [local(item) for item in value]
         return value.clone() if alone and isinstance(value, torch.Tensor) else _local_argument(value, unit)
 
-    others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
+    def change_part(tile: Tile, part: torch.Tensor) -> None:
+        def cut(value: Any) -> Any:
+            if isinstance(value, list):
+                return [cut(item) for item in value]
+            if isinstance(value, ShardedGradient):
+                return part_of_gradient(value, tile)
+            own = local(value)
+            return tile.part(own) if isinstance(own, torch.Tensor) and own.numel() == unit.shard_numel else own
+
+        func([part] if foreach else part, *map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
 
     def change(shard: torch.Tensor) -> None:
         func([shard] if foreach else shard, *others, **named)
 
+    if comes_in_parts(gradient) and not alone:
+        change_parts(gradient, change_part)
+        return
+    others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
     gradient.change(change, elementwise=alone)
 
 
@@ -306,9 +325,10 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     gradient, context = args[0], args[0]._unit.context
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
-    if context.size == 1 and gradient.away is not None:
+    parts = comes_in_parts(gradient)
+    if context.size == 1 and gradient.away is not None and not parts:
         return func(gradient.full_tensor(), *args[1:], **kwargs)
-    if context.size == 1 or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
+    if (context.size == 1 and not parts) or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
     return global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
@@ -318,7 +338,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
-    if sharded[0]._unit.context.size == 1:
+    if sharded[0]._unit.context.size == 1 and not any(map(comes_in_parts, sharded)):
         if all(g.away is None for g in sharded):
             return _whole(func, args, kwargs)
         return [func([g.full_tensor() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]
@@ -336,7 +356,11 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
     for gradient in ahead(gradients):
         if isinstance(gradient, ShardedGradient):
             valid = gradient.unit.valid  # padding may hold anything
-            gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
+            if comes_in_parts(gradient):
+                ends = dict(zip(gradient.unit.tiles, gradient.unit.held, strict=True))
+                change_parts(gradient, lambda tile, part, ends=ends: unscale(part[: ends[tile][1] - ends[tile][0]]))  # type: ignore[misc]
+            else:
+                gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:
             unscale(gradient)
     context = next(g for g in gradients if isinstance(g, ShardedGradient))._unit.context

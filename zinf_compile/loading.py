@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
 import os
@@ -18,7 +19,6 @@ from .runtime import chunks
 from .runtime.context import Context
 from .runtime.home import DriveHome
 from .runtime.lanes import Pending, wait_for_all
-from .runtime.partition import shard_range
 from .runtime.unit import Unit
 from .tensor_files import TensorFiles
 
@@ -85,19 +85,23 @@ def load_values(
 
 def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
     """Read this rank's elements; to a drive piece by piece, one being read while those before it are written."""
-    start, end = shard_range(unit.numel, unit.context.size, unit.context.rank)
+    places = [stretch.place for stretch in unit.stretches]
     if not isinstance(unit.home, DriveHome):
         shard = unit.blank()
         host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
-        files.read(name, host[: end - start], start=start)
+        for place, (start, end) in zip(places, unit.held, strict=True):
+            files.read(name, host[place : place + end - start], start=start)
         unit.save(shard.copy_(host))
         return
     writing: collections.deque[Pending] = collections.deque()
     try:
-        for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL):
+        for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts):
             piece = unit.context.bridge.host_buffer(last - first, unit.dtype)
-            valid = max(0, min(last, end - start) - first)
-            files.read(name, piece[:valid], start=start + first)
+            stretch = bisect.bisect(places, first) - 1
+            start, end = unit.held[stretch]
+            start += first - places[stretch]
+            valid = max(0, min(last - first, end - start))
+            files.read(name, piece[:valid], start=start)
             piece[valid:].zero_()
             if len(writing) == _PIECES_ON_THE_WAY:
                 writing.popleft().wait()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
 
 from .errors import PartitionedParameterError
 from .runtime.context import Context
+from .runtime.gradient_room import AwayGradient
 from .runtime.unit import Unit
 
 
@@ -30,6 +31,13 @@ class Gradient(Protocol):
 
     def prepare(self) -> None:
         """Start to bring the shard for the next `local`, where it isn't on the device."""
+
+    @property
+    def away(self) -> AwayGradient | None:
+        """The shard, where it isn't on the device."""
+
+    def valid_parts(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's elements, padding left away, in one part or several."""
 
     def state(self) -> tuple[object, int]:
         """Return what the shard is, by identity, and how often it was changed."""
@@ -112,23 +120,29 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
     empty = math.inf if order == -math.inf else 0.0
     local = []
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
-        gradient.prepare()
-        if following is not None:
-            following.prepare()
-        valid = gradient.local()[: gradient.unit.valid]
-        norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
-        local.append(norm.double())
+        for each in (gradient, following):
+            if each is not None and not (each.unit.tiles and each.away is not None):  # else its parts are brought one by one
+                each.prepare()
+        norms = []
+        for valid in gradient.valid_parts():
+            norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
+            norms.append(norm.double())
+        local.append(norms[0] if len(norms) == 1 else _combine(torch.stack(norms), order))
     ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
-    if order == math.inf:
-        combined = ranks.amax(0)
-    elif order == -math.inf:
-        combined = ranks.amin(0)
-    elif order == 0:
-        combined = ranks.sum(0)
-    else:
-        combined = ranks.pow(order).sum(0).pow(1 / order)
+    combined = _combine(ranks, order)
     known = _Known(settings)
     for gradient, norm in zip(gradients, combined.tolist(), strict=True):
         shard, changes = gradient.state()
         known.by_shard[id(shard)] = (weakref.ref(shard), changes, norm)
     return known
+
+
+def _combine(norms: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the norms of what has these norms, each row of a part."""
+    if order == math.inf:
+        return norms.amax(0)
+    if order == -math.inf:
+        return norms.amin(0)
+    if order == 0:
+        return norms.sum(0)
+    return norms.pow(order).sum(0).pow(1 / order)

@@ -13,8 +13,17 @@ from .runtime.context import Context
 from .runtime.partition import shard_numel, shard_range
 from .runtime.scratch_file import ScratchFile
 from .runtime.unit import Unit
+from .runtime.whole import gather_whole
 
 _MOST_UNSYNCED_BYTES = 64 << 20
+
+
+def part_of_unit(whole: torch.Tensor, shard: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Fill a unit's shard with this rank's part of the flat whole; return the shard."""
+    parts, wholes = unit.split(shard, whole)
+    for part, stretch in zip(parts, wholes, strict=True):
+        part_of(stretch, part, unit.context)
+    return shard
 
 
 def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch.Tensor:
@@ -47,7 +56,10 @@ class InUnit:
         if unit.home is not None and unit.context.size == 1:
             unit.home.read(into).wait()
         else:
-            gather(unit.load(), into, unit.context, unit.name)
+            full = into if into.device == unit.device else unit.context.full_buffer(into.numel(), into.dtype, unit.device)
+            gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
+            if full is not into:
+                into.copy_(full)
 
     def save(self, whole: torch.Tensor) -> None:
         """See `Place.save`."""
@@ -55,7 +67,7 @@ class InUnit:
         if unit.home is not None and unit.context.size == 1:
             unit.home.write(whole).wait()
         else:
-            unit.save(part_of(whole, unit.blank(), unit.context))
+            unit.save(part_of_unit(whole, unit.blank(), unit))
 
 
 class InMemory:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .tiling import Box, box_text, tile_shape, tile_stride
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
@@ -29,6 +31,29 @@ class Slot:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    tiles: tuple[Box, ...] = ()
+    """Where it is cut, if it is."""
+    tile: int | None = None
+    """Of a tile, which is a slot by itself: its number among those of the parameter."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells it from all other slots of a graph, and their tiles."""
+        return self.index, -1 if self.tile is None else self.tile
+
+    def cut(self) -> tuple[Slot, ...]:
+        """Return the tiles."""
+        return tuple(
+            dataclasses.replace(
+                self,
+                name=self.name + box_text(box, self.shape),
+                shape=tile_shape(box),
+                stride=tile_stride(box, self.stride),
+                tiles=(),
+                tile=number,
+            )
+            for number, box in enumerate(self.tiles)
+        )
 
     @property
     def numel(self) -> int:
@@ -129,6 +154,8 @@ class Program:
     inputs: int
     slots: Mapping[int, Slot]
     """Input register -> slot."""
+    tiles: Mapping[int, tuple[int, int]]
+    """Register -> input register of the parameter, and number of the tile; holds nothing, but names what is moved."""
     buffers: Mapping[int, str]
     """Input register -> name of a module's buffer, synchronised with rank 0 at its first call."""
     constants: Mapping[int, Any]
@@ -136,8 +163,8 @@ class Program:
     steps: tuple[Step, ...]
     frees: tuple[tuple[int, ...], ...]
     """Registers whose value is needed no longer after each step."""
-    outputs: tuple[int | None, ...]
-    """Register of each output; None where the graph returns None."""
+    outputs: tuple[int | tuple[int, ...] | None, ...]
+    """Register of each output; None where the graph returns None; several that hold the gradients of all tiles of one unit."""
     sequence: tuple[str, ...]
     """The collectives in order, one line each: what all ranks must agree on."""
 

@@ -39,6 +39,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         nvme=placement.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
+        tile=placement.tile,
     )
 
 

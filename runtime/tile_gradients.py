@@ -1,0 +1,110 @@
+"""The gradient of a unit that is computed, reduced and taken away tile by tile."""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from .gradient_room import AwayGradient, away_on_drive
+from .home import HostHome
+from .lanes import Pending
+from .shelf import All
+from .swap import leave_for, swap_out
+from .tile import Tile
+from .unit import Unit
+
+MOST_LEAVING = 2
+"""Tiles' shards on their way from the device, of one unit."""
+
+
+class TileGradients:
+    """One gradient in the making: memory for all of it where it will live, which each tile's part goes to."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._shard: torch.Tensor | AwayGradient | None = None
+        self._pending: list[Pending] = []
+        self._leaving: collections.deque[Pending] = collections.deque()
+        """What was begun last to free memory of the device."""
+        placement, unified = unit.placement, unit.context.bridge.unified
+        self.stays = placement.grads == "device" or (placement.grads == "host" and unified)
+        """On the device, where it is reduced."""
+
+    def room(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the device for a tile's reduced shard."""
+        unit = self._unit
+        if not self.stays:
+            shard = torch.empty(tile.shard_numel, dtype=dtype, device=unit.device)
+            unit.context.ledger.track("grads", shard)
+            return shard
+        if self._shard is None:
+            self._shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
+            unit.context.ledger.track("grads", self._shard)
+        assert isinstance(self._shard, torch.Tensor), "what stays is never away"
+        return tile.part(self._shard)
+
+    def reduced(self, pending: Pending) -> None:
+        """Note when a tile's shard is in its room."""
+        self._pending.append(pending)
+
+    def take_out(
+        self, tile: Tile, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
+    ) -> tuple[torch.Tensor | AwayGradient, Pending]:
+        """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
+        unit = self._unit
+        tier = unit.placement.grads
+        if self.stays or (dst == "nvme" and unit.gradient_room is None):
+            return shard, reduction
+        if isinstance(shard, torch.Tensor):
+            self._wait_for_room()
+        if dst != tier:  # on its way
+            staged, after = swap_out(tile, shard, dst, reduction)
+            assert isinstance(staged, AwayGradient), "it is in host memory"
+            self._leaving.append(staged.arriving)
+            return staged, after
+        if tier == "host":
+            assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
+            away = self._away_on_host(shard.dtype)
+            resident = away.home.resident
+            assert resident is not None, "it is host memory"
+            return away, self._left(unit.context.bridge.to_host(shard, tile.part(resident), reduction), reduction)
+        unit.settle()  # its last gradient may still be in the place of this one
+        away = self._away_on_drive(shard.dtype)
+        return away, self._left(leave_for(away.home, unit.context, shard, reduction, start=tile.stretch.place), reduction)
+
+    def _left(self, pending: Pending, reduction: Pending) -> Pending:
+        self._pending.append(pending)
+        self._leaving.append(pending)
+        return reduction
+
+    def _wait_for_room(self) -> None:
+        """Return when few tiles' shards are on the device: there are more of them than a device can hold."""
+        with self._unit.context.meter.waiting("device to host"):
+            while len(self._leaving) >= MOST_LEAVING:
+                self._leaving.popleft().wait()
+
+    def whole(self) -> tuple[torch.Tensor | AwayGradient, Pending]:
+        """Return the shard of the unit, once all tiles are on their way, and when it is all there."""
+        assert self._shard is not None, "each graph that has one tile's gradient has all"
+        pending: Pending = All(self._pending)
+        if isinstance(self._shard, AwayGradient):
+            self._shard.arrive(pending)
+        return self._shard, pending
+
+    def _away_on_host(self, dtype: torch.dtype) -> AwayGradient:
+        if self._shard is None:
+            unit = self._unit
+            host = unit.context.bridge.host_buffer(unit.shard_numel, dtype)
+            unit.context.host_ledger.track("grads", host)
+            self._shard = AwayGradient(unit, HostHome(host), unit.shard_numel, dtype)
+        assert isinstance(self._shard, AwayGradient), "it never stays"
+        return self._shard
+
+    def _away_on_drive(self, dtype: torch.dtype) -> AwayGradient:
+        if self._shard is None:
+            unit = self._unit
+            assert unit.gradient_room is not None, "its tier is a drive"
+            self._shard = away_on_drive(unit, *unit.gradient_room, unit.shard_numel, dtype)
+        assert isinstance(self._shard, AwayGradient), "it never stays"
+        return self._shard

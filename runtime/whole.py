@@ -1,0 +1,38 @@
+"""A unit's shards to its flat whole and back, in one call on the lane of gathers. Collective operations."""
+
+from __future__ import annotations
+
+import torch
+
+from .unit import Unit
+
+
+def gather_whole(unit: Unit, shard: torch.Tensor, full: torch.Tensor, what: str) -> None:
+    """Fill `full`, which comes from `Context.full_buffer`, on all ranks."""
+    shards, fulls = unit.split(shard, full)
+    context = unit.context
+    context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather(shards, fulls)), what)
+
+
+def gather_on_first(unit: Unit, shard: torch.Tensor, full: torch.Tensor | None, what: str) -> None:
+    """Fill `full` on rank 0."""
+    shards, fulls = unit.split(shard, shard if full is None else full)
+    context = unit.context
+
+    def gather() -> None:
+        for part, whole in zip(shards, fulls, strict=True):
+            context.gathers.gather(part, None if full is None else whole)
+
+    context.finish(context.gather_lane.submit(gather), what)
+
+
+def scatter_whole(unit: Unit, full: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
+    """Fill each rank's shard from rank 0's `full`."""
+    shards, fulls = unit.split(shard, shard if full is None else full)
+    context = unit.context
+
+    def scatter() -> None:
+        for part, whole, stretch in zip(shards, fulls, unit.stretches, strict=True):
+            context.gathers.scatter(None if full is None else whole, part, stretch.end - stretch.start)
+
+    context.finish(context.gather_lane.submit(scatter), what)

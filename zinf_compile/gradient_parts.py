@@ -1,0 +1,46 @@
+"""A gradient that is off the device and too large to come back as a whole: what is done to it, tile by tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .runtime.tile import Tile
+
+if TYPE_CHECKING:
+    from .gradient import ShardedGradient
+
+
+def comes_in_parts(gradient: ShardedGradient) -> bool:
+    """Say whether a gradient is brought tile by tile."""
+    return gradient.away is not None and bool(gradient.unit.tiles)
+
+
+def part_of_gradient(gradient: ShardedGradient, tile: Tile) -> torch.Tensor:
+    """Return this rank's elements of a tile's gradient, padding included; a copy, where they come from a drive."""
+    away = gradient.away
+    return tile.part(gradient.local()) if away is None else away.load_part(tile)
+
+
+def valid_parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
+    """Yield this rank's elements without padding: all at once, or tile by tile."""
+    unit = gradient.unit
+    if not comes_in_parts(gradient):
+        yield gradient.local()[: unit.valid]
+        return
+    for tile, (start, end) in zip(unit.tiles, unit.held, strict=True):
+        yield part_of_gradient(gradient, tile)[: end - start]
+
+
+def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object]) -> None:
+    """Change a gradient in place, given each tile and this rank's elements of it."""
+    away = gradient.away
+    assert away is not None, "it comes in parts"
+    gradient.unit.settle()  # a step may still have to read the old one
+    for tile in gradient.unit.tiles:
+        part = away.load_part(tile)
+        function(tile, part)
+        away.store_part(tile, part)
+    away.stored()
