@@ -13,12 +13,15 @@ from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
 from .insert_releases import insert_releases
 from .insert_swaps import insert_swaps
+from .lift_tiles import lift_tiles
 from .merge_gathers import merge_gathers
 from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
 from .prefetch_swaps import prefetch_swaps
 from .recompute_unit_views import recompute_unit_views
+from .sink_tile_gradients import sink_tile_gradients
 from .sink_unit_views import sink_unit_views
+from .tile_matmuls import tile_matmuls
 from .verify import verify
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
@@ -39,9 +42,15 @@ BUCKETS_ON_THE_WAY = 5
 def joint_passes() -> tuple[Pass, ...]:
     """Rewrites of the joint graph, before forward and backward are cut apart."""
     return (
+        tile_matmuls,
         recompute_unit_views,
         insert_reduce_scatters,
     )
+
+
+def inference_passes() -> tuple[Pass, ...]:
+    """Rewrites of an inference graph, which never was part of a joint one."""
+    return (tile_matmuls,)
 
 
 def graph_passes(
@@ -59,7 +68,9 @@ def graph_passes(
     standing = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: standing))  # for both passes at once, when the first one asks
     return (
+        lift_tiles,
         sink_unit_views,
+        sink_tile_gradients,
         partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
         narrow_gathers,
         partial(group_units, bucket_bytes=bucket_bytes),
@@ -92,4 +103,4 @@ def run_passes(
     return gm
 
 
-__all__ = ["Pass", "graph_passes", "joint_passes", "pass_name", "run_passes", "verify"]
+__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "run_passes", "verify"]

@@ -6,7 +6,8 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import mark_region, unit_of
+from .alias import is_view
+from .facts import mark_region, unit_of, wire_bytes
 from .regions import choose_regions
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
@@ -23,23 +24,29 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
 
     A region is the stretch of compute that uses one block of the model (`h.0`), or a part of a block whose units take more than
     `region_bytes`: equal blocks become equal regions, to be compiled once. Regions follow from names, order and sizes of the
-    units alone, never from budgets, tiers or batch shapes: so the same bits come out for every placement.
+    units alone, never from budgets, tiers or batch shapes: so the same bits come out for every placement. Where a parameter is
+    cut into tiles, a region also ends with the gradients of tiles of `region_bytes`: the next tile's is not there yet.
     """
     graph = gm.graph
     waits = [node for node in graph.nodes if node.target is ops.wait]
     starts = {waits[index] for index in choose_regions([unit_of(node) for node in waits], region_bytes=region_bytes)[1:]}
     regions: list[list[fx.Node]] = [[]]
     pending: list[fx.Node] = []  # gathers go with the wait that follows them
+    reduced = 0
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node in starts:
-            regions.append([])
+        if node in starts or (reduced >= region_bytes and node.target is not ops.reduce_scatter):
+            if not all(map(is_view, regions[-1])):  # views alone are part of what reads them
+                regions.append([])
+            reduced = 0
         if node.target is ops.all_gather:
             pending.append(node)
             continue
         regions[-1] += [*pending, node]
         pending = []
+        if node.target is ops.reduce_scatter and unit_of(node).tile is not None:
+            reduced += wire_bytes(node)
     for region in regions:
         _align(region)
     return gm

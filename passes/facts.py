@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,11 @@ _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
 _NAME = "zinf_name"
 _REGION = "zinf_region"
+_TILE_OF = "zinf_tile_of"
+_JOINED = "zinf_joined"
+
+_AFTER_ALL_CHECKPOINTS = sys.maxsize
+"""Larger than any checkpoint's number: a view shared with a later checkpointed region is then still recomputed."""
 
 
 def mark_slot(node: fx.Node, slot: Slot) -> None:
@@ -58,6 +64,41 @@ def mark_region(node: fx.Node) -> None:
 def starts_region(node: fx.Node) -> bool:
     """Say whether a region was marked to start at the operator."""
     return bool(node.meta.get(_REGION))
+
+
+def leave_whole(gm: fx.GraphModule, slot: Slot, reason: str) -> None:
+    """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
+    reasons = untiled(gm).setdefault(slot.name, [])
+    if reason not in reasons:
+        reasons.append(reason)
+
+
+def untiled(gm: fx.GraphModule) -> dict[str, list[str]]:
+    """Return the reasons why parameters are used as a whole that are cut into tiles, by name."""
+    found: dict[str, list[str]] = gm.meta.setdefault("zinf_untiled", {})
+    return found
+
+
+def mark_tile(node: fx.Node, unit: fx.Node, slot: Slot) -> None:
+    """Say that placeholder `node` is a tile of parameter `unit`."""
+    node.meta[_SLOT] = slot
+    node.meta[_TILE_OF] = unit.name
+
+
+def tile_of(node: fx.Node) -> str | None:
+    """Return the name of the parameter's placeholder of which `node` is a tile, None for any other node."""
+    return node.meta.get(_TILE_OF) if node.op == "placeholder" else None
+
+
+def mark_joined(gm: fx.GraphModule, position: int, parts: tuple[int, ...]) -> None:
+    """Say that an output is the gradient of a parameter whose tiles' are at `parts`."""
+    gm.meta.setdefault(_JOINED, {})[position] = parts
+
+
+def joined_outputs(gm: fx.GraphModule) -> dict[int, tuple[int, ...]]:
+    """Return the outputs that are one with others, by position."""
+    found: dict[int, tuple[int, ...]] = gm.meta.get(_JOINED, {})
+    return found
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
@@ -152,11 +193,24 @@ def policy_of(node: fx.Node) -> str:
     return policy.name.lower() if isinstance(policy, CheckpointPolicy) else ""
 
 
+def recompute(node: fx.Node) -> None:
+    """Tell the partitioner to make a node again wherever it is used, and never to save it."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = _AFTER_ALL_CHECKPOINTS
+
+
 def fake_value(node: fx.Node) -> torch.Tensor:
     """Return the fake tensor that stands for the node's result."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node.name} is not a tensor"
     return value
+
+
+def fake_mode_of(node: fx.Node) -> Any:
+    """Return the mode that the fake tensors of the node's result belong to."""
+    value = node.meta["val"]
+    tensors = value if isinstance(value, (list, tuple)) else (value,)
+    return next(tensor.fake_mode for tensor in tensors if tensor is not None)
 
 
 def data_types(node: fx.Node) -> set[torch.dtype]:

@@ -41,7 +41,7 @@ def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
         own = _own_views(use.consumer, derived)
         first = own[0] if own else use.consumer
         for unit in use.units:
-            if _slot(unit).index in fresh:
+            if _slot(unit).key in fresh:
                 gathered[unit] = _gather_before(graph, unit, first)
         for node in (*own, use.consumer):
             _read_full(node, gathered)
@@ -63,19 +63,19 @@ def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
     return uses
 
 
-def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set[int]]:
-    """Decide at which use each unit is gathered: for each use, the slot indices gathered in front of it."""
-    fresh: list[set[int]] = []
-    last_seen: dict[int, int] = {}
+def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set[tuple[int, int]]]:
+    """Decide at which use each unit is gathered: for each use, the keys of the slots gathered in front of it."""
+    fresh: list[set[tuple[int, int]]] = []
+    last_seen: dict[tuple[int, int], int] = {}
     gathered_bytes = 0
     for units in uses:
-        now: set[int] = set()
+        now: set[tuple[int, int]] = set()
         for slot in units:
-            seen = last_seen.get(slot.index)
+            seen = last_seen.get(slot.key)
             if seen is None or gathered_bytes - seen > keep_bytes:
-                now.add(slot.index)
+                now.add(slot.key)
                 gathered_bytes += slot.bytes
-            last_seen[slot.index] = gathered_bytes
+            last_seen[slot.key] = gathered_bytes
         fresh.append(now)
     return fresh
 

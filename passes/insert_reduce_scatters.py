@@ -8,7 +8,9 @@ from torch import fx
 from zinf_compile import ops
 from zinf_compile._torch import gradient_outputs
 
-from .facts import parameters
+from .emit import Emitter
+from .facts import parameters, slot_of
+from .tile_forms import emit_tile
 
 
 def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
@@ -28,11 +30,32 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         grad, unit = results[position], placeholders.get(index)
         if unit is None or not isinstance(grad, fx.Node):
             continue
+        if grad.target is ops.join:
+            _reduce_tiles(gm.graph, grad)
+            continue
         with gm.graph.inserting_after(last_input if grad.op == "placeholder" else grad):
-            shard = gm.graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), name="shard")
-        shard.meta["val"] = torch.empty_like(grad.meta["val"])
-        shard.meta["partitioner_tag"] = "is_backward"
-        shard.meta["desc"] = grad.meta.get("desc")
-        results[position] = shard
+            results[position] = _reduce(gm.graph, grad, unit)
+        results[position].meta["desc"] = grad.meta.get("desc")
     output.args = (type(output.args[0])(results),)
     return gm
+
+
+def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
+    shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), name="shard")
+    shard.meta["val"] = torch.empty_like(grad.meta["val"])
+    shard.meta["partitioner_tag"] = "is_backward"
+    return shard
+
+
+def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
+    """Average each tile of a gradient by itself."""
+    *parts, unit = joined.all_input_nodes
+    slot = slot_of(unit)
+    assert slot is not None
+    shards = []
+    for part, box in zip(parts, slot.tiles, strict=True):
+        emit = Emitter(graph, part, behind=True)
+        tile = emit_tile(unit, box, emit)
+        with graph.inserting_after(tile):
+            shards.append(_reduce(graph, part, tile))
+    joined.args = (shards, unit)

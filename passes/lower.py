@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from .facts import (
     buffer_of,
     group_of,
     hop_of,
+    joined_outputs,
     positions,
     slot_of,
     starts_region,
     symbols_of,
     symbols_read_off,
+    tile_of,
     unit_of,
     wire_type,
 )
@@ -64,6 +66,9 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
             for node in nodes:
                 register[node] = len(register)
         steps.append(_transfer(kind, nodes, register, ownership))
+    by_name = {node.name: node for node in placeholders}
+    tiles = {node: by_name[unit] for node in placeholders if (unit := tile_of(node)) is not None}
+    tiles_ = {register[node]: (register[unit], _number(node)) for node, unit in tiles.items()}
     results = output.args[0]
     assert isinstance(results, (list, tuple)), "a graph returns a tuple of values"
     constants: dict[int, Any] = {}
@@ -80,15 +85,33 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     return Program(
         name=name,
         registers=len(register) + len(constants),
-        inputs=len(placeholders),
-        slots={register[n]: slot for n in placeholders if (slot := slot_of(n)) is not None},
+        inputs=len(placeholders) - len(tiles),
+        slots={register[n]: slot for n in placeholders if (slot := slot_of(n)) is not None and n not in tiles},
+        tiles=tiles_,
         buffers={register[n]: buffer for n in placeholders if (buffer := buffer_of(n)) is not None},
         constants=constants,
         steps=tuple(steps),
         frees=_frees(steps, {r for r in outputs_ if r is not None}),
-        outputs=tuple(outputs_),
+        outputs=tuple(_joined(outputs_, joined_outputs(gm))),
         sequence=collective_sequence(gm.graph),
     )
+
+
+def _number(tile: fx.Node) -> int:
+    slot = slot_of(tile)
+    assert slot is not None
+    assert slot.tile is not None
+    return slot.tile
+
+
+def _joined(outputs: list[int | None], joined: Mapping[int, tuple[int, ...]]) -> list[int | tuple[int, ...] | None]:
+    """Put those outputs together that are one gradient's tiles; behind the graph's own there are no others."""
+    own = len(outputs) - sum(len(parts) - 1 for parts in joined.values())
+    together: list[int | tuple[int, ...] | None] = []
+    for position, register in enumerate(outputs[:own]):
+        parts = [outputs[part] for part in joined.get(position, ())]
+        together.append(tuple(part for part in parts if part is not None) or register)
+    return together
 
 
 def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:

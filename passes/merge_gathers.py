@@ -91,4 +91,4 @@ def _next_gathers(moves: Sequence[Move]) -> dict[int, int]:
 
 
 def _move(node: fx.Node) -> Move:
-    return Move((unit_of(node).index, wire_type(node)), wire_bytes(node), node.target is ops.all_gather)
+    return Move((unit_of(node).key, wire_type(node)), wire_bytes(node), node.target is ops.all_gather)

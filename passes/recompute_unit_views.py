@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .alias import aliased_inputs, derived_from
-from .facts import parameters
+from zinf_compile import ops
 
-_AFTER_ALL_CHECKPOINTS = sys.maxsize
-"""Larger than any checkpoint's number: a view shared with a later checkpointed region is then still recomputed."""
+from .alias import aliased_inputs, derived_from
+from .facts import parameters, recompute
 
 
 def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
@@ -27,13 +24,20 @@ def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
     with other batch shapes would gather different units. What `torch.utils.checkpoint` marked stays as it is.
     """
     roots = [node for node, _ in parameters(gm.graph)]
+    tiles = [node for node in gm.graph.nodes if node.target is ops.tile]
+    roots += tiles
     derived = derived_from(roots)
-    for node in derived:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta["ac_graph_id"] = _AFTER_ALL_CHECKPOINTS
+    for node in (*derived, *tiles):
+        recompute(node)
     for source in (*roots, *derived):
         for user in source.users:
-            if user.op == "call_function" and user not in derived and "recompute" not in user.meta and _may_be_saved(user):
+            if (
+                user.op == "call_function"
+                and user not in derived
+                and user.target is not ops.tile
+                and "recompute" not in user.meta
+                and _may_be_saved(user)
+            ):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return gm
 

@@ -48,7 +48,7 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
         lane = lane_of(node)
         if lane is not None:
             moved[lane] += bytes_moved(node, world_size=world_size)
-            units.add(unit_of(node).index)
+            units.add(unit_of(node).key)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(
         units=len(units),

@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
-from .budget import GraphBudget, agree_on_memory
+from .budget import GraphBudget, agree_on_memory, bucket_of
 from .callers import callers
 from .capture import (
+    cut_into_tiles,
     explaining_empty_inputs,
     mark_inputs,
     read_inputs,
@@ -30,7 +31,7 @@ from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
 from .optimizer import install
-from .passes import Pass, graph_passes, joint_passes, run_passes, verify
+from .passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
 from .passes.clone_aliased_outputs import clone_aliased_outputs
 from .passes.lower import lower, run_by_operator
 from .program import Program, Slot
@@ -74,6 +75,7 @@ class GraphCompiler:
         """The options that the user set."""
         self.number = next(_numbers)
         self._budget: GraphBudget | None = None
+        self._bucket = config.bucket_bytes
         self.unified = True
         """The device is host memory."""
         self._binder: Binder | None = None
@@ -91,6 +93,8 @@ class GraphCompiler:
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
+        self._bucket = bucket_of(self.config, list(captured.slots.values()))
         self.unified = context.bridge.unified
         self._budget = self.make_budget(list(captured.slots.values()), example_inputs, context)
         install()
@@ -112,6 +116,7 @@ class GraphCompiler:
                 if kind == "inference":
                     mark_inputs(graph, captured)
                     reject_mutations(graph, captured)
+                    run_passes(graph, inference_passes())
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -158,7 +163,7 @@ class GraphCompiler:
         """Return the passes that write the schedule, for where the states of this model live."""
         placement = self.config.placement()
         return graph_passes(
-            bucket_bytes=self.config.bucket_bytes,
+            bucket_bytes=self._bucket,
             params=way_in(placement.params, unified=self.unified),
             grads=way_in(placement.grads, unified=self.unified)[::-1],
             limits=None if self._budget is None else self._budget.limits,

@@ -41,6 +41,12 @@ def plan_later(units: Iterable[Unit]) -> None:
     _unplanned.update(units)
 
 
+def bucket_of(config: Config, slots: Sequence[Slot]) -> int:
+    """Return the bytes that move together in a graph: no more than a tile, where some parameter is cut into tiles."""
+    cut = config.tile_bytes is not None and any(slot.tiles for slot in slots)
+    return min(config.bucket_bytes, config.tile_bytes or 0) if cut else config.bucket_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class Caps:
     """What this rank may hold, in bytes, and who says so."""
@@ -163,7 +169,9 @@ class GraphBudget:
         self._claims: list[Claim] = []
         """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
-        self._context, self._bucket, self._placement = context, config.bucket_bytes, config.placement()
+        cut = config.tile is None and any(slot.tiles for slot in slots)
+        self._tiles = f" with option tile={config.tile_bytes}, as here" if cut else ""
+        self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
         self._swapped = bool(way_in(self._placement.params, unified=context.bridge.unified))
@@ -189,8 +197,8 @@ class GraphBudget:
                 f"the model needs {least:,} bytes on {context.device} of each rank: {fixed:,} stay there (parameters and "
                 f"gradients whose tier that is), {gathered:,} are gathered at once (with {needs.largest or 'nothing'}), "
                 f"{reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's step. {cap:,} are allowed "
-                f"({source}); the smallest that works is {least:,}. A smaller `bucket` gathers less at once; params, grads and "
-                "optimizer on 'host' or 'nvme' keep less there",
+                f"({source}); the smallest that works is {least:,}{self._tiles}. A smaller `bucket` gathers less at once; "
+                "params, grads and optimizer on 'host' or 'nvme' keep less there",
             )
         if not unified:
             self._check_host(gathered)

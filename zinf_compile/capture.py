@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ._torch import DATA_ASSIGNMENTS, aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs
+from ._torch import DATA_ASSIGNMENTS, aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs, no_torch_function
 from .binding import reject_unsupported
 from .errors import UnsupportedModelError, ZinfError
+from .parameter import unit_of
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
 from .program import Slot
+from .runtime.placement import Placement
+from .tiling import cut_parameter
 
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
 """Methods that return a tensor itself where it is already what they make of it."""
@@ -66,6 +69,21 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
             f"input {foreign[0][0]} is on {foreign[0][1]}, the parameters are on {device}; move both to one device"
         )
     return Captured(slots, buffers, names, device)
+
+
+def cut_into_tiles(captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int) -> Captured:
+    """Say of each parameter into which tiles it is cut, or will be when it is partitioned."""
+    slots = {}
+    for index, slot in captured.slots.items():
+        unit, parameter = unit_of(inputs[index]), inputs[index]
+        assert isinstance(parameter, torch.Tensor)
+        if unit is None:
+            with no_torch_function():
+                tiles = cut_parameter(parameter, slot.name, placement.tile, world_size)
+        else:
+            tiles = unit.boxes
+        slots[index] = dataclasses.replace(slot, tiles=tiles)
+    return dataclasses.replace(captured, slots=slots)
 
 
 def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import itertools
@@ -178,7 +179,8 @@ class _Recorder(GraphCompiler):
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def _schedule(self, graph: fx.GraphModule, kind: str) -> None:
+    def _schedule(self, unscheduled: fx.GraphModule, kind: str) -> None:
+        graph = fx.GraphModule(unscheduled, copy.deepcopy(unscheduled.graph))  # which AOTAutograd goes on with
         texts = self._run(graph, self.graph_passes())
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None

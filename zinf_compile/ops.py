@@ -14,6 +14,9 @@ the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
 it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
+A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
+stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`.
+
 A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
 parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
 
@@ -27,8 +30,13 @@ run as plain FX, which is how tests compare numbers before and after a pass. In 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch.library import Library
+
+from .tiling import tile_stride
 
 LONE_GROUP = -1
 """Group number of a transfer that is issued alone."""
@@ -37,6 +45,8 @@ _library = Library("zinf", "DEF")
 _library.define("swap_in(Tensor unit, str src, str dst, int group=-1) -> Tensor")
 _library.define("swap_out(Tensor grad, str src, str dst) -> Tensor")
 _library.define("all_gather(Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
+_library.define("tile(Tensor unit, int[] start, int[] end) -> Tensor")
+_library.define("join(Tensor[] parts, Tensor unit) -> Tensor")
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
 _library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
@@ -66,16 +76,38 @@ def _reduce_scatter(grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GR
     return grad.clone()
 
 
-for _name, _kernel in (
+def _tile(unit: torch.Tensor, start: Sequence[int], end: Sequence[int]) -> torch.Tensor:
+    part = unit
+    for dim, (first, last) in enumerate(zip(start, end, strict=True)):
+        part = part.narrow(dim, first, last - first)
+    box = tuple(zip(start, end, strict=True))
+    return unit.new_empty_strided(part.size(), tile_stride(box, unit.stride())).copy_(part)
+
+
+def _join(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tensor:
+    stretches = []
+    for part in parts:
+        box = tuple((0, size) for size in part.shape)
+        laid_out = part.new_empty_strided(part.size(), tile_stride(box, unit.stride())).copy_(part)
+        stretches.append(laid_out.as_strided((part.numel(),), (1,)))
+    return torch.cat(stretches).as_strided(unit.size(), unit.stride())
+
+
+_kernels: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("tile", _tile),
+    ("join", _join),
     ("swap_in", _swap_in),
     ("swap_out", _swap_out),
     ("all_gather", _all_gather),
     ("wait", _wait),
     ("release", _release),
     ("reduce_scatter", _reduce_scatter),
-):
+)
+for _name, _kernel in _kernels:
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
 
+tile = torch.ops.zinf.tile.default
+join = torch.ops.zinf.join.default
 swap_in = torch.ops.zinf.swap_in.default
 swap_out = torch.ops.zinf.swap_out.default
 all_gather = torch.ops.zinf.all_gather.default

@@ -1,0 +1,105 @@
+"""How a value derived from a tiled parameter lies to it: which tiles make it up, and how to derive its part from each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.program import Slot
+from zinf_compile.tiling import Box
+
+from .alias import is_cast
+from .emit import Emitter
+from .facts import recompute
+
+aten = torch.ops.aten
+
+_SAME = frozenset({aten.detach.default, aten.alias.default})
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A parameter whose dimensions stand in another order, of one or several of whose rows, in another data type."""
+
+    unit: fx.Node
+    slot: Slot
+    dims: tuple[int, ...]
+    """Of the parameter, in the order of the value's."""
+    fixed: tuple[tuple[int, int], ...] = ()
+    """Dimensions of the parameter that the value hasn't, and at which index it was taken."""
+    chain: tuple[fx.Node, ...] = ()
+    """The operators that made it."""
+
+    def step(self, node: fx.Node) -> Form | None:
+        """Return the form of what an operator makes of the value; None where it isn't one."""
+        chain = (*self.chain, node)
+        if is_cast(node) or node.target in _SAME:
+            return dataclasses.replace(self, chain=chain)
+        rank = len(self.dims)
+        match node.target, node.args[1:]:
+            case aten.t.default, ():
+                return dataclasses.replace(self, dims=self.dims[::-1], chain=chain)
+            case aten.transpose.int, (int() as one, int() as other):
+                dims = list(self.dims)
+                dims[one], dims[other] = dims[other], dims[one]
+                return dataclasses.replace(self, dims=tuple(dims), chain=chain)
+            case aten.permute.default, (order,) if isinstance(order, (list, tuple)):
+                dims_ = tuple(self.dims[position] for position in order)
+                return dataclasses.replace(self, dims=dims_, chain=chain)
+            case aten.select.int, (int() as dim, int() as index) if rank > 2:
+                taken = self.dims[dim % rank]
+                left = tuple(d for d in self.dims if d != taken)
+                at = index % self.slot.shape[taken]
+                return dataclasses.replace(self, dims=left, fixed=(*self.fixed, (taken, at)), chain=chain)
+        return None
+
+    def tiles(self) -> list[tuple[int, Box]]:
+        """Return the tiles that make the value up: the number of each, and the box of the value that it is."""
+        found = []
+        for number, box in enumerate(self.slot.tiles):
+            if all(box[dim][0] <= index < box[dim][1] for dim, index in self.fixed):
+                found.append((number, tuple(box[dim] for dim in self.dims)))
+        return found
+
+    def derive(self, number: int, emit: Emitter) -> fx.Node:
+        """Make of a tile what the value is of the parameter."""
+        box = self.slot.tiles[number]
+        node = emit_tile(self.unit, box, emit)
+        dims = list(range(len(box)))
+        for step in self.chain:
+            args: tuple[Any, ...] = (node, *step.args[1:])
+            if step.target is aten.select.int:
+                dim, index = integers(step.args[1:3])
+                taken = dims.pop(dim % len(dims))
+                args = (node, dim, index % self.slot.shape[taken] - box[taken][0])
+            elif step.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+                before = Form(self.unit, self.slot, tuple(dims)).step(step)
+                assert before is not None, "it was understood before"
+                dims = list(before.dims)
+            node = emit(step.target, *args, like=step, kwargs=step.kwargs)
+        return node
+
+
+def integers(values: Any) -> list[int]:
+    """Return an operator's numbers as what they are."""
+    assert all(isinstance(value, int) for value in values), "sizes known at run time only were left alone"
+    return list(values)
+
+
+def emit_tile(unit: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+    """Name a tile of a parameter."""
+    start, end = ([edge[side] for edge in box] for side in (0, 1))
+    tile = emit(ops.tile, unit, start, end, name=f"{unit.name}_tile")
+    recompute(tile)
+    return tile
+
+
+def box_of(tile: fx.Node) -> tuple[fx.Node, Box]:
+    """Return the parameter and the box that a `tile` names."""
+    unit, start, end = tile.args
+    assert isinstance(unit, fx.Node)
+    return unit, tuple(zip(start, end, strict=True))  # type: ignore[arg-type]

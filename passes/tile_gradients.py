@@ -1,0 +1,155 @@
+"""A gradient in tiles, each computed by itself from what the whole is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zinf_compile.tiling import Box, tile_shape
+
+from .alias import is_cast
+from .emit import Emitter
+from .facts import fake_value
+from .tile_forms import integers
+from .tile_uses import slice_of
+
+aten = torch.ops.aten
+
+_ELEMENTWISE = frozenset(
+    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default}
+    | {aten.clone.default, aten.detach.default, aten.alias.default}
+)
+"""What gives each element from the elements at its place."""
+
+
+class GradientTiles:
+    """Cuts gradients of one graph. What is cut stays in the graph, for whoever else reads it; else nobody does any longer."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._cut: dict[tuple[fx.Node, Box], fx.Node] = {}
+
+    def cut(self, node: fx.Node, boxes: Sequence[Box]) -> list[fx.Node] | str:
+        """Return the boxes of a gradient; the reason, where it would have to be computed as a whole first.
+
+        g = t(mm(t(d), x))   with row tiles:  t(mm(slice(t(d), 0, 0, r), x)) ..
+        """
+        reason = self._whole(node)
+        return reason or [self._box(node, box) for box in boxes]
+
+    def _whole(self, node: fx.Node) -> str:
+        """Return why a gradient is there as a whole in any case; empty where it needn't be."""
+        if node.op != "call_function":
+            return "its gradient is an input"
+        if len(node.users) > 1:
+            return f"its gradient, {node.name}, is used more than once"
+        match node.target:
+            case aten.t.default | aten.permute.default | aten.transpose.int:
+                return self._whole(_input(node, 0))
+            case aten.mm.default | aten.bmm.default | aten.embedding_dense_backward.default | aten.select_backward.default:
+                return ""
+            case _ if node.target in _ELEMENTWISE or is_cast(node):
+                alike = [n for n in node.all_input_nodes if fake_value(n).shape == fake_value(node).shape]
+                reasons = [self._whole(n) for n in alike]
+                return "" if not all(reasons) else reasons[0] if reasons else f"its gradient is made by {node.name}"
+            case aten.cat.default:
+                return ""
+        return f"its gradient is made by {node.name}"
+
+    def _box(self, node: fx.Node, box: Box) -> fx.Node:
+        if (node, box) not in self._cut:
+            self._cut[node, box] = self._compute(node, box)
+        return self._cut[node, box]
+
+    def _compute(self, node: fx.Node, box: Box) -> fx.Node:
+        emit = Emitter(self._graph, node)
+        if not self._whole(node):
+            match node.target:
+                case aten.t.default:
+                    return emit(aten.t.default, self._box(_input(node, 0), box[::-1]))
+                case aten.permute.default | aten.transpose.int:
+                    order = _order(node)
+                    inner = tuple(box[order.index(dim)] for dim in range(len(order)))
+                    return emit(aten.permute.default, self._box(_input(node, 0), inner), order)
+                case aten.mm.default:
+                    a, b = _input(node, 0), _input(node, 1)
+                    return emit(aten.mm.default, slice_of(a, 0, box[0], emit), slice_of(b, 1, box[1], emit))
+                case aten.bmm.default:
+                    a, b = (slice_of(_input(node, position), 0, box[0], emit) for position in (0, 1))
+                    return emit(aten.bmm.default, slice_of(a, 1, box[1], emit), slice_of(b, 2, box[2], emit))
+                case aten.embedding_dense_backward.default:
+                    return _embedding(node, box, emit)
+                case aten.select_backward.default:
+                    return _selection(node, box, emit)
+                case aten.cat.default if (part := _part_of_cat(node, box)) is not None:
+                    return part
+                case _ if node.target in _ELEMENTWISE or is_cast(node):
+                    shape = fake_value(node).shape
+                    args = fx.map_arg(node.args, lambda n: self._box(n, box) if fake_value(n).shape == shape else n)
+                    return emit(node.target, *args, kwargs=node.kwargs)
+        result, behind = node, Emitter(self._graph, node, behind=True)
+        for dim, span in enumerate(box):
+            result = slice_of(result, dim, span, behind)
+        return result
+
+
+def _embedding(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+    """Compute the rows of an embedding's gradient: all other indices are sent to one row more, which is left away."""
+    grad, indices, _, padding = node.args[:4]
+    (start, end), columns = box
+    assert isinstance(grad, fx.Node)
+    own = slice_of(grad, fake_value(grad).dim() - 1, columns, emit)
+    rows = end - start
+    local = emit(aten.sub.Tensor, indices, start) if start else indices
+    inside = emit(aten.logical_and.default, emit(aten.ge.Scalar, indices, start), emit(aten.lt.Scalar, indices, end))
+    local = emit(aten.where.ScalarOther, inside, local, rows)
+    if isinstance(padding, int) and start <= padding < end:
+        local = emit(aten.where.ScalarSelf, emit(aten.eq.Scalar, indices, padding), rows, local)
+    whole = emit(aten.embedding_dense_backward.default, own, local, rows + 1, rows, False)
+    return emit(aten.slice.Tensor, whole, 0, 0, rows)
+
+
+def _selection(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+    """Compute a box of what is zero but at one index of a dimension."""
+    grad, (dim, index) = _input(node, 0), integers(node.args[2:4])
+    shape = fake_value(node).shape
+    dim, index = dim % len(shape), index % shape[dim]
+    (start, end), sizes = box[dim], list(tile_shape(box))
+    if not start <= index < end:
+        value = fake_value(node)
+        return emit(aten.full.default, sizes, 0, kwargs={"dtype": value.dtype, "device": value.device})
+    for position, span in enumerate(box[:dim] + box[dim + 1 :]):
+        grad = slice_of(grad, position, span, emit)
+    return emit(aten.select_backward.default, grad, sizes, dim, index - start)
+
+
+def _part_of_cat(node: fx.Node, box: Box) -> fx.Node | None:
+    """Return the part of a concatenation that a box is; None where it is none."""
+    shape = list(fake_value(node).shape)
+    (dim,) = integers(node.args[1:2]) or (0,)
+    start = 0
+    for part in node.all_input_nodes:
+        size = fake_value(part).shape[dim]
+        here = tuple((start, start + size) if d == dim % len(shape) else (0, length) for d, length in enumerate(shape))
+        if here == box and tuple(fake_value(part).shape) == tile_shape(box):
+            return part
+        start += size
+    return None
+
+
+def _order(node: fx.Node) -> list[int]:
+    """Return which dimension of its input each of a permutation's is."""
+    rank = fake_value(node).dim()
+    if node.target is aten.permute.default:
+        return [dim % rank for dim in integers(node.args[1])]
+    order, (one, other) = list(range(rank)), integers(node.args[1:3])
+    order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _input(node: fx.Node, position: int) -> fx.Node:
+    value = node.args[position]
+    assert isinstance(value, fx.Node)
+    return value
