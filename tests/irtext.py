@@ -19,7 +19,7 @@ from zinf_compile.passes.facts import mark_slot
 from zinf_compile.passes.text import graph_text
 from zinf_compile.program import Program, Slot
 
-_SCHEDULE = {op._schema.name.split("::")[1]: op for op in ops.SCHEDULE_OPS}
+_SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*ops.SCHEDULE_OPS, ops.tile, ops.join)}
 
 
 def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Slot:

@@ -99,9 +99,9 @@ def test_each_use_has_its_unit_and_none_is_kept_past_the_limit(sequence: list[li
     moved = 0
     last_use: dict[int, int] = {}
     for use, gathered in zip(sequence, fresh, strict=True):
-        assert gathered <= set(use)
+        assert gathered <= {units[i].key for i in use}
         for i in use:
             kept_past_limit = i in last_use and moved - last_use[i] > keep_bytes
-            assert (i in gathered) == (i not in last_use or kept_past_limit)
-            moved += units[i].bytes if i in gathered else 0
+            assert (units[i].key in gathered) == (i not in last_use or kept_past_limit)
+            moved += units[i].bytes if units[i].key in gathered else 0
             last_use[i] = moved

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from irtext import copied, results, text_of, traced
+from torch import fx, nn
+from torch.nn import functional as F
+
+from zinf_compile.passes import graph_passes, joint_passes, run_passes, verify
+from zinf_compile.passes.facts import mark_slot, parameters, untiled
+from zinf_compile.passes.tile_matmuls import tile_matmuls
+from zinf_compile.tiling import choose_tiles
+
+
+class With(nn.Module):
+    """Calls `function(w, x)` with a parameter."""
+
+    def __init__(self, function: Callable[..., Any], *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(*shape))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.w, x)
+
+
+def cut(gm: fx.GraphModule, tile_bytes: int) -> fx.GraphModule:
+    """Say that parameters are cut into tiles."""
+    for node, slot in list(parameters(gm.graph)):
+        tiles = choose_tiles(slot.shape, slot.stride, slot.dtype.itemsize, limit_bytes=tile_bytes, world_size=1)
+        mark_slot(node, dataclasses.replace(slot, tiles=tiles))
+    return gm
+
+
+def tiled(function: Callable[..., Any], *shape: int, x: torch.Tensor, rows: int = 2, kind: str = "joint") -> fx.GraphModule:
+    graph = traced(With(function, *shape), x)[kind]
+    return tile_matmuls(cut(graph, rows * 4 * torch.Size(shape[1:]).numel()))
+
+
+def test_a_linear_layer() -> None:
+    gm = tiled(lambda w, x: F.linear(x, w), 4, 3, x=torch.randn(5, 3, requires_grad=True))
+    assert text_of(gm, primals_2="x", tangents_1="dy").splitlines() == [
+        "primals_1_tile = tile(w, [0, 0], [2, 3])",
+        "t_default = t(primals_1_tile)",
+        "mm_default = mm(x, t_default)",
+        "primals_1_tile_1 = tile(w, [2, 0], [4, 3])",
+        "t_default_1 = t(primals_1_tile_1)",
+        "mm_default_1 = mm(x, t_default_1)",
+        "cat_default = cat([mm_default, mm_default_1], 1)",
+        "t_1 = t(dy)",
+        "slice_tensor_2 = slice(t_1, 0, 0, 2)",
+        "mm_default_3 = mm(slice_tensor_2, x)",
+        "slice_tensor_3 = slice(t_1, 0, 2, 4)",
+        "mm_default_4 = mm(slice_tensor_3, x)",
+        "t_default_6 = t(mm_default_3)",
+        "t_default_8 = t(mm_default_4)",
+        "primals_1_tile_2 = tile(w, [0, 0], [2, 3])",
+        "t_default_2 = t(primals_1_tile_2)",
+        "t_default_3 = t(t_default_2)",
+        "slice_tensor = slice(dy, 1, 0, 2)",
+        "mm_default_2 = mm(slice_tensor, t_default_3)",
+        "primals_1_tile_3 = tile(w, [2, 0], [4, 3])",
+        "t_default_4 = t(primals_1_tile_3)",
+        "t_default_5 = t(t_default_4)",
+        "slice_tensor_1 = slice(dy, 1, 2, 4)",
+        "addmm_default = addmm(mm_default_2, slice_tensor_1, t_default_5)",
+        "t_default_7 = t(t_default_6)",
+        "t_default_9 = t(t_default_8)",
+        "gradient = join([t_default_7, t_default_9], w)",
+        "return [cat_default, gradient, addmm_default]",
+    ]
+
+
+USES: dict[str, tuple[Callable[..., Any], tuple[int, ...], torch.Tensor]] = {
+    "linear": (lambda w, x: F.linear(x, w), (6, 4), torch.randn(5, 4)),
+    "the other way": (lambda w, x: x @ w, (6, 4), torch.randn(5, 6)),
+    "on the left": (lambda w, x: w @ x, (6, 4), torch.randn(4, 5)),
+    "transposed on the left": (lambda w, x: w.t() @ x, (6, 4), torch.randn(6, 5)),
+    "a batch": (lambda w, x: torch.bmm(x, w), (6, 4, 3), torch.randn(6, 2, 4)),
+    "a batch on the left": (lambda w, x: torch.bmm(w.transpose(1, 2), x), (6, 4, 3), torch.randn(6, 4, 2)),
+    "one expert": (lambda w, x: x @ w[3] + x @ w[1], (6, 4, 3), torch.randn(5, 4)),
+    "with a bias": (lambda w, x: torch.addmm(x[0, 0], x, w, beta=0.5, alpha=2.0), (6, 4), torch.randn(5, 6)),
+    "in another type": (lambda w, x: x.bfloat16() @ w.bfloat16(), (6, 4), torch.randn(5, 6)),
+    "in three dimensions": (lambda w, x: F.linear(x, w), (6, 4), torch.randn(2, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("use", USES)
+def test_same_numbers(use: str, rows: int) -> None:
+    function, shape, x = USES[use]
+    graphs = traced(With(function, *shape), x)
+    for kind in ("joint", "inference"):
+        gm = copied(graphs[kind])
+        before = results(copied(gm))
+        after = tile_matmuls(cut(gm, rows * 4 * torch.Size(shape[1:]).numel()))
+        assert not untiled(after)
+        assert "tile(" in text_of(after)
+        for one, other in zip(before, results(after), strict=True):
+            if isinstance(one, torch.Tensor):
+                # bf16: up to 6 partial sums below 6, each rounded to 2**-9 of itself
+                torch.testing.assert_close(other, one, rtol=1e-5, atol=6 * 6 * 2**-9 if use == "in another type" else 1e-5)
+
+
+def test_an_embedding_tied_to_the_head() -> None:
+    words = torch.tensor([[1, 5, 5], [0, 4, 3]])
+    graphs = traced(With(lambda w, i: F.linear(F.embedding(i, w, padding_idx=3), w), 6, 4), words)
+    before = results(copied(graphs["joint"]))
+    after = tile_matmuls(cut(graphs["joint"], 2 * 16))
+    assert not untiled(after)
+    text = text_of(after)
+    assert text.count("embedding(") == 3
+    assert text.count("embedding_dense_backward(") == 3
+    for one, other in zip(before, results(after), strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(other, one)
+
+
+WHOLE = {
+    "element by element": (lambda w, x: x * w.sum(), "takes it as a whole"),
+    "added up": (lambda w, x: x + w.mean(0), "mean takes it as a whole"),
+    "in another shape": (lambda w, x: x[0, :3] @ w.reshape(3, 8), "view takes it as a whole"),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_what_is_no_product_stays_and_says_why(case: str) -> None:
+    function, reason = WHOLE[case]
+    graph = traced(With(function, 6, 4), torch.randn(5, 4))["joint"]
+    before = text_of(copied(graph))
+    after = tile_matmuls(cut(graph, 2 * 16))
+    assert "tile(" not in text_of(after)
+    assert text_of(after) == before
+    assert reason in str(untiled(after)["w"])
+
+
+def test_a_product_with_itself() -> None:
+    graph = traced(With(lambda w, x: (w.t() @ w).sum() * x, 6, 4), torch.randn(5, 4))["joint"]
+    before = results(copied(graph))
+    after = tile_matmuls(cut(graph, 2 * 16))
+    assert "mm(t, w)" in text_of(after)
+    assert "takes it more than once, or with another" in str(untiled(after)["w"])
+    for one, other in zip(before, results(after), strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_that_are_not_cut_are_left_alone() -> None:
+    graph = traced(With(lambda w, x: x @ w, 6, 4), torch.randn(5, 6))["joint"]
+    before = text_of(copied(graph))
+    assert text_of(tile_matmuls(cut(graph, 6 * 16))) == before
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_schedule_is_legal_after_each_pass(use: str) -> None:
+    function, shape, x = USES[use]
+    graph = cut(copy.deepcopy(traced(With(function, *shape), x)["inference"]), 2 * 4 * torch.Size(shape[1:]).numel())
+    run_passes(graph, (joint_passes()[0], *graph_passes(bucket_bytes=64)), verify_each=True)
+    verify(graph)

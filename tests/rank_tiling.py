@@ -1,0 +1,109 @@
+"""Parameters in tiles on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import torch
+from rank_tiers import train_in_tiles
+from tiers import PLACEMENTS, compiled, context_of, options_for
+from torch import nn
+from torch.nn import functional as F
+
+import zinf_compile
+from zinf_compile.errors import StoreWarning
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+
+class Wide(nn.Module):
+    """Large enough for tiles of whole vectors on three ranks; the embedding's last is shorter, and its shards have padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(23, 16)
+        self.up = nn.Linear(16, 48)
+        self.down = nn.Linear(48, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.head = nn.Linear(16, 23, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(self.embedding(words))
+        x = x + self.down(torch.tanh(self.up(x)))
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), words[:, 1:].flatten())
+
+
+def wide(dtype: torch.dtype) -> nn.Module:
+    """Return the same model every time."""
+    torch.manual_seed(5)
+    return Wide().to(dtype)
+
+
+def train_in_tiles_of_ranks(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, *, fake: bool) -> int:
+    """Train with states anywhere."""
+    return train_in_tiles(rank, size, folder, dtype, compute, 200 * dtype.itemsize, fake=fake, build=wide)
+
+
+CAP = 1 << 20
+TILE = CAP // 8
+
+
+class Huge(nn.Module):
+    """Its largest weight is eight times what may be on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 256)
+        self.huge = nn.Linear(256, 8 * CAP // 1024, bias=False)
+        self.last = nn.Linear(8 * CAP // 1024, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.huge(torch.tanh(self.first(x)))))
+        return out
+
+
+def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) -> list[float]:
+    """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more."""
+    chunks.PIECE_NUMEL = 1 << 12
+    warnings.filterwarnings("ignore", category=StoreWarning)
+    off_device = [p for p in PLACEMENTS if "device" not in p and (fake or "host" not in p)]
+    found: list[list[float]] = []
+    for placement in off_device:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Huge()
+        assert model.huge.weight.nbytes == 8 * CAP
+        with played_by(FakeDevice()) if fake else contextlib.nullcontext():
+            options = options_for(placement, folder, compute="fx", device_memory=CAP, tile=TILE)
+            found.append(_train_within(compiled(model, options), rank))
+    assert all(losses == found[0] for losses in found), "the placement changed bits"
+    return found[0]
+
+
+def _train_within(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for step in range(3):
+        for _ in range(2):
+            loss = model(torch.randn(16, 32, generator=generator)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            check_peak(model, f"step {step}, backward")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        check_peak(model, f"step {step}, clipping")
+        optimizer.step()
+        zinf_compile.synchronize()
+        check_peak(model, f"step {step}, update")
+        optimizer.zero_grad()
+    return losses
+
+
+def check_peak(model: nn.Module, when: str) -> None:
+    """Raise where the device held more than its cap since the last time."""
+    ledger = context_of(model).ledger
+    held, kinds = ledger.total()[1], ledger.peak()
+    ledger.forget_peaks()
+    assert held <= CAP, f"{when}: {held:,} bytes were on the device, at most {kinds}"

@@ -1,0 +1,256 @@
+"""Parameters larger than a tile: cut, moved and updated tile by tile, wherever their states live."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import TiedWords, loss_of, tokens
+from rank_tiling import Huge, train_beyond_the_cap, train_in_tiles_of_ranks
+from ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from training import BACKEND
+
+from zinf_compile.errors import OptionError
+from zinf_compile.runtime import chunks
+from zinf_compile.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
+
+SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+
+
+@given(SHAPES, st.permutations(range(3)), st.integers(1, 200), st.integers(1, 4))
+def test_tiles_lie_one_after_the_other_in_memory(shape: tuple[int, ...], order: list[int], limit: int, ranks: int) -> None:
+    dims = [dim for dim in order if dim < len(shape)]
+    whole = torch.arange(math.prod(shape)).view([shape[d] for d in dims]).permute([dims.index(d) for d in range(len(shape))])
+    boxes = choose_tiles(shape, whole.stride(), 1, limit_bytes=limit, world_size=ranks)
+    if not boxes:
+        return
+    assert whole.numel() > limit
+    flat, borders = whole.as_strided((whole.numel(),), (1,)), borders_of(boxes)
+    assert borders[-1] == whole.numel()
+    assert not any(border % ranks for border in borders[:-1])
+    for box, start, end in zip(boxes, borders, borders[1:], strict=False):
+        tile = torch.empty_strided(tile_shape(box), tile_stride(box, whole.stride()), dtype=whole.dtype)
+        tile.as_strided((end - start,), (1,)).copy_(flat[start:end])
+        assert torch.equal(tile, whole[tuple(slice(*span) for span in box)])
+
+
+CUT = {
+    "rows": ((8, 4), (4, 1), 8, 1, ["[0:2]", "[2:4]", "[4:6]", "[6:8]"]),
+    "rows that don't come out even": ((7, 4), (4, 1), 12, 1, ["[0:3]", "[3:6]", "[6]"]),
+    "a transposed layout": ((4, 8), (1, 4), 16, 1, ["[0:4, 0:4]", "[0:4, 4:8]"]),
+    "rows too large by themselves": ((2, 8), (8, 1), 4, 1, ["[0, 0:4]", "[0, 4:8]", "[1, 0:4]", "[1, 4:8]"]),
+    "experts": ((2, 4, 4), (16, 4, 1), 8, 1, ["[0, 0:2]", "[0, 2:4]", "[1, 0:2]", "[1, 2:4]"]),
+    "shards of equal length": ((9, 3), (3, 1), 4, 2, ["[0:2]", "[2:4]", "[4:6]", "[6:8]", "[8]"]),
+    "no larger than a tile": ((8, 4), (4, 1), 32, 1, []),
+    "a vector": ((100,), (1,), 10, 1, []),
+    "columns that can't be divided evenly": ((3, 5), (5, 1), 4, 2, []),
+}
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_where_a_parameter_is_cut(case: str) -> None:
+    shape, stride, limit, ranks, expected = CUT[case]
+    boxes = choose_tiles(shape, stride, 1, limit_bytes=limit, world_size=ranks)
+    assert [box_text(box, shape) for box in boxes] == expected
+
+
+def test_too_many_tiles() -> None:
+    model = Net(nn.Linear(64, 4096, bias=False))
+    model.compile(backend=BACKEND, options={"tile": 100})
+    with pytest.raises(
+        OptionError, match=r"cut parameter .*weight, shape \[4096, 64\].*into 12,288.*tile of 2,048 bytes or more"
+    ):
+        model(torch.ones(1, 64))
+    torch.compiler.reset()
+    model.compile(backend=BACKEND, options={"tile": 2048})
+    model(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize("tile", ["", 0, -1, "4 parsecs"])
+def test_a_size_that_is_none(tile: object) -> None:
+    model = Net(nn.Linear(4, 4))
+    model.compile(backend=BACKEND, options={"tile": tile})
+    with pytest.raises(OptionError, match="option tile="):
+        model(torch.ones(1, 4))
+
+
+class Net(nn.Module):
+    """Layers one after the other. (Dynamo leaves modules of torch.nn themselves to eager code.)"""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Layers(nn.Module):
+    """All that is computed in tiles: linear layers both ways, experts, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(13, 8, padding_idx=2)
+        self.linear = nn.Linear(8, 12)
+        self.plain = nn.Parameter(torch.randn(12, 10) / 3)
+        self.experts = nn.Parameter(torch.randn(3, 10, 8) / 3)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.linear(self.words(words))) @ self.plain
+        x = torch.bmm(x.expand(3, -1, -1), self.experts).sum(0) + x @ self.experts[1]
+        return F.cross_entropy(self.head(x), words)
+
+
+def both(build: Callable[[], nn.Module], **options: object) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    model = build()
+    return copy.deepcopy(model), _compiled(model, options)
+
+
+def _compiled(model: nn.Module, options: dict[str, object]) -> nn.Module:
+    model.compile(backend=BACKEND, options=options)
+    return model
+
+
+@pytest.mark.parametrize("compute", ["fx", "inductor"])
+@pytest.mark.parametrize("tile", [256, 100, 24, 8])
+def test_layers_in_tiles(tile: int, compute: str) -> None:
+    eager, ours = both(Layers, tile=tile, compute=compute)
+    words = torch.randint(13, (21,), generator=torch.Generator().manual_seed(0))
+    losses = [model(words) for model in (eager, ours)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        # sums of 21 products at most 40 long: each rounds by less than 64 * 2**-24 of the largest
+        bound = 64 * 2**-24 * one.grad.abs().max().item()
+        torch.testing.assert_close(
+            other.grad.full_tensor(), one.grad, rtol=0, atol=bound, msg=lambda t, name=name: f"{name}: {t}"
+        )
+    units = [p._zinf_unit for p in ours.parameters()]
+    assert sum(len(unit.tiles) for unit in units) > len(units)
+
+
+def test_a_forward_whose_outputs_are_split_is_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    eager = Net(nn.Linear(48, 256), nn.GELU(), nn.Linear(256, 64, bias=False))
+    x = torch.randn(32, 48)
+    expected = eager(x)
+    ours = _compiled(copy.deepcopy(eager), {"tile": "8KiB"})
+    assert torch.equal(ours(x), expected)
+    assert [len(p._zinf_unit.tiles) for p in ours.parameters()] == [7, 0, 8]
+    with torch.no_grad():
+        assert torch.equal(ours(x), expected)
+
+
+@pytest.mark.parametrize("bad", [13, -1, 100])
+def test_an_index_out_of_range_is_still_an_error(bad: int) -> None:
+    _, ours = both(Layers, tile=100)
+    with pytest.raises(IndexError):
+        ours(torch.tensor([1, bad, 2]))
+
+
+def test_no_tokens() -> None:
+    eager, ours = both(lambda: Net(nn.Embedding(13, 8), nn.Linear(8, 8)), tile=100)
+    nothing = torch.empty(0, dtype=torch.long)
+    assert ours(nothing).shape == eager(nothing).shape == (0, 8)
+
+
+def test_sizes_that_change() -> None:
+    eager, ours = both(TiedWords, tile=100)
+    for length in (5, 7, 9, 4):
+        batch = tokens(0, length=length)
+        torch.testing.assert_close(loss_of(ours(*batch)), loss_of(eager(*batch)))
+
+
+class Odd(nn.Module):
+    """Uses that aren't computed in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 3)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.conv(x).mean(-1)) * self.linear.weight.square().sum()
+
+
+def test_other_uses_are_whole() -> None:
+    eager, ours = both(Odd, tile=40)
+    x = torch.randn(2, 6, 5)
+    for model in (eager, ours):
+        model(x).sum().backward()
+    for one, other in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    eager, ours = both(lambda: Net(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), tile=512)
+    x = torch.randn(16, 8)
+    for model in (eager, ours):
+        with torch.autocast("cpu", dtype):
+            loss = model(x).float().square().mean()
+        loss.backward()
+    for one, other in zip(eager.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_tiles_anywhere(fake: bool, tmp_path: Path) -> None:
+    assert train_in_tiles_of_ranks(0, 1, str(tmp_path), torch.float32, "fx", fake=fake) == (27 if fake else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute", ["fx", "inductor"])
+def test_tiles_of_any_type_anywhere(compute: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert train_in_tiles_of_ranks(0, 1, str(tmp_path), dtype, compute, fake=False) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 3])
+def test_tiles_over_ranks(size: int, tmp_path: Path) -> None:
+    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=True)
+    assert run_ranks(call, size, str(tmp_path)) == [27] * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", chunks.PIECE_NUMEL)  # which the call changes
+    losses = train_beyond_the_cap(0, 1, str(tmp_path), fake=fake)
+    torch.manual_seed(0)
+    eager = Huge()
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    expected = []
+    for _ in range(3):
+        for _ in range(2):
+            loss = eager(torch.randn(16, 32, generator=generator)).square().mean()
+            loss.backward()
+            expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("fake", [False, True])
+def test_the_same_on_two_ranks(fake: bool, tmp_path: Path) -> None:
+    one, other = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 2, str(tmp_path))
+    assert one != other
