@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
 _NAME = "zinf_name"
 _REGION = "zinf_region"
+_PART = "zinf_part"
+_LEFT_ALONE = "zinf_left_alone"
 
 
 def mark_slot(node: fx.Node, slot: Slot) -> None:
@@ -58,6 +61,26 @@ def mark_region(node: fx.Node) -> None:
 def starts_region(node: fx.Node) -> bool:
     """Say whether a region was marked to start at the operator."""
     return bool(node.meta.get(_REGION))
+
+
+def mark_part(node: fx.Node, part: str) -> None:
+    """Say which part of a value that never exists whole the node computes, for display."""
+    node.meta[_PART] = part
+
+
+def part_of(node: fx.Node) -> str:
+    """Return which part of a value that never exists whole the node computes; empty for any other node."""
+    return str(node.meta.get(_PART, ""))
+
+
+def leave_alone(gm: fx.GraphModule, what: str) -> None:
+    """Note what a pass might have rewritten and has not, with the reason, for display."""
+    gm.meta[_LEFT_ALONE] = (*gm.meta.get(_LEFT_ALONE, ()), what)
+
+
+def left_alone(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Return what passes noted by `leave_alone`."""
+    return tuple(gm.meta.get(_LEFT_ALONE, ()))
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
@@ -157,6 +180,14 @@ def fake_value(node: fx.Node) -> torch.Tensor:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node.name} is not a tensor"
     return value
+
+
+def hinted_bytes(value: object) -> int:
+    """Return the bytes of a traced tensor, sizes known at run time only taken as those it was traced with; 0 for other values."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+    return math.prod(size or 0 for size in sizes) * value.itemsize
 
 
 def data_types(node: fx.Node) -> set[torch.dtype]:

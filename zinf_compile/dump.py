@@ -144,7 +144,7 @@ class _Recorder(GraphCompiler):
         self._graphs: dict[str, fx.GraphModule] = {}
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
-        self._joint_texts = self._run(joint, joint_passes(), policies=True)
+        self._joint_texts = self._run(joint, self.joint_passes(), policies=True)
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super().cut(joint, inputs, **kwargs)

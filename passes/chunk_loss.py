@@ -1,0 +1,80 @@
+"""Compute a loss over classes, and its gradients, a chunk of tokens at a time: the logits never exist whole."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from .facts import fake_value, hinted_bytes, leave_alone, user_line
+from .find_losses import LeftAlone, find_losses
+from .logits import UnknownLogitsError, input_of
+from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss, whole_head
+
+CHUNK_BYTES = 128 * 2**20
+"""Of a chunk's logits in fp32."""
+
+WORTH_BYTES = 256 * 2**20
+"""Logits of more bytes than this are computed in chunks where nobody says otherwise."""
+
+ROWS = 64
+"""Chunks are multiples of this many tokens, where so many fit."""
+
+_log = logging.getLogger("zinf_compile")
+
+
+def chunk_loss(
+    gm: fx.GraphModule,
+    *,
+    enabled: bool | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    make_tiles: MakeTiles = whole_head,
+) -> fx.GraphModule:
+    """Write the loop over chunks of tokens that gives loss and gradients in one sweep, in place of head and log-softmax.
+
+    before:  DOCBEFORE
+    after:   DOCAFTER
+
+    """
+    if enabled is False:
+        return gm
+    losses, others = find_losses(gm.graph)
+    left = [alone for alone in others if enabled or _is_large(input_of(alone.softmax))]
+    for loss in losses:
+        logits = loss.logits
+        if enabled or _is_large(logits.product):
+            try:
+                plan = plan_loss(gm.graph, loss)
+            except UnknownLogitsError as error:
+                left.append(LeftAlone(logits.softmax, error.reason, error.node))
+                continue
+            bounds = choose_chunks(logits.tokens, logits.classes, chunk_bytes=chunk_bytes)
+            rewrite_loss(gm.graph, loss, plan, bounds=bounds, make_tiles=make_tiles)
+    for alone in left:
+        _say(gm, alone)
+    return gm
+
+
+def may_chunk(gm: fx.GraphModule, enabled: bool | None) -> bool:
+    """Say whether a graph as Dynamo captured it may have a loss that `chunk_loss` would rewrite."""
+    if enabled is not None:
+        return enabled
+    return any(hinted_bytes(node.meta.get("example_value")) > WORTH_BYTES for node in gm.graph.nodes)
+
+
+def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Return the first token of each chunk and the one after its last, for logits of 4 bytes."""
+    rows = max(1, chunk_bytes // (4 * classes))
+    rows = rows // ROWS * ROWS or rows
+    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def _is_large(node: fx.Node) -> bool:
+    return hinted_bytes(fake_value(node)) > WORTH_BYTES
+
+
+def _say(gm: fx.GraphModule, loss: LeftAlone) -> None:
+    what = f"chunk_loss leaves {loss.softmax.name} as it is: {loss.reason} ({loss.node.name})"
+    leave_alone(gm, what)
+    line = user_line(loss.node)
+    _log.info("%s%s", what, f"\n{line}" if line else "")
