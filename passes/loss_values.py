@@ -65,8 +65,8 @@ class TokenValues:
             total = self._sum(total, part)
         return at_target, at_all, None if total is None else insert(aten.neg.default, total)
 
-    def nll(self, picked: fx.Node, weights: fx.Node | None, reduction: int) -> tuple[fx.Node, fx.Node]:
-        """Return what nll_loss_forward does: the loss, by PyTorch's own sum where classes have no weights, and their total."""
+    def nll(self, picked: fx.Node, weights: fx.Node | None, reduction: int) -> fx.Node:
+        """Return the loss that nll_loss_forward does, by PyTorch's own sum where classes have no weights."""
         insert = self._insert
         assert self._valid is not None
         if weights is None:
@@ -75,14 +75,14 @@ class TokenValues:
             only_class = insert(aten.where.self, self._valid, *choices)
             column = insert(aten.unsqueeze.default, picked, 1)
             both = insert(aten.nll_loss_forward.default, column, only_class, None, reduction, _IGNORED)
-            return insert(operator.getitem, both, 0), insert(operator.getitem, both, 1)
-        chosen, total = self._target_weights(weights)
+            return insert(operator.getitem, both, 0)
+        chosen = self._target_weights(weights)
         each = insert(aten.neg.default, insert(aten.mul.Tensor, picked, chosen))
         each = insert(aten.where.self, self._valid, each, self._zero())
         if reduction == NONE:
-            return each, self._zero()
+            return each
         value = insert(aten.sum.default, each)
-        return (insert(aten.div.Tensor, value, total) if reduction == MEAN else value), total
+        return insert(aten.div.Tensor, value, self._total(chosen)) if reduction == MEAN else value
 
     def _nll_gradient(self, nll: fx.Node, grad: fx.Node) -> fx.Node:
         insert = self._insert
@@ -92,24 +92,27 @@ class TokenValues:
         if reduction == NONE:
             grad = insert.view(grad, [self._tokens])
         grad = insert(aten.neg.default, grad)
-        chosen, total = self._target_weights(weights)
+        chosen = None if weights is None else self._target_weights(weights)
         if chosen is not None:
             grad = insert(aten.mul.Tensor, grad, chosen)
         if reduction == MEAN:
-            grad = insert(aten.div.Tensor, grad, total)
+            grad = insert(aten.div.Tensor, grad, self._total(chosen))
         if fake_value(grad).dim() == 0:
             grad = insert(aten.expand.default, grad, [self._tokens])
         return insert(aten.where.self, self._valid, grad, self._zero())
 
-    def _target_weights(self, weights: fx.Node | None) -> tuple[fx.Node | None, fx.Node]:
-        """Return the weight of each token's target, and the sum of those that aren't ignored."""
+    def _target_weights(self, weights: fx.Node) -> fx.Node:
+        """Return the weight of each token's target, 0 where that is ignored."""
         insert = self._insert
         assert self._valid is not None
-        if weights is None:
-            return None, insert.cast(insert(aten.sum.default, self._valid), self._dtype)
         chosen = insert(aten.index.Tensor, insert.cast(weights, self._dtype), [self._targets])
-        chosen = insert(aten.where.self, self._valid, chosen, self._zero())
-        return chosen, insert(aten.sum.default, chosen)
+        return insert(aten.where.self, self._valid, chosen, self._zero())
+
+    def _total(self, chosen: fx.Node | None) -> fx.Node:
+        """Return by what a mean divides: the sum of the weights of the targets, or how many aren't ignored."""
+        if chosen is not None:
+            return self._insert(aten.sum.default, chosen)
+        return self._insert.cast(self._insert(aten.sum.default, self._valid), self._dtype)
 
     def _sum(self, one: fx.Node | None, other: fx.Node) -> fx.Node:
         return other if one is None else self._insert(aten.add.Tensor, one, other)

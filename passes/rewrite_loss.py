@@ -118,13 +118,13 @@ def _replace_readers(insert: Inserter, loss: HeadLoss, plan: LossPlan, values: T
         if reader.node.target in NLL:
             assert picked is not None
             weights, reduction = reader.node.args[2:4]
-            parts = values.nll(picked, weights, reduction)  # type: ignore[arg-type]
-            for user in list(reader.node.users):  # getitem
-                _replace(user, _in_form_of(insert, user, parts[user.args[1]]), replaced)  # type: ignore[index]
+            for user in [user for user in reader.node.users if user.args[1] == 0]:  # the total weight is for the backward
+                value = values.nll(picked, weights, reduction)  # type: ignore[arg-type]
+                _replace(user, _in_form_of(insert, user, value), replaced)
         else:
-            value = sums[plan.weights.index(reader.weights)] if reader.node.target in SUMS else picked
-            assert value is not None
-            value = value if reader.scale == 1 else insert(aten.mul.Tensor, value, reader.scale)
+            whole = sums[plan.weights.index(reader.weights)] if reader.node.target in SUMS else picked
+            assert whole is not None
+            value = whole if reader.scale == 1 else insert(aten.mul.Tensor, whole, reader.scale)
             _replace(reader.node, _in_form_of(insert, reader.node, value), replaced)
     return replaced
 
