@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,18 +32,22 @@ WHOLE = frozenset(
 def take_apart(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
     """Replace each of the operators in `WHOLE` by what `table` makes of it; nothing where the table has no rules.
 
-        before:  l = tanh_backward(g, y)
-        after:   mul = mul(y, y);  sub = sub(1, mul);  mul_1 = mul(g, sub)
+        before:  l = tanh_backward(g, y);  return (l,)
+        after:   mul = mul(y, y);  sub = sub(1, mul);  mul_1 = mul(g, sub);  return (mul_1,)
 
     What AOTAutograd would have done while it traced, had `chunk_loss` not wanted to see the operator.
     """
+    parts: list[fx.Node] = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in WHOLE and node.target in table:
-            _take_apart(gm.graph, node, table)
+            parts += _take_apart(gm.graph, node, table)
+    for part in reversed(parts):
+        if not part.users:  # of a result that nobody reads
+            gm.graph.erase_node(part)
     return gm
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[..., Any]]) -> None:
+def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[..., Any]]) -> list[fx.Node]:
     sources = node.all_input_nodes
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
@@ -51,7 +57,8 @@ def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[...
         return target(*args, **kwargs)
 
     values = [source.meta["val"] for source in sources]
-    traced = make_fx(call, decomposition_table=dict(table))(*values)
+    with _fake_mode(values):  # constants that a rule makes are fake as well
+        traced = make_fx(call, decomposition_table=dict(table))(*values)
     known: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
     parts = [part for part in traced.graph.nodes if part.op not in ("placeholder", "output")]
     for part in parts:
@@ -62,6 +69,13 @@ def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[...
                 known[part].meta[key] = node.meta[key]
     (result,) = traced.graph.output_node().args
     _pass_on(graph, node, fx.map_arg(result, known.__getitem__))
+    return [known[part] for part in parts]
+
+
+def _fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    mode: AbstractContextManager[Any] | None = next((mode for mode in modes if mode is not None), None)
+    return mode or contextlib.nullcontext()
 
 
 def _pass_on(graph: fx.Graph, node: fx.Node, result: Any) -> None:

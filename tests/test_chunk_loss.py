@@ -17,7 +17,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from training import whole_gradient
-from transformer_models import TRANSFORMERS, gpt2, llama, qwen2
+from transformer_models import TRANSFORMERS, llama, qwen2
 
 from zinf_compile.backend import GraphCompiler
 from zinf_compile.errors import OptionError
@@ -183,8 +183,28 @@ def test_batches_of_several_sizes() -> None:
 
 
 @BOTH
+def test_a_number_of_tokens_that_is_known_at_run_time_only_leaves_the_loss_whole(
+    compute: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = Head(LOSSES["capped"], bias=True)
+    torch.compiler.reset()
+    call = torch.compile(head, backend="zero_infinity", options={"compute": compute, "chunk_loss": True}, dynamic=True)
+    with caplog.at_level(logging.INFO, "zinf_compile"):
+        for rows in (3, 2, 5):
+            head.zero_grad()
+            x, targets = torch.randn(rows, 7, HIDDEN), torch.randint(CLASSES, (rows, 7))
+            reference = exact(head, x, targets)
+            loss = call(x, targets)
+            loss.backward()
+            assert_within("loss", loss, reference.values[0], reference.bounds[0])
+            assert_within("weight", whole_gradient(head.head.weight), reference.values[2], reference.bounds[2])
+    assert caplog.text.count("its number of tokens is dynamic") == 1, "one graph serves all"
+
+
+@BOTH
 def test_autocast_and_half_precision_are_as_near_as_eager(compute: str) -> None:
-    """Compare errors against fp64: in chunks, gradients in 16 bits are added up in fp32 and rounded once, as in eager."""
+    """Compare errors against fp64. A weight's gradient is rounded to 16 bits in each chunk, and where the weight is of 16 bits
+    once more as a sum, which in between is in fp32: two roundings of the size of eager's one."""
     for autocast in (True, False):
         torch.manual_seed(3)
         head = Head(lambda z, y: F.cross_entropy(z.float().flatten(0, 1), y.flatten()))
@@ -203,7 +223,7 @@ def test_autocast_and_half_precision_are_as_near_as_eager(compute: str) -> None:
             found = [loss, inputs.grad, whole_gradient(weight)]
             errors.append([float((a.detach().double() - b).norm()) for a, b in zip(found, reference.values, strict=True)])
         for eager, ours in zip(*errors, strict=True):
-            assert ours <= 1.5 * eager + 1e-7
+            assert ours <= 2 * eager
 
 
 def _in_double(head: Head) -> Head:
@@ -212,16 +232,15 @@ def _in_double(head: Head) -> Head:
     return other
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
-def test_models_of_transformers(compute: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "compute"), [("llama", "fx"), ("qwen2", "inductor"), ("t5", "fx")])
+def test_models_of_transformers(name: str, compute: str, caplog: pytest.LogCaptureFixture) -> None:
     case = TRANSFORMERS[name]
     with caplog.at_level(logging.INFO, "zinf_compile"):
         train_near_eager(case.build, [case.batch(step, 0) for step in range(2)], compute=compute, chunk_loss=True)
     assert "chunk_loss leaves" not in caplog.text
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, qwen2])
+@pytest.mark.parametrize("build", [llama, qwen2])
 def test_models_that_return_logits_keep_them_bit_by_bit(build: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(5)
     model = build().eval()
