@@ -6,7 +6,7 @@ import logging
 
 from torch import fx
 
-from .facts import fake_value, hinted_bytes, leave_alone, user_line
+from .facts import fake_value, hinted_numel, leave_alone, user_line
 from .find_losses import LeftAlone, find_losses
 from .logits import UnknownLogitsError, input_of
 from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss, whole_head
@@ -15,7 +15,7 @@ CHUNK_BYTES = 128 * 2**20
 """Of a chunk's logits in fp32."""
 
 WORTH_BYTES = 256 * 2**20
-"""Logits of more bytes than this are computed in chunks where nobody says otherwise."""
+"""Logits that would take more bytes in fp32 are computed in chunks where nobody says otherwise."""
 
 ROWS = 64
 """Chunks are multiples of this many tokens, where so many fit."""
@@ -58,10 +58,10 @@ def chunk_loss(
     if enabled is False:
         return gm
     losses, others = find_losses(gm.graph)
-    left = [alone for alone in others if enabled or _is_large(input_of(alone.softmax))]
+    left = [alone for alone in others if enabled or is_large(fake_value(input_of(alone.softmax)))]
     for loss in losses:
         logits = loss.logits
-        if enabled or _is_large(logits.product):
+        if enabled or is_large(fake_value(logits.product)):
             try:
                 plan = plan_loss(gm.graph, loss)
             except UnknownLogitsError as error:
@@ -78,7 +78,12 @@ def may_chunk(gm: fx.GraphModule, enabled: bool | None) -> bool:
     """Say whether a graph as Dynamo captured it may have a loss that `chunk_loss` would rewrite."""
     if enabled is not None:
         return enabled
-    return any(hinted_bytes(node.meta.get("example_value")) > WORTH_BYTES for node in gm.graph.nodes)
+    return any(is_large(node.meta.get("example_value")) for node in gm.graph.nodes)
+
+
+def is_large(logits: object) -> bool:
+    """Say whether traced logits would take more than `WORTH_BYTES` in fp32, in which a loss is taken of them."""
+    return 4 * hinted_numel(logits) > WORTH_BYTES
 
 
 def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[int, int]]:
@@ -86,10 +91,6 @@ def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[
     rows = max(1, chunk_bytes // (4 * classes))
     rows = rows // ROWS * ROWS or rows
     return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
-
-
-def _is_large(node: fx.Node) -> bool:
-    return hinted_bytes(fake_value(node)) > WORTH_BYTES
 
 
 def _say(gm: fx.GraphModule, loss: LeftAlone) -> None:

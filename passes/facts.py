@@ -182,12 +182,12 @@ def fake_value(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def hinted_bytes(value: object) -> int:
-    """Return the bytes of a traced tensor, sizes known at run time only taken as those it was traced with; 0 for other values."""
+def hinted_numel(value: object) -> int:
+    """Return the elements of a traced tensor, sizes known at run time only taken as those it was traced with; else 0."""
     if not isinstance(value, torch.Tensor):
         return 0
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
-    return math.prod(size or 0 for size in sizes) * value.itemsize
+    return math.prod(size or 0 for size in sizes)
 
 
 def data_types(node: fx.Node) -> set[torch.dtype]:

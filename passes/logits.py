@@ -57,6 +57,14 @@ def is_pointwise(node: fx.Node) -> bool:
     return node.target in (aten.tanh.default, aten.tanh_backward.default)
 
 
+def is_class_sum(node: fx.Node) -> bool:
+    """Say whether the node adds something to its first input that has fewer elements, such as a number for each class."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+        return False
+    first, second = (fake_value(source) for source in node.all_input_nodes)
+    return node.args[0] is node.all_input_nodes[0] and second.dim() <= first.dim() and second.dtype == first.dtype
+
+
 def axis_after(node: fx.Node, axis: int) -> int:
     """Return which axis of a row operator's result the classes are, given the axis of its input; raise if they are mixed."""
     source = input_of(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -47,6 +47,8 @@ class Sweep:
     """The first token of each chunk, and the one after its last."""
     pointwise: Sequence[fx.Node]
     """Element-wise operators between the head's product and the log-softmax: to be repeated."""
+    class_terms: Mapping[fx.Node, fx.Node]
+    """By the operator among them that adds it, a number for each class."""
     dtype: torch.dtype
     """In which the log-softmax is computed."""
     targets: fx.Node | None
@@ -140,7 +142,10 @@ def logits_of(insert: Inserter, sweep: Sweep, tile: Tile, chunk: Chunk) -> list[
     mark_part(logits, f"logits of tokens {start} to {end}{classes}")
     values = [logits]
     for step in sweep.pointwise:
-        if is_cast(step):
+        if step in sweep.class_terms:
+            term = weights_of(insert, sweep.class_terms[step], sweep, tile)
+            values.append(insert(step.target, values[-1], term))  # type: ignore[arg-type]
+        elif is_cast(step):
             values.append(insert.cast(values[-1], fake_value(step).dtype))
         else:
             values.append(insert(step.target, values[-1], *step.args[1:]))  # type: ignore[arg-type]
@@ -151,6 +156,8 @@ def through_pointwise(insert: Inserter, sweep: Sweep, grad: fx.Node, values: Seq
     """Take a gradient back through the element-wise operators; `values` are what was there in the forward."""
     grad = insert.cast(grad, fake_value(values[-1]).dtype)
     for number, step in reversed(list(enumerate(sweep.pointwise))):
+        if step in sweep.class_terms:
+            continue
         if is_cast(step):
             grad = insert.cast(grad, fake_value(input_of(step)).dtype)
         elif step.target is aten.tanh.default:

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from .facts import fake_value
-from .logits import MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_pointwise
+from .logits import MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
+from .loss_terms import class_weights
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ class Logits:
     rows: Steps
     """Row operators between product and log-softmax."""
     pointwise: tuple[fx.Node, ...]
-    """Element-wise operators there: casts, soft-capping."""
+    """Element-wise operators there: casts, soft-capping, sums with a number for each class."""
     softmax: fx.Node
     axis: int
     """Of the log-softmax: the classes."""
@@ -70,6 +71,8 @@ def read_logits(softmax: fx.Node) -> Logits:
         if step.target in ROW_OPS:
             axis = axis_after(step, axis)
             rows.append((step, axis))
+        elif is_class_sum(step) and class_weights(step, input_of(step), axis) is None:
+            raise UnknownLogitsError("its logits don't come from a linear layer", step)
     if int(softmax.args[1]) % fake_value(softmax).dim() != axis:  # type: ignore[arg-type]
         raise UnknownLogitsError("its softmax is not over the head's classes", softmax)
     for node in (product, softmax):
@@ -81,7 +84,7 @@ def read_logits(softmax: fx.Node) -> Logits:
         weight=weight,
         bias=bias if isinstance(bias, fx.Node) else None,
         rows=rows,
-        pointwise=tuple(step for step in reversed(chain) if is_pointwise(step)),
+        pointwise=tuple(step for step in reversed(chain) if step.target not in ROW_OPS),
         softmax=softmax,
         axis=axis,
     )
@@ -104,7 +107,7 @@ def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
 def _chain(node: fx.Node) -> list[fx.Node]:
     chain: list[fx.Node] = []
     source = input_of(node)
-    while source.target in ROW_OPS or is_pointwise(source):
+    while source.target in ROW_OPS or is_pointwise(source) or is_class_sum(source):
         chain.append(source)
         source = input_of(source)
     return chain

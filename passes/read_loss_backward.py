@@ -10,7 +10,7 @@ from torch import fx
 
 from .alias import is_cast
 from .facts import fake_value
-from .logits import ALIASES, MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_pointwise
+from .logits import ALIASES, MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
 from .loss_terms import Term, terms_of
 from .read_logits import Logits, untransposed
 
@@ -94,7 +94,7 @@ def _use(logits: Logits, grad: fx.Node, transposed: fx.Node | None, node: fx.Nod
 
 def _require_inverse(logits: Logits, backward: list[fx.Node]) -> None:
     """Require that the gradient goes back through the same element-wise operators."""
-    forward = logits.pointwise[::-1]
+    forward = [step for step in logits.pointwise[::-1] if not is_class_sum(step)]
     if len(forward) != len(backward):
         raise UnknownLogitsError("its gradient isn't that of its logits", logits.softmax)
     for step, back in zip(forward, backward, strict=True):

@@ -15,7 +15,7 @@ from .alias import is_cast
 from .facts import fake_value, mark_region, positions
 from .find_losses import NLL, SUMS, HeadLoss
 from .insert_nodes import Inserter
-from .logits import MOVES, UnknownLogitsError, replay, rows_back, rows_last
+from .logits import MOVES, UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
 from .loss_sweeps import AllClasses, Sweep, Swept, Tile, sweep_once
 from .loss_two_sweeps import sweep_twice
 from .loss_values import TokenValues
@@ -88,6 +88,9 @@ def rewrite_loss(
         tiles=make_tiles(insert, logits.weight, logits.bias),
         bounds=bounds,
         pointwise=logits.pointwise,
+        class_terms={
+            step: insert.view(step.all_input_nodes[1], [logits.classes]) for step in logits.pointwise if is_class_sum(step)
+        },
         dtype=dtype,
         targets=targets,
         target_grad=target_grad,

@@ -51,6 +51,7 @@ LOSSES: dict[str, LossOf] = {
     "classes_in_the_middle": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "capped": lambda z, y: F.cross_entropy(*_flat(torch.tanh(z / 3) * 3, y)),
     "scaled": lambda z, y: F.cross_entropy(*_flat(z / 4, y)),
+    "class_terms": lambda z, y: F.cross_entropy(*_flat((z + _class_weights(z)) / 2, y)),
     "shifted": lambda z, y: F.cross_entropy(*_flat(z[:, :-1], y[:, 1:])),
     "last_token": lambda z, y: F.cross_entropy(z[:, -1], y[:, 0]),
     "by_nll_loss": lambda z, y: F.nll_loss(torch.log_softmax(z, -1).flatten(0, 1), y.flatten()),
