@@ -50,7 +50,7 @@ def find_tangent(graph: fx.Graph, grads: Sequence[fx.Node], unknown: set[fx.Node
     """
     depending = _depending(graph)
     place = positions(graph)
-    scalars = [node for node in depending if fake_value(node).numel() == 1]
+    scalars = [node for node in depending if _is_scalar(node)]
     error = UnknownLogitsError("its gradient is not one number for all tokens (a loss for each token is returned)", grads[0])
     for scalar in sorted(scalars, key=place.__getitem__, reverse=True):
         try:
@@ -90,10 +90,14 @@ def _depending(graph: fx.Graph) -> set[fx.Node]:
     depending: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        depends = is_tangent or (node.op == "call_function" and any(n in depending for n in node.all_input_nodes))
-        if depends and isinstance(node.meta.get("val"), torch.Tensor):
+        if is_tangent or (node.op == "call_function" and any(n in depending for n in node.all_input_nodes)):
             depending.add(node)
     return depending
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _cone(grads: Sequence[fx.Node], tangent: fx.Node, depending: set[fx.Node], unknown: set[fx.Node]) -> set[fx.Node]:

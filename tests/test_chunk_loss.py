@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from capturing import capturing_backend
-from losses import CLASSES, HIDDEN, LOSSES, Head, assert_within, batch, exact
+from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, batch, exact
 from near import train_near_eager
 from rank_chunk_loss import compare_on_a_rank
 from ranks import run_ranks
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from training import whole_gradient
 from transformer_models import TRANSFORMERS, llama, qwen2
 
+import zinf_compile
 from zinf_compile.backend import GraphCompiler
+from zinf_compile.config import Config
+from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
+from zinf_compile.loss_ops import take_scaled
 from zinf_compile.program import Program
 from zinf_compile.targets import GPT
 
@@ -266,3 +271,84 @@ def test_the_option_is_validated(value: object) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(OptionError, match="accepted: True, False, or None for logits above 256 MiB"):
         torch.compile(model, backend="zero_infinity", options={"chunk_loss": value})(torch.randn(1, 2))
+
+
+def test_where_states_live_changes_no_bit_and_no_chunk(tmp_path: Path) -> None:
+    on_drive = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": tmp_path}
+    found = []
+    for placement in ({}, on_drive):
+        torch.manual_seed(11)
+        model = tiny_gpt()
+        call = compiled(model, "fx", **placement)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        for step in range(2):
+            optimizer.zero_grad()
+            losses.append(call(*words(step)))
+            losses[-1].backward()
+            optimizer.step()
+        found.append([*(loss.detach() for loss in losses), *zinf_compile.full_state_dict(model).values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_dump_shows_each_chunk_and_why_a_loss_is_left_alone() -> None:
+    def target(loss: Any) -> Callable[[], tuple[nn.Module, Any]]:
+        return lambda: (Head(loss), batch())
+
+    options = {"chunk_loss": True}
+    text = trace(target(LOSSES["mean"]), options=options)[0].text
+    chunks = [(start, min(start + 5, 21)) for start in range(0, 21, 5)]
+    shown = [line.split("# ")[1] for line in text.splitlines() if "# logits" in line]
+    assert shown == [f"logits of tokens {start} to {end} {4 * CLASSES * (end - start)} B" for start, end in chunks]
+    forward, backward = trace(target(LEFT_ALONE["logits returned"][0]), options=options)
+    assert forward.text.startswith("# chunk_loss leaves _log_softmax as it is: its logits are returned (")
+    assert "# chunk_loss" not in backward.text
+    joint = trace(target(LOSSES["mean"]), options=options, after="chunk_loss")[0]
+    assert "nll_loss_backward" in joint.before
+    assert "nll_loss_backward" not in joint.text
+
+
+@BOTH
+def test_no_value_of_the_graphs_is_as_large_as_the_logits(compute: str) -> None:
+    """Read it off the programs: no register and no value within a region holds a number for each token and class."""
+    largest = []
+
+    class Recorder(GraphCompiler):
+        def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+            values = [node.meta.get("val") for node in graph.graph.nodes]
+            largest.append(max(v.numel() for v in values if isinstance(v, torch.Tensor)))
+            return super().schedule(graph, kind)
+
+    head, (x, targets) = Head(LOSSES["weighted_smoothed"], bias=True), batch()
+    settings = Config(compute=compute, chunk_loss=True)
+    torch.compiler.reset()
+    call = torch.compile(head, backend=lambda gm, inputs: Recorder(settings).compile(gm, inputs))
+    call(x.requires_grad_(), targets).backward()
+    assert len(largest) == 2
+    assert max(largest) <= max(5 * CLASSES, HIDDEN * CLASSES)
+    assert max(5, HIDDEN) < x.shape[:-1].numel(), "a chunk and the head are smaller than the logits"
+
+
+def test_the_gradient_of_the_head_is_not_copied_where_its_backward_runs_once() -> None:
+    saved = torch.full((3, 2), 2.0)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return take_scaled(saved, grad)
+
+    x = torch.zeros(3, 2, requires_grad=True)
+    loss = Function.apply(x)
+    (kept,) = torch.autograd.grad(loss, x, torch.tensor(3.0), retain_graph=True)
+    assert kept.data_ptr() != saved.data_ptr()
+    assert torch.equal(saved, torch.full((3, 2), 2.0))
+    (taken,) = torch.autograd.grad(loss, x, torch.tensor(3.0))
+    assert taken.data_ptr() == saved.data_ptr()
+    assert torch.equal(taken, torch.full((3, 2), 6.0))
+    assert torch.equal(take_scaled(taken, torch.tensor(2.0)), torch.full((3, 2), 12.0)), "outside of a backward it copies"
+    assert torch.equal(taken, torch.full((3, 2), 6.0))
