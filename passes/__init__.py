@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 from torch import fx
 
 from .align_regions import align_regions
+from .chunk_loss import CHUNK_BYTES, chunk_loss
 from .group_units import group_units
 from .insert_gathers import insert_gathers
 from .insert_reduce_scatters import insert_reduce_scatters
@@ -21,6 +23,7 @@ from .prefetch_swaps import prefetch_swaps
 from .recompute_unit_views import recompute_unit_views
 from .sink_tile_gradients import sink_tile_gradients
 from .sink_unit_views import sink_unit_views
+from .take_apart import take_apart
 from .tile_matmuls import tile_matmuls
 from .verify import verify
 
@@ -39,18 +42,30 @@ BUCKETS_ON_THE_WAY = 5
 """The swaps of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
 
 
-def joint_passes() -> tuple[Pass, ...]:
-    """Rewrites of the joint graph, before forward and backward are cut apart."""
+def inference_passes(
+    *, chunk: bool | None = None, chunk_bytes: int = CHUNK_BYTES, rules: Mapping[Any, Callable[..., Any]] | None = None
+) -> tuple[Pass, ...]:
+    """Rewrites of a graph that has no backward, before its schedule is written.
+
+    `chunk` and `chunk_bytes` say which losses are computed in chunks, and how large these are; `rules` take operators apart
+    that were kept whole until then.
+    """
     return (
+        partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes),
+        partial(take_apart, table=rules or {}),
         tile_matmuls,
-        recompute_unit_views,
-        insert_reduce_scatters,
     )
 
 
-def inference_passes() -> tuple[Pass, ...]:
-    """Rewrites of an inference graph, which never was part of a joint one."""
-    return (tile_matmuls,)
+def joint_passes(
+    *, chunk: bool | None = None, chunk_bytes: int = CHUNK_BYTES, rules: Mapping[Any, Callable[..., Any]] | None = None
+) -> tuple[Pass, ...]:
+    """Rewrites of the joint graph, before forward and backward are cut apart."""
+    return (
+        *inference_passes(chunk=chunk, chunk_bytes=chunk_bytes, rules=rules),
+        recompute_unit_views,
+        insert_reduce_scatters,
+    )
 
 
 def graph_passes(

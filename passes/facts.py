@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,8 @@ _JOINED = "zinf_joined"
 
 _AFTER_ALL_CHECKPOINTS = sys.maxsize
 """Larger than any checkpoint's number: a view shared with a later checkpointed region is then still recomputed."""
+_PART = "zinf_part"
+_LEFT_ALONE = "zinf_left_alone"
 
 
 def mark_slot(node: fx.Node, slot: Slot) -> None:
@@ -68,15 +71,9 @@ def starts_region(node: fx.Node) -> bool:
 
 def leave_whole(gm: fx.GraphModule, slot: Slot, reason: str) -> None:
     """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
-    reasons = untiled(gm).setdefault(slot.name, [])
-    if reason not in reasons:
-        reasons.append(reason)
-
-
-def untiled(gm: fx.GraphModule) -> dict[str, list[str]]:
-    """Return the reasons why parameters are used as a whole that are cut into tiles, by name."""
-    found: dict[str, list[str]] = gm.meta.setdefault("zinf_untiled", {})
-    return found
+    what = f"tiles of {slot.name}: {reason}"
+    if what not in left_alone(gm):
+        leave_alone(gm, what)
 
 
 def mark_tile(node: fx.Node, unit: fx.Node, slot: Slot) -> None:
@@ -99,6 +96,26 @@ def joined_outputs(gm: fx.GraphModule) -> dict[int, tuple[int, ...]]:
     """Return the outputs that are one with others, by position."""
     found: dict[int, tuple[int, ...]] = gm.meta.get(_JOINED, {})
     return found
+
+
+def mark_part(node: fx.Node, part: str) -> None:
+    """Say which part of a value that never exists whole the node computes, for display."""
+    node.meta[_PART] = part
+
+
+def part_of(node: fx.Node) -> str:
+    """Return which part of a value that never exists whole the node computes; empty for any other node."""
+    return str(node.meta.get(_PART, ""))
+
+
+def leave_alone(gm: fx.GraphModule, what: str) -> None:
+    """Note what a pass might have rewritten and has not, with the reason, for display."""
+    gm.meta[_LEFT_ALONE] = (*gm.meta.get(_LEFT_ALONE, ()), what)
+
+
+def left_alone(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Return what passes noted by `leave_alone`."""
+    return tuple(gm.meta.get(_LEFT_ALONE, ()))
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
@@ -211,6 +228,14 @@ def fake_mode_of(node: fx.Node) -> Any:
     value = node.meta["val"]
     tensors = value if isinstance(value, (list, tuple)) else (value,)
     return next(tensor.fake_mode for tensor in tensors if tensor is not None)
+
+
+def hinted_numel(value: object) -> int:
+    """Return the elements of a traced tensor, sizes known at run time only taken as those it was traced with; else 0."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+    return math.prod(size or 0 for size in sizes)
 
 
 def data_types(node: fx.Node) -> set[torch.dtype]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import display_name, policy_of, unit_of, wire_bytes
+from .facts import display_name, fake_value, left_alone, part_of, policy_of, unit_of, wire_bytes
 from .traffic import bytes_moved
 
 
@@ -18,10 +18,11 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     """Print the graph with short names.
 
     With `sizes`, schedule operators show the parameter's name and bytes: those it has whole, but in a swap those of the shard,
-    which is all that one of `world_size` ranks moves. With `policies`, other operators show what the partitioner is told about
-    them.
+    which is all that one of `world_size` ranks moves. A part of a value that never exists whole shows which one it is, and its
+    bytes; and the graph begins with what a pass left alone, and why. With `policies`, other operators show what the partitioner
+    is told about them.
     """
-    lines = []
+    lines = [f"# {what}" for what in left_alone(gm)] if sizes else []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
@@ -30,6 +31,8 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             swap = node.target in (ops.swap_in, ops.swap_out)
             size = bytes_moved(node, world_size=world_size) if swap else wire_bytes(node)
             line = f"{line:<60}  # {unit_of(node).name} {size:,} B"
+        elif sizes and part_of(node):
+            line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"
         elif policies and policy_of(node):
             line = f"{line:<60}  # {policy_of(node)}"
         lines.append(line)

@@ -144,6 +144,11 @@ def packs_for_recomputation() -> bool:
     )
 
 
+def keeps_autograd_graph() -> bool:
+    """Say whether the backward that runs may run again (`retain_graph=True`); True outside of one. It has no public name."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def inside_ddp() -> bool:
     """Say whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None

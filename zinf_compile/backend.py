@@ -32,8 +32,11 @@ from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
 from .optimizer import install
 from .passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
+from .passes.chunk_loss import CHUNK_BYTES, may_chunk
 from .passes.clone_aliased_outputs import clone_aliased_outputs
+from .passes.facts import leave_alone, left_alone
 from .passes.lower import lower, run_by_operator
+from .passes.take_apart import WHOLE
 from .program import Program, Slot
 from .residence import follow_units
 from .runtime.context import Context, context_for
@@ -69,6 +72,9 @@ class GraphCompiler:
     backward_ahead = True
     """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
 
+    chunk_bytes = CHUNK_BYTES
+    """Of a chunk's logits, where a loss is computed in chunks. Part of the compute shape: where states live doesn't change it."""
+
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
         self._given = given
@@ -79,6 +85,8 @@ class GraphCompiler:
         self.unified = True
         """The device is host memory."""
         self._binder: Binder | None = None
+        self._rules: dict[Any, Any] = {}
+        """To take operators apart that AOTAutograd leaves whole for `chunk_loss` to read."""
         self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -116,7 +124,7 @@ class GraphCompiler:
                 if kind == "inference":
                     mark_inputs(graph, captured)
                     reject_mutations(graph, captured)
-                    run_passes(graph, inference_passes())
+                    self.run_inference_passes(graph)
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -126,7 +134,7 @@ class GraphCompiler:
             bw_compiler=stage("backward"),
             inference_compiler=stage("inference"),
             partition_fn=partition,
-            decompositions=decompositions() if self.config.compute == "inductor" else None,
+            decompositions=self._decompositions(gm),
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
@@ -143,11 +151,22 @@ class GraphCompiler:
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
         """Rewrite the joint graph."""
-        run_passes(joint, joint_passes())
+        run_passes(joint, self.joint_passes())
+
+    def run_inference_passes(self, graph: fx.GraphModule) -> None:
+        """Rewrite a graph that has no backward."""
+        run_passes(graph, inference_passes(**self._loss_settings()))
+
+    def joint_passes(self) -> tuple[Pass, ...]:
+        """Return the rewrites of the joint graph."""
+        return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph into forward and backward."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        for what in left_alone(joint):
+            if what not in left_alone(forward):
+                leave_alone(forward, what)
         return forward, backward
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
@@ -168,6 +187,18 @@ class GraphCompiler:
             grads=way_in(placement.grads, unified=self.unified)[::-1],
             limits=None if self._budget is None else self._budget.limits,
         )
+
+    def _loss_settings(self) -> dict[str, Any]:
+        return {"chunk": self.config.chunk_loss, "chunk_bytes": self.chunk_bytes, "rules": self._rules}
+
+    def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
+        """Return what operators AOTAutograd takes apart: where a loss may be chunked, not those it is recognised by."""
+        if self.config.compute != "inductor":
+            return None
+        if not may_chunk(gm, self.config.chunk_loss):
+            return decompositions()
+        self._rules = decompositions()
+        return {op: rule for op, rule in self._rules.items() if op not in WHOLE}
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""

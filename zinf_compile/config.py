@@ -72,6 +72,12 @@ class Config:
     """What becomes of a stretch that Inductor can't compile. `"fx"`: it runs operator by operator, with a warning that names the
     operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
 
+    chunk_loss: bool | None = None
+    """Whether a loss over classes (cross-entropy and what it is made of) and its gradients are computed a chunk of tokens at a
+    time, so that the logits never exist whole. Default: where they would take more than 256 MiB in fp32. A loss that can't be
+    chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why. Numbers differ from those of whole logits by the
+    order in which tokens are added up."""
+
     params: str = "device"
     """Where parameters live between their uses: `"device"`, `"host"` (in the host's memory; the same, for a model on the CPU) or
     `"nvme"` (on the drive that `nvme` names). Each use brings them to the device ahead of time, as the graph says. The numbers
@@ -155,7 +161,8 @@ class Config:
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
         return (
-            f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} params={self.params} grads={self.grads} "
+            f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
+            f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
             f"tile={self.tile} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
         )
@@ -187,6 +194,10 @@ class Config:
         self._validate_tiers()
         if self.on_refusal not in ("fx", "error"):
             raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
+        if self.chunk_loss not in (None, True, False) or isinstance(self.chunk_loss, int) != isinstance(self.chunk_loss, bool):
+            raise OptionError(
+                f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
+            )
         parse_bytes(self.bucket, option="bucket")
         for option in ("tile", "device_memory", "host_memory"):
             if getattr(self, option) is not None:

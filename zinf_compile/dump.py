@@ -145,7 +145,7 @@ class _Recorder(GraphCompiler):
         self._graphs: dict[str, fx.GraphModule] = {}
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
-        self._joint_texts = self._run(joint, joint_passes(), policies=True)
+        self._joint_texts = self._run(joint, self.joint_passes(), policies=True)
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = super().cut(joint, inputs, **kwargs)
@@ -181,6 +181,7 @@ class _Recorder(GraphCompiler):
 
     def _schedule(self, unscheduled: fx.GraphModule, kind: str) -> None:
         graph = fx.GraphModule(unscheduled, copy.deepcopy(unscheduled.graph))  # which AOTAutograd goes on with
+        graph.meta.update(unscheduled.meta)
         texts = self._run(graph, self.graph_passes())
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None

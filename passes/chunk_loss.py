@@ -1,0 +1,100 @@
+"""Compute a loss over classes, and its gradients, a chunk of tokens at a time: the logits never exist whole."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from .facts import fake_value, hinted_numel, leave_alone, user_line
+from .find_losses import LeftAlone, find_losses
+from .logits import UnknownLogitsError, input_of
+from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss, whole_head
+
+CHUNK_BYTES = 128 * 2**20
+"""Of a chunk's logits in fp32."""
+
+WORTH_BYTES = 256 * 2**20
+"""Logits that would take more bytes in fp32 are computed in chunks where nobody says otherwise."""
+
+ROWS = 64
+"""Chunks are multiples of this many tokens, where so many fit."""
+
+_log = logging.getLogger("zinf_compile")
+
+
+def chunk_loss(
+    gm: fx.GraphModule,
+    *,
+    enabled: bool | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    make_tiles: MakeTiles = whole_head,
+) -> fx.GraphModule:
+    """Write the loop over chunks of tokens that gives loss and gradients in one sweep, in place of head and log-softmax.
+
+        before:  t = t(w);  z = mm(x, t);  l = _log_softmax(z, 1, False);  n = nll_loss_forward(l, y, None, 2, -100)
+                 s = n[0];  return (s,)
+        after:   valid = ne(y, -100);  targets = class_targets(y, 6, -100);  unsqueeze = unsqueeze(targets, 1)
+                 slice_1 = slice(x, 0, 0, 2);  slice_2 = slice(unsqueeze, 0, 0, 2);  slice_3 = slice(x, 0, 2, 4)
+                 slice_4 = slice(unsqueeze, 0, 2, 4);  alias = alias(slice_1);  permute = permute(w, [1, 0])
+                 logits = mm(alias, permute);  log_probs = _log_softmax(logits, 1, False)
+                 gather = gather(log_probs, 1, slice_2);  picked = squeeze(gather, 1);  alias_1 = alias(slice_3)
+                 permute_1 = permute(w, [1, 0]);  logits_1 = mm(alias_1, permute_1)
+                 log_probs_1 = _log_softmax(logits_1, 1, False);  gather_1 = gather(log_probs_1, 1, slice_4)
+                 picked_1 = squeeze(gather_1, 1);  cat = cat([picked, picked_1])
+                 full = full([], 0, dtype=torch.int64, device=cpu);  full_1 = full([], -100, dtype=torch.int64, device=cpu)
+                 where = where(valid, full, full_1);  unsqueeze_1 = unsqueeze(cat, 1)
+                 nll_loss_forward = nll_loss_forward(unsqueeze_1, where, None, 2, -100);  getitem = nll_loss_forward[0]
+                 return (getitem,)
+
+    That is a graph without a backward, with chunks of two of four tokens. On a joint graph each chunk also gives its part of the
+    gradients of hidden states, weight and bias, for a tangent of 1; the backward multiplies them by the tangent. The weight's is
+    added up in place, the hidden states' for each token is where it was. What the loss ignores, weighs or smooths is read from
+    the graph (`find_losses`), and what isn't known leaves the graph as it was, with a note in the dump and the log.
+
+    Chunks follow from the numbers of tokens and classes alone, never from where states live. For a head in several tiles there
+    are two sweeps, in which the tiles come one after the other (`loss_two_sweeps`).
+    """
+    if enabled is False:
+        return gm
+    losses, others = find_losses(gm.graph)
+    left = [alone for alone in others if enabled or is_large(fake_value(input_of(alone.softmax)))]
+    for loss in losses:
+        logits = loss.logits
+        if enabled or is_large(fake_value(logits.product)):
+            try:
+                plan = plan_loss(gm.graph, loss)
+            except UnknownLogitsError as error:
+                left.append(LeftAlone(logits.softmax, error.reason, error.node))
+                continue
+            bounds = choose_chunks(logits.tokens, logits.classes, chunk_bytes=chunk_bytes)
+            rewrite_loss(gm.graph, loss, plan, bounds=bounds, make_tiles=make_tiles)
+    for alone in left:
+        _say(gm, alone)
+    return gm
+
+
+def may_chunk(gm: fx.GraphModule, enabled: bool | None) -> bool:
+    """Say whether a graph as Dynamo captured it may have a loss that `chunk_loss` would rewrite."""
+    if enabled is not None:
+        return enabled
+    return any(is_large(node.meta.get("example_value")) for node in gm.graph.nodes)
+
+
+def is_large(logits: object) -> bool:
+    """Say whether traced logits would take more than `WORTH_BYTES` in fp32, in which a loss is taken of them."""
+    return 4 * hinted_numel(logits) > WORTH_BYTES
+
+
+def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Return the first token of each chunk and the one after its last, for logits of 4 bytes."""
+    rows = max(1, chunk_bytes // (4 * classes))
+    rows = rows // ROWS * ROWS or rows
+    return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+
+
+def _say(gm: fx.GraphModule, loss: LeftAlone) -> None:
+    what = f"chunk_loss leaves {loss.softmax.name} as it is: {loss.reason} ({loss.node.name})"
+    leave_alone(gm, what)
+    line = user_line(loss.node) or user_line(loss.softmax)
+    _log.info("%s%s", what, f"\n{line}" if line else "")

@@ -1,0 +1,88 @@
+"""Take operators apart that an earlier pass wanted to see whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+aten = torch.ops.aten
+
+WHOLE = frozenset(
+    {
+        aten._log_softmax.default,
+        aten._log_softmax_backward_data.default,
+        aten.nll_loss_forward.default,
+        aten.nll_loss_backward.default,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss2d_backward.default,
+        aten.tanh_backward.default,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+    }
+)
+"""What `chunk_loss` reads."""
+
+
+def take_apart(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+    """Replace each of the operators in `WHOLE` by what `table` makes of it; nothing where the table has no rules.
+
+        before:  l = tanh_backward(g, y);  return (l,)
+        after:   mul = mul(y, y);  sub = sub(1, mul);  mul_1 = mul(g, sub);  return (mul_1,)
+
+    What AOTAutograd would have done while it traced, had `chunk_loss` not wanted to see the operator.
+    """
+    parts: list[fx.Node] = []
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in WHOLE and node.target in table:
+            parts += _take_apart(gm.graph, node, table)
+    for part in reversed(parts):
+        if not part.users:  # of a result that nobody reads
+            gm.graph.erase_node(part)
+    return gm
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[..., Any]]) -> list[fx.Node]:
+    sources = node.all_input_nodes
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+
+    def call(*values: Any) -> Any:
+        known = dict(zip(sources, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+        return target(*args, **kwargs)
+
+    values = [source.meta["val"] for source in sources]
+    with _fake_mode(values):  # constants that a rule makes are fake as well
+        traced = make_fx(call, decomposition_table=dict(table))(*values)
+    known: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
+    parts = [part for part in traced.graph.nodes if part.op not in ("placeholder", "output")]
+    for part in parts:
+        with graph.inserting_before(node):
+            known[part] = graph.node_copy(part, known.__getitem__)
+        for key in ("partitioner_tag", "recompute", "ac_graph_id", "stack_trace"):
+            if key in node.meta:
+                known[part].meta[key] = node.meta[key]
+    (result,) = traced.graph.output_node().args
+    _pass_on(graph, node, fx.map_arg(result, known.__getitem__))
+    return [known[part] for part in parts]
+
+
+def _fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
+    modes = (getattr(value, "fake_mode", None) for value in values)
+    mode: AbstractContextManager[Any] | None = next((mode for mode in modes if mode is not None), None)
+    return mode or contextlib.nullcontext()
+
+
+def _pass_on(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # getitem
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)

@@ -1,0 +1,40 @@
+"""Models that others wrote train with their losses in chunks as in eager PyTorch, within rounding."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from zinf_compile.backend import GraphCompiler
+
+from .architectures import ARCHITECTURES, WORDS
+from .building import case
+from .test_compiled import sgd
+from .train import train_without_fallback
+
+FAST = ["gpt_neox", "bart", "qwen3_moe", "gemma2"]
+
+WHOLE = {
+    "its logits are returned",
+    "its logits are used elsewhere",
+    "its logits don't come from a linear layer",  # whisper's ctc loss, a graph that begins with the logits
+}
+
+
+# What Dynamo says about code that it can trace and does.
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES])
+def test_an_architecture_trains_with_its_loss_in_chunks(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * WORDS * 7)
+    row = ARCHITECTURES[name]
+    with caplog.at_level(logging.INFO, "zinf_compile"):
+        alive = train_without_fallback(
+            case(name), as_aot_eager=bool(row.as_aot_eager), fullgraph=not row.breaks, optimizer=sgd, chunk_loss=True
+        )
+    assert alive > 0.5
+    if name in FAST:
+        assert "chunk_loss leaves" not in caplog.text
