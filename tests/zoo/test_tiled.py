@@ -1,0 +1,30 @@
+"""Models that others wrote train with every matrix in tiles, and their losses in chunks, as in eager PyTorch, within rounding."""
+
+from __future__ import annotations
+
+import pytest
+
+from zinf_compile.backend import GraphCompiler
+
+from .architectures import ARCHITECTURES, WORDS
+from .building import case
+from .test_compiled import sgd
+from .train import train_without_fallback
+
+FAST = ["gpt2", "llama", "t5"]
+
+TILE = 1024
+"""Bytes; a row of these models has at most a quarter of that."""
+
+
+# What Dynamo says about code that it can trace and does.
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES])
+def test_an_architecture_trains_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * WORDS * 7)
+    row = ARCHITECTURES[name]
+    alive = train_without_fallback(
+        case(name), as_aot_eager=bool(row.as_aot_eager), fullgraph=not row.breaks, optimizer=sgd, chunk_loss=True, tile=TILE
+    )
+    assert alive > 0.5
