@@ -11,8 +11,10 @@ from .find_losses import LeftAlone, find_losses
 from .logits import UnknownLogitsError, input_of
 from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss, whole_head
 
-CHUNK_BYTES = 128 * 2**20
-"""Of a chunk's logits in fp32."""
+CHUNK_BYTES = 256 * 2**20
+"""Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB
+take 1.5, 1.2 and 1.05 of the CPU time of eager's head and loss, as each chunk reads and writes the gradient of the weight once;
+128 and 256 take 0.05 and 0.1 of its memory."""
 
 WORTH_BYTES = 256 * 2**20
 """Logits that would take more bytes in fp32 are computed in chunks where nobody says otherwise."""

@@ -107,7 +107,10 @@ def cut_chunks(insert: Inserter, sweep: Sweep) -> list[Chunk]:
 
 
 def sweep_once(insert: Inserter, sweep: Sweep) -> Swept:
-    """Write the loop for a head in one piece: a chunk's logits are made once, and gone before the next chunk's are made."""
+    """Write the loop for a head in one piece: a chunk's logits are made once, and gone before the next chunk's are made.
+
+    Their gradient is changed in place: operator by operator, each new tensor of that size would have its pages mapped first.
+    """
     (tile,) = sweep.tiles
     swept = Swept()
     for chunk in cut_chunks(insert, sweep):
@@ -118,10 +121,10 @@ def sweep_once(insert: Inserter, sweep: Sweep) -> Swept:
             swept.picked.append(insert(aten.squeeze.dim, picked, 1, name="picked"))
         swept.sums.append([sum_of(insert, log_probs, other.weights) for other in sweep.others])
         if chunk.total_grad is not None:
-            grad = insert(aten.mul.Tensor, insert(aten.exp.default, log_probs), chunk.total_grad)
+            grad = insert(aten.mul_.Tensor, insert(aten.exp.default, log_probs), chunk.total_grad)
             grad = add_others(insert, grad, sweep, chunk, tile)
             if chunk.targets is not None and chunk.target_grad is not None:
-                grad = insert(aten.scatter_add.default, grad, 1, chunk.targets, chunk.target_grad)
+                grad = insert(aten.scatter_add_.default, grad, 1, chunk.targets, chunk.target_grad)
             grad = through_pointwise(insert, sweep, grad, values)
             if "hidden" in sweep.wants:
                 swept.hidden.append(insert(aten.mm.default, grad, tile.weight, name="dhidden"))
@@ -184,7 +187,7 @@ def add_others(insert: Inserter, grad: fx.Node, sweep: Sweep, chunk: Chunk, tile
         if column is not None:
             weights = weights_of(insert, other.weights, sweep, tile)
             part = column if weights is None else insert(aten.mul.Tensor, column, weights)
-            grad = insert(aten.add.Tensor, grad, part)
+            grad = insert(aten.add_.Tensor, grad, part)
     return grad
 
 

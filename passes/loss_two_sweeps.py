@@ -85,12 +85,12 @@ def _gradients(insert: Inserter, sweep: Sweep, swept: Swept, chunks: list[Chunk]
         for place_of_chunk, (chunk, log) in enumerate(zip(chunks, logs, strict=True)):
             values = logits_of(insert, sweep, tile, chunk)
             log_probs = insert(aten.sub.Tensor, insert.cast(values[-1], sweep.dtype), log)
-            grad = insert(aten.mul.Tensor, insert(aten.exp.default, log_probs), chunk.total_grad)
+            grad = insert(aten.mul_.Tensor, insert(aten.exp.default, log_probs), chunk.total_grad)
             grad = add_others(insert, grad, sweep, chunk, tile)
             if chunk.targets is not None and chunk.target_grad is not None:
                 inside, place = _place(insert, chunk.targets, tile)
                 at_target = insert(aten.where.self, inside, chunk.target_grad, insert.zeros([], grad, sweep.dtype))
-                grad = insert(aten.scatter_add.default, grad, 1, place, at_target)
+                grad = insert(aten.scatter_add_.default, grad, 1, place, at_target)
             grad = through_pointwise(insert, sweep, grad, values)
             if "hidden" in sweep.wants:
                 part = insert(aten.mm.default, grad, tile.weight, name="dhidden")
