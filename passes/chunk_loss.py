@@ -8,8 +8,9 @@ from torch import fx
 
 from .facts import fake_value, hinted_numel, leave_alone, user_line
 from .find_losses import LeftAlone, find_losses
+from .head_tiles import tiles_of_head
 from .logits import UnknownLogitsError, input_of
-from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss, whole_head
+from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss
 
 CHUNK_BYTES = 256 * 2**20
 """Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB
@@ -30,7 +31,7 @@ def chunk_loss(
     *,
     enabled: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-    make_tiles: MakeTiles = whole_head,
+    make_tiles: MakeTiles = tiles_of_head,
 ) -> fx.GraphModule:
     """Write the loop over chunks of tokens that gives loss and gradients in one sweep, in place of head and log-softmax.
 

@@ -105,8 +105,10 @@ def _gradients(insert: Inserter, sweep: Sweep, swept: Swept, chunks: list[Chunk]
 def _place(insert: Inserter, targets: fx.Node, tile: Tile) -> tuple[fx.Node, fx.Node]:
     """Return which targets lie in a tile, and where in it; 0 for the others."""
     shifted = insert(aten.sub.Tensor, targets, tile.start)
-    clamped = insert(aten.clamp.default, shifted, 0, tile.end - tile.start - 1)
-    return insert(aten.eq.Tensor, shifted, clamped), clamped
+    inside = insert(
+        aten.logical_and.default, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, tile.end - tile.start)
+    )
+    return inside, insert(aten.where.ScalarOther, inside, shifted, 0)
 
 
 def _minus(insert: Inserter, total: fx.Node, log: fx.Node, weights: fx.Node | None, sweep: Sweep) -> fx.Node:

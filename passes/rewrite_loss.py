@@ -108,11 +108,6 @@ def rewrite_loss(
     _erase_dead(graph, replaced)
 
 
-def whole_head(insert: Inserter, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
-    """Return a head as its only tile."""
-    return [Tile(0, fake_value(weight).shape[0], weight, bias)]
-
-
 def _replace_readers(insert: Inserter, loss: HeadLoss, plan: LossPlan, values: TokenValues, swept: Swept) -> list[fx.Node]:
     picked = _whole(insert, swept.picked)
     sums = [_whole(insert, [part[i] for part in swept.sums]) for i in range(len(plan.weights))]

@@ -31,6 +31,8 @@ class Form:
     """Of the parameter, in the order of the value's."""
     fixed: tuple[tuple[int, int], ...] = ()
     """Dimensions of the parameter that the value hasn't, and at which index it was taken."""
+    windows: tuple[tuple[int, int, int], ...] = ()
+    """Dimensions of the parameter of which it has a stretch alone, between two borders of tiles: [start, end)."""
     chain: tuple[fx.Node, ...] = ()
     """The operators that made it."""
 
@@ -55,14 +57,24 @@ class Form:
                 left = tuple(d for d in self.dims if d != taken)
                 at = index % self.slot.shape[taken]
                 return dataclasses.replace(self, dims=left, fixed=(*self.fixed, (taken, at)), chain=chain)
+            case aten.slice.Tensor, (int() as dim, int() as start, int() as end) if start >= 0:
+                own = self.dims[dim % rank]
+                end = min(end, self.slot.shape[own])
+                whole = all(dim != own for dim, *_ in (*self.windows, *self.fixed))
+                edges = {edge for box in self.slot.tiles for edge in box[own]}
+                if whole and {start, end} <= edges:
+                    return dataclasses.replace(self, windows=(*self.windows, (own, start, end)), chain=chain)
         return None
 
     def tiles(self) -> list[tuple[int, Box]]:
         """Return the tiles that make the value up: the number of each, and the box of the value that it is."""
         found = []
+        offset = {dim: start for dim, start, _ in self.windows}
         for number, box in enumerate(self.slot.tiles):
-            if all(box[dim][0] <= index < box[dim][1] for dim, index in self.fixed):
-                found.append((number, tuple(box[dim] for dim in self.dims)))
+            inside = all(start <= box[dim][0] and box[dim][1] <= end for dim, start, end in self.windows)
+            if inside and all(box[dim][0] <= index < box[dim][1] for dim, index in self.fixed):
+                shifted = ((box[dim][0] - offset.get(dim, 0), box[dim][1] - offset.get(dim, 0)) for dim in self.dims)
+                found.append((number, tuple(shifted)))
         return found
 
     def derive(self, number: int, emit: Emitter) -> fx.Node:
@@ -71,6 +83,8 @@ class Form:
         node = emit_tile(self.unit, box, emit)
         dims = list(range(len(box)))
         for step in self.chain:
+            if step.target is aten.slice.Tensor:  # all of the tile
+                continue
             args: tuple[Any, ...] = (node, *step.args[1:])
             if step.target is aten.select.int:
                 dim, index = integers(step.args[1:3])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from zinf_compile.loss_ops import take_scaled
 from zinf_compile.tiling import Box, tile_shape
 
 from .alias import is_cast
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 
 _ELEMENTWISE = frozenset(
     {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default}
-    | {aten.clone.default, aten.detach.default, aten.alias.default}
+    | {aten.clone.default, aten.detach.default, aten.alias.default, take_scaled}
 )
 """What gives each element from the elements at its place."""
 

@@ -104,7 +104,8 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
     """Look each index up in every tile, and keep what the tile that has it says.
 
         y = embedding(w, i)
-        y = embedding(w_0, clamp_max(i, r - 1));  z = embedding(w_1, clamp_min(sub(i, r), 0));  y = where(ge(i, r), z, y)
+        y = embedding(w_0, where(lt(i, r), i, r - 1))
+        z = embedding(w_1, where(ge(i, r), sub(i, r), 0));  y = where(ge(i, r), z, y)
 
     Indices beyond the first and the last row stay what they are, for the operator to refuse.
     """
@@ -120,9 +121,9 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
     for place, (start, end) in enumerate(rows):
         local = emit(aten.sub.Tensor, indices, start) if start else indices
         if place + 1 < len(rows):
-            local = emit(aten.clamp_max.default, local, end - start - 1)
+            local = emit(aten.where.ScalarOther, emit(aten.lt.Scalar, indices, end), local, end - start - 1)
         if start:
-            local = emit(aten.clamp_min.default, local, 0)
+            local = emit(aten.where.ScalarOther, emit(aten.ge.Scalar, indices, start), local, 0)
         columns = sorted((box[1], number) for number, box in tiles if box[0] == (start, end))
         looked_up = _cat([emit(aten.embedding.default, form.derive(n, emit), local) for _, n in columns], -1, emit)
         if result is None:

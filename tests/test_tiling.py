@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from training import BACKEND
 
+from zinf_compile.backend import GraphCompiler
+from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
 from zinf_compile.runtime import chunks
 from zinf_compile.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
@@ -205,6 +208,45 @@ def test_autocast(dtype: torch.dtype) -> None:
         loss.backward()
     for one, other in zip(eager.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=2e-2, atol=2e-3)
+
+
+class Words(nn.Module):
+    """A head with a loss, tied to an embedding or with a bias."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(29, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 29, bias=not tied)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.words(words))
+        return F.cross_entropy(self.head(x), words.roll(1), ignore_index=4, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("compute", ["fx", "inductor"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loss_in_chunks_over_a_head_in_tiles(tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * 29 * 8)
+    eager, ours = both(lambda: Words(tied=tied), tile=7 * 32, compute=compute, chunk_loss=True)
+    words = torch.randint(29, (21,), generator=torch.Generator().manual_seed(0))
+    for model in (eager, ours):
+        (3 * model(words)).backward()
+    torch.testing.assert_close(ours(words), eager(words), rtol=1e-6, atol=0)
+    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        # at most 29 + 21 terms are added up, at two places, each within 2**-24 of the largest
+        bound = 128 * 2**-24 * one.grad.abs().max().item()
+        assert (other.grad.full_tensor() - one.grad).abs().max() <= bound, name
+
+
+def test_no_logits_and_no_whole_head_are_left_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * 29 * 8)
+    found = trace(lambda: (Words(tied=True), (torch.zeros(21, dtype=torch.long),)), options={"tile": 7 * 32, "chunk_loss": True})
+    assert [scheduled.kind for scheduled in found] == ["forward", "backward"]
+    forward, backward = (scheduled.text for scheduled in found)
+    assert "tiles of" not in forward + backward
+    assert not re.search(r"all_gather\(words.weight[,)]", forward + backward)
 
 
 @pytest.mark.parametrize("fake", [False, True])

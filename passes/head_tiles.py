@@ -1,0 +1,44 @@
+"""The tiles of a head, for a loss that goes through them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from .facts import fake_value, slot_of
+from .insert_nodes import Inserter
+from .loss_sweeps import Tile
+from .tile_forms import Form
+
+aten = torch.ops.aten
+
+
+def tiles_of_head(insert: Inserter, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
+    """Return the rows of a head in the tiles of its parameter; all as one, where these aren't rows or there are none."""
+    classes, width = fake_value(weight).shape
+    form = _form_of(weight)
+    boxes = [box for _, box in form.tiles()] if form is not None else []
+    rows = sorted({box[0] for box in boxes})
+    if len(rows) < 2 or any(box[1] != (0, width) for box in boxes):
+        return [Tile(0, classes, weight, bias)]
+    return [
+        Tile(
+            start,
+            end,
+            insert(aten.slice.Tensor, weight, 0, start, end),
+            bias if bias is None else insert(aten.slice.Tensor, bias, 0, start, end),
+        )
+        for start, end in rows
+    ]
+
+
+def _form_of(node: fx.Node) -> Form | None:
+    """Return how a value lies to the parameter in tiles that it is derived from; None for any other."""
+    slot = slot_of(node)
+    if slot is not None:
+        return Form(node, slot, tuple(range(len(slot.shape)))) if slot.tiles else None
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    before = _form_of(source) if isinstance(source, fx.Node) else None
+    return before.step(node) if before is not None else None
