@@ -19,7 +19,7 @@ SHOWN = re.findall(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README)
 
 
 @numbers_nodes_as_readme
-@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=["in memory", "on a drive"])
+@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=["in memory", "in tiles", "on a drive"])
 def test_the_graph_shown_is_the_graph_dumped(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)) == 0
     assert f"rank 0 of 4\n{shown}\n" in capsys.readouterr().out
