@@ -5,7 +5,7 @@
 
 The layer is ZeRO-Infinity's (its figure 6b): two linear ones, from a hidden size to four times as much and back. For each number
 of tiles the largest hidden size that fits is found by planning on tensors without values, and then trained for a step, in which
-the runtime's own account holds the budget. On this machine the device is host memory, and a chunk of the optimizer's step is in the
+the runtime's own account holds the budget. On this machine the device is host memory; a chunk of the optimizer's step is in the
 budget too. The paper went from a hidden size of 8K to one of 64K with 16 tiles, on a V100 of 32 GB that was fragmented into
 pieces of 2 GB: it stands beside ours for the shape of the curve, not for the sizes.
 
