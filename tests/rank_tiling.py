@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from pathlib import Path
 
 import torch
 from rank_tiers import train_in_tiles
 from tiers import PLACEMENTS, compiled, context_of, options_for
 from torch import nn
 from torch.nn import functional as F
+from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
+from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 
@@ -107,3 +110,49 @@ def check_peak(model: nn.Module, when: str) -> None:
     held, kinds = ledger.total()[1], ledger.peak()
     ledger.forget_peaks()
     assert held <= CAP, f"{when}: {held:,} bytes were on the device, at most {kinds}"
+
+
+def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
+    """Make a model in tiles in all ways, save and load it; raise where a value isn't what it is in a plain model."""
+    chunks.PIECE_NUMEL = 96
+    warnings.filterwarnings("ignore", category=StoreWarning)
+    options = {"tile": 800, "params": tier, **({"nvme": folder} if tier == "nvme" else {})}
+    torch.manual_seed(5)
+    expected = Wide().state_dict()
+
+    def check(model: nn.Module, what: str) -> nn.Module:
+        assert any(len(p._zinf_unit.tiles) > 1 for p in model.parameters() if isinstance(p, ShardedParameter)), what
+        found = zinf_compile.full_state_dict(model)
+        for name, value in expected.items() if rank == 0 else ():
+            assert_same(f"{name} {what}", value, found[name])
+        with zinf_compile.gathered(model):
+            for name, value in model.named_parameters():
+                assert_same(f"{name} {what}, gathered", expected[name], value.detach())
+        return model
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return Wide()
+
+    torch.manual_seed(5)
+    born = check(zinf_compile.partition(on_meta(), **options), "from a seed")
+    torch.manual_seed(5)
+    with zinf_compile.partitioned(**options):
+        built = Wide()
+    check(built, "built on the CPU")
+    checkpoint = Path(folder) / "saved"
+    zinf_compile.save_safetensors(born, checkpoint)
+    loaded = check(zinf_compile.partition(on_meta(), checkpoint=checkpoint, **options), "from a checkpoint")
+    changed = {name: value + 1 for name, value in expected.items()}
+    zinf_compile.load_full_state_dict(loaded, changed if rank == 0 else None)
+    expected.update(changed)
+    check(loaded, "loaded")
+    call = torch.compile(loaded, backend="zero_infinity", options={"compute": "fx"})
+    words = torch.randint(23, (2, 6), generator=torch.Generator().manual_seed(rank))
+    loss = call(words)
+    loss.backward()
+    plain = Wide()
+    plain.load_state_dict(expected)
+    torch.testing.assert_close(loss, plain(words))
+    assert loaded.head.weight.grad is not None
+    assert loaded.head.weight.grad.full_tensor().shape == (23, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -14,13 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import TiedWords, loss_of, tokens
-from rank_tiling import Huge, train_beyond_the_cap, train_in_tiles_of_ranks
+from rank_tiling import Huge, live_in_tiles, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from training import BACKEND
 
 from zinf_compile.backend import GraphCompiler
+from zinf_compile.config import Config
 from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
 from zinf_compile.runtime import chunks
@@ -177,6 +179,22 @@ def test_sizes_that_change() -> None:
         torch.testing.assert_close(loss_of(ours(*batch)), loss_of(eager(*batch)))
 
 
+def test_tiles_are_told_at_the_first_compile(caplog: pytest.LogCaptureFixture) -> None:
+    model = _compiled(Net(nn.Linear(64, 64), nn.Linear(64, 8)), {"device_memory": "4MiB"})
+    with caplog.at_level(logging.INFO, "zinf_compile"):
+        model(torch.ones(1, 64))
+    assert "in tiles" not in caplog.text
+    model = _compiled(Net(nn.Linear(64, 64), nn.Linear(64, 8)), {"tile": "4KiB"})
+    with caplog.at_level(logging.INFO, "zinf_compile"):
+        model(torch.ones(1, 64))
+    assert "moves parameters in tiles (option tile): layers.0.weight in 4 of up to 4,096 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(("memory", "tile"), [(None, None), ("1MiB", None), ("4MiB", 1 << 20), ("100MiB", 16 << 20)])
+def test_the_tile_that_follows_from_device_memory(memory: str | None, tile: int | None) -> None:
+    assert Config(device_memory=memory).tile_bytes == tile
+
+
 class Odd(nn.Module):
     """Uses that aren't computed in tiles."""
 
@@ -296,3 +314,15 @@ def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: 
 def test_the_same_on_two_ranks(fake: bool, tmp_path: Path) -> None:
     one, other = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 2, str(tmp_path))
     assert one != other
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_born_saved_and_loaded_in_tiles(tier: str, tmp_path: Path) -> None:
+    live_in_tiles(0, 1, str(tmp_path), tier)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_born_saved_and_loaded_in_tiles_on_ranks(tier: str, tmp_path: Path) -> None:
+    run_ranks(live_in_tiles, 3, str(tmp_path), tier)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,7 @@ from .runtime.placement import way_in
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
+_log = logging.getLogger("zinf_compile")
 
 
 def zero_infinity(
@@ -102,6 +104,7 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
+        _tell_tiles(captured.slots.values(), self.number)
         self._bucket = bucket_of(self.config, list(captured.slots.values()))
         self.unified = context.bridge.unified
         self._budget = self.make_budget(list(captured.slots.values()), example_inputs, context)
@@ -214,6 +217,15 @@ class GraphCompiler:
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
         return run
+
+
+def _tell_tiles(slots: Iterable[Slot], number: int) -> None:
+    cut = [slot for slot in slots if slot.tiles]
+    if cut:
+        listed = ", ".join(
+            f"{slot.name} in {len(slot.tiles)} of up to {max(s.bytes for s in slot.cut()):,} bytes" for slot in cut
+        )
+        _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)
 
 
 def _reject_wrappers() -> None:

@@ -164,7 +164,7 @@ class Config:
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
             f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
-            f"tile={self.tile} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
+            f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
         )
 
     def placement(self) -> Placement:
