@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from models import TiedWords, loss_of, tokens
 from rank_tiling import Huge, live_in_tiles, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
+from tiers import options_for
 from torch import nn
 from torch.nn import functional as F
-from training import BACKEND
+from torch.utils.checkpoint import checkpoint
+from training import BACKEND, assert_same
 
+import zinf_compile
 from zinf_compile.backend import GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.dump import trace
@@ -193,6 +196,55 @@ def test_tiles_are_told_at_the_first_compile(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(("memory", "tile"), [(None, None), ("1MiB", None), ("4MiB", 1 << 20), ("100MiB", 16 << 20)])
 def test_the_tile_that_follows_from_device_memory(memory: str | None, tile: int | None) -> None:
     assert Config(device_memory=memory).tile_bytes == tile
+
+
+class Checkpointed(nn.Module):
+    """A block that is recomputed, a frozen layer, an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(40, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.frozen, self.head = nn.Linear(16, 48).requires_grad_(False), nn.Linear(48, 40)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(lambda x: x + self.down(F.gelu(self.up(x))), self.words(words), use_reentrant=False)
+        return F.cross_entropy(self.head(torch.tanh(self.frozen(x))), words.roll(1))
+
+
+@pytest.mark.parametrize("way", ["clip", "clip by value", "scaled", "graph kept", "zeros"])
+def test_ways_to_train(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 256)
+    torch.manual_seed(3)
+    eager = Checkpointed()
+    ours = [copy.deepcopy(eager) for _ in range(2)]
+    away = options_for(("nvme", "nvme", "nvme"), tmp_path)
+    models = [eager, _compiled(ours[0], {"tile": 1024}), _compiled(ours[1], {"tile": 1024, **away})]
+    for model in models:
+        _train_in(way, model)
+    found = [zinf_compile.full_state_dict(model) for model in ours]
+    for name, value in eager.state_dict().items():
+        assert_same(f"{name} off the device", found[0][name], found[1][name])
+        torch.testing.assert_close(found[0][name], value, rtol=0, atol=1e-6)  # of 0.02 by which two steps move it
+
+
+def _train_in(way: str, model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=way == "scaled", init_scale=8.0)
+    for step in range(2):
+        for micro in range(2):
+            words = torch.randint(40, (28,), generator=torch.Generator().manual_seed(2 * step + micro))
+            loss = scaler.scale(model(words))
+            if way == "graph kept":
+                loss.backward(retain_graph=True)
+            loss.backward()
+        scaler.unscale_(optimizer)
+        if way == "clip by value":
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=way != "zeros")
 
 
 class Odd(nn.Module):

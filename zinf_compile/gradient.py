@@ -99,7 +99,7 @@ class ShardedGradient(torch.Tensor):
         return self._shard.load() if isinstance(self._shard, AwayGradient) else self._shard
 
     def valid_parts(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's elements, padding left away: all at once, or where they are away and many, tile by tile."""
+        """Yield this rank's elements, padding left away: all at once, or tile by tile."""
         return valid_parts(self)
 
     def prepare(self) -> None:
@@ -325,7 +325,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     gradient, context = args[0], args[0]._unit.context
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
-    parts = comes_in_parts(gradient)
+    parts = bool(gradient.unit.tiles)
     if context.size == 1 and gradient.away is not None and not parts:
         return func(gradient.full_tensor(), *args[1:], **kwargs)
     if (context.size == 1 and not parts) or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
@@ -338,7 +338,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
-    if sharded[0]._unit.context.size == 1 and not any(map(comes_in_parts, sharded)):
+    if sharded[0]._unit.context.size == 1 and not any(g.unit.tiles for g in sharded):
         if all(g.away is None for g in sharded):
             return _whole(func, args, kwargs)
         return [func([g.full_tensor() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]

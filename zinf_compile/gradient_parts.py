@@ -25,9 +25,9 @@ def part_of_gradient(gradient: ShardedGradient, tile: Tile) -> torch.Tensor:
 
 
 def valid_parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
-    """Yield this rank's elements without padding: all at once, or tile by tile."""
+    """Yield this rank's elements without padding: tile by tile, wherever they are, so that sums over them have the same bits."""
     unit = gradient.unit
-    if not comes_in_parts(gradient):
+    if not unit.tiles:
         yield gradient.local()[: unit.valid]
         return
     for tile, (start, end) in zip(unit.tiles, unit.held, strict=True):
