@@ -324,7 +324,7 @@ def test_tiles_anywhere(fake: bool, tmp_path: Path) -> None:
     assert train_in_tiles_of_ranks(0, 1, str(tmp_path), torch.float32, "fx", fake=fake) == (27 if fake else 8)
 
 
-@pytest.mark.slow
+@pytest.mark.tiers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compute", ["fx", "inductor"])
 def test_tiles_of_any_type_anywhere(compute: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -333,8 +333,15 @@ def test_tiles_of_any_type_anywhere(compute: str, dtype: torch.dtype, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_tiles_over_two_ranks(tmp_path: Path) -> None:
+    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=False)
+    assert run_ranks(call, 2, str(tmp_path)) == [8, 8]
+
+
+@pytest.mark.tiers
+@pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
-def test_tiles_over_ranks(size: int, tmp_path: Path) -> None:
+def test_tiles_anywhere_over_ranks(size: int, tmp_path: Path) -> None:
     call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=True)
     assert run_ranks(call, size, str(tmp_path)) == [27] * size
 
@@ -362,7 +369,7 @@ def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("fake", [False, pytest.param(True, marks=pytest.mark.tiers)])
 def test_the_same_on_two_ranks(fake: bool, tmp_path: Path) -> None:
     one, other = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 2, str(tmp_path))
     assert one != other
