@@ -49,11 +49,14 @@ def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
 
 def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
     """Average each tile of a gradient by itself."""
-    *parts, unit = joined.all_input_nodes
+    parts, unit = joined.args  # the same part may stand there more than once
+    assert isinstance(parts, (list, tuple))
+    assert isinstance(unit, fx.Node)
     slot = slot_of(unit)
     assert slot is not None
     shards = []
     for part, box in zip(parts, slot.tiles, strict=True):
+        assert isinstance(part, fx.Node)
         emit = Emitter(graph, part, behind=True)
         tile = emit_tile(unit, box, emit)
         with graph.inserting_after(tile):

@@ -38,7 +38,7 @@ def sweep_twice(insert: Inserter, sweep: Sweep) -> Swept:
     for so_far in found:
         assert so_far.largest is not None
         assert so_far.total is not None
-        log = insert(aten.add.Tensor, so_far.largest, insert(aten.log.default, so_far.total))
+        log = insert(aten.add.Tensor, _finite(insert, so_far.largest), insert(aten.log.default, so_far.total))
         if so_far.picked is not None:
             swept.picked.append(insert(aten.squeeze.dim, insert(aten.sub.Tensor, so_far.picked, log), 1, name="picked"))
         sums = zip(so_far.sums, sweep.others, strict=True)
@@ -65,10 +65,11 @@ class _Found:
         largest = insert(aten.amax.default, logits, [1], True)
         if self.largest is not None:
             largest = insert(aten.maximum.default, self.largest, largest)
-        exponentials = insert(aten.exp.default, insert(aten.sub.Tensor, logits, largest))
+        finite = _finite(insert, largest)
+        exponentials = insert(aten.exp.default, insert(aten.sub.Tensor, logits, finite))
         total = insert(aten.sum.dim_IntList, exponentials, [1], True)
         if self.largest is not None and self.total is not None:
-            corrected = insert(aten.exp.default, insert(aten.sub.Tensor, self.largest, largest))
+            corrected = insert(aten.exp.default, insert(aten.sub.Tensor, self.largest, finite))
             total = insert(aten.add.Tensor, insert(aten.mul.Tensor, self.total, corrected), total)
         self.largest, self.total = largest, total
         if chunk.targets is not None:
@@ -100,6 +101,11 @@ def _gradients(insert: Inserter, sweep: Sweep, swept: Swept, chunks: list[Chunk]
                 else:
                     swept.hidden[place_of_chunk] = insert(aten.add.Tensor, swept.hidden[place_of_chunk], part)
             add_up(insert, sweep, swept, chunk, grad, number=number)
+
+
+def _finite(insert: Inserter, largest: fx.Node) -> fx.Node:
+    """Return the largest logits, 0 where all are -inf: that less itself is no number."""
+    return insert(aten.where.ScalarSelf, insert(aten.eq.Scalar, largest, float("-inf")), 0.0, largest)
 
 
 def _place(insert: Inserter, targets: fx.Node, tile: Tile) -> tuple[fx.Node, fx.Node]:

@@ -54,15 +54,20 @@ class Form:
                 return dataclasses.replace(self, dims=dims_, chain=chain)
             case aten.select.int, (int() as dim, int() as index) if rank > 2:
                 taken = self.dims[dim % rank]
-                left = tuple(d for d in self.dims if d != taken)
-                at = index % self.slot.shape[taken]
-                return dataclasses.replace(self, dims=left, fixed=(*self.fixed, (taken, at)), chain=chain)
+                first, last = next(((a, b) for d, a, b in self.windows if d == taken), (0, self.slot.shape[taken]))
+                return dataclasses.replace(
+                    self,
+                    dims=tuple(d for d in self.dims if d != taken),
+                    fixed=(*self.fixed, (taken, first + index % (last - first))),
+                    windows=tuple(window for window in self.windows if window[0] != taken),
+                    chain=chain,
+                )
             case aten.slice.Tensor, (int() as dim, int() as start, int() as end) if start >= 0:
                 own = self.dims[dim % rank]
                 end = min(end, self.slot.shape[own])
                 whole = all(dim != own for dim, *_ in (*self.windows, *self.fixed))
                 edges = {edge for box in self.slot.tiles for edge in box[own]}
-                if whole and {start, end} <= edges:
+                if whole and start < end and {start, end} <= edges:
                     return dataclasses.replace(self, windows=(*self.windows, (own, start, end)), chain=chain)
         return None
 
@@ -87,9 +92,9 @@ class Form:
                 continue
             args: tuple[Any, ...] = (node, *step.args[1:])
             if step.target is aten.select.int:
-                dim, index = integers(step.args[1:3])
+                (dim,) = integers(step.args[1:2])
                 taken = dims.pop(dim % len(dims))
-                args = (node, dim, index % self.slot.shape[taken] - box[taken][0])
+                args = (node, dim, dict(self.fixed)[taken] - box[taken][0])
             elif step.target in (aten.t.default, aten.transpose.int, aten.permute.default):
                 before = Form(self.unit, self.slot, tuple(dims)).step(step)
                 assert before is not None, "it was understood before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -49,10 +50,14 @@ class GradientTiles:
         match node.target:
             case aten.t.default | aten.permute.default | aten.transpose.int:
                 return self._whole(_input(node, 0))
+            case aten.embedding_dense_backward.default if len(node.args) > 4 and node.args[4]:
+                return "an embedding's gradient is scaled by frequency"
+            case aten.select_backward.default if not all(isinstance(value, int) for value in node.args[2:4]):
+                return "its gradient is that of an index known at run time only"
             case aten.mm.default | aten.bmm.default | aten.embedding_dense_backward.default | aten.select_backward.default:
                 return ""
             case _ if node.target in _ELEMENTWISE or is_cast(node):
-                alike = [n for n in node.all_input_nodes if fake_value(n).shape == fake_value(node).shape]
+                alike = [n for n in node.all_input_nodes if _is_like(n, fake_value(node))]
                 reasons = [self._whole(n) for n in alike]
                 return "" if not all(reasons) else reasons[0] if reasons else f"its gradient is made by {node.name}"
             case aten.cat.default:
@@ -87,13 +92,28 @@ class GradientTiles:
                 case aten.cat.default if (part := _part_of_cat(node, box)) is not None:
                     return part
                 case _ if node.target in _ELEMENTWISE or is_cast(node):
-                    shape = fake_value(node).shape
-                    args = fx.map_arg(node.args, lambda n: self._box(n, box) if fake_value(n).shape == shape else n)
-                    return emit(node.target, *args, kwargs=node.kwargs)
+                    return emit(node.target, *fx.map_arg(node.args, partial(self._operand, node, box, emit)), kwargs=node.kwargs)
         result, behind = node, Emitter(self._graph, node, behind=True)
         for dim, span in enumerate(box):
             result = slice_of(result, dim, span, behind)
         return result
+
+    def _operand(self, node: fx.Node, box: Box, emit: Emitter, operand: fx.Node) -> fx.Node:
+        """Return what a box of an element-wise result takes of an operand, which may be broadcast."""
+        value = operand.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return operand
+        if _is_like(operand, fake_value(node)):
+            return self._box(operand, box)
+        for dim, span in enumerate(box[len(box) - value.dim() :]):
+            if value.shape[dim] != 1:
+                operand = slice_of(operand, dim, span, emit)
+        return operand
+
+
+def _is_like(node: fx.Node, whole: torch.Tensor) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.shape == whole.shape
 
 
 def _embedding(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
@@ -131,7 +151,10 @@ def _part_of_cat(node: fx.Node, box: Box) -> fx.Node | None:
     shape = list(fake_value(node).shape)
     (dim,) = integers(node.args[1:2]) or (0,)
     start = 0
-    for part in node.all_input_nodes:
+    parts = node.args[0]
+    assert isinstance(parts, (list, tuple))
+    for part in parts:  # the same one may stand there more than once
+        assert isinstance(part, fx.Node)
         size = fake_value(part).shape[dim]
         here = tuple((start, start + size) if d == dim % len(shape) else (0, length) for d, length in enumerate(shape))
         if here == box and tuple(fake_value(part).shape) == tile_shape(box):

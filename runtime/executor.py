@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def execute(
     for register, value in program.constants.items():
         registers[register] = value
     tiled: dict[Unit, TileGradients] = {}
+    leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
     link = "from ranks" if context.size > 1 else "nvme to host" if context.bridge.unified else "host to device"
     for step, frees in zip(program.steps, program.frees, strict=True):
         if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
@@ -93,7 +94,7 @@ def execute(
         elif isinstance(step, Gather):
             _start_gather(program, step, units, registers, context)
         elif isinstance(step, Reduce):
-            _start_reduce(program, step, units, registers, context, tiled)
+            _start_reduce(program, step, units, registers, context, tiled, leaves_for)
         elif isinstance(step, SwapIn):
             for source, out in step.members:
                 earlier = registers[source] if isinstance(registers[source], Arriving) else None
@@ -174,9 +175,12 @@ def _start_reduce(
     registers: list[Any],
     context: Context,
     tiled: dict[Unit, TileGradients],
+    leaves_for: Collection[str],
 ) -> None:
     members = [units[slot] for _, slot, _, _ in step.members]
-    together = [tiled.setdefault(u.unit, TileGradients(u.unit)) if isinstance(u, Tile) else None for u in members]
+    together = [
+        tiled.setdefault(u.unit, TileGradients(u.unit, leaves_for=leaves_for)) if isinstance(u, Tile) else None for u in members
+    ]
     if context.size == 1:
         for unit, whole, (grad, _, out, sight) in zip(members, together, step.members, strict=True):
             value = registers[grad]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Collection
 
 import torch
 
@@ -19,16 +20,19 @@ MOST_LEAVING = 2
 
 
 class TileGradients:
-    """One gradient in the making: memory for all of it where it will live, which each tile's part goes to."""
+    """One gradient in the making: memory for all of it where it will live, which each tile's part goes to.
 
-    def __init__(self, unit: Unit) -> None:
+    `leaves_for` are the tiers to which the graph takes gradients: its parameters may have been partitioned under other options.
+    """
+
+    def __init__(self, unit: Unit, *, leaves_for: Collection[str]) -> None:
         self._unit = unit
         self._shard: torch.Tensor | AwayGradient | None = None
         self._pending: list[Pending] = []
         self._leaving: collections.deque[Pending] = collections.deque()
         """What was begun last to free memory of the device."""
         placement, unified = unit.placement, unit.context.bridge.unified
-        self.stays = placement.grads == "device" or (placement.grads == "host" and unified)
+        self.stays = placement.grads not in leaves_for or (placement.grads == "host" and unified)
         """On the device, where it is reduced."""
 
     def room(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:

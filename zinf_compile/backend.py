@@ -84,6 +84,7 @@ class GraphCompiler:
         self.number = next(_numbers)
         self._budget: GraphBudget | None = None
         self._bucket = config.bucket_bytes
+        self._chunk = config.chunk_loss
         self.unified = True
         """The device is host memory."""
         self._binder: Binder | None = None
@@ -104,6 +105,8 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
+        # decided from sizes alone, ranks with other batches would decide otherwise, and gather other units
+        self._chunk = False if self.config.chunk_loss is None and context.size > 1 else self.config.chunk_loss
         _tell_tiles(captured.slots.values(), self.number)
         self._bucket = bucket_of(self.config, list(captured.slots.values()))
         self.unified = context.bridge.unified
@@ -192,13 +195,13 @@ class GraphCompiler:
         )
 
     def _loss_settings(self) -> dict[str, Any]:
-        return {"chunk": self.config.chunk_loss, "chunk_bytes": self.chunk_bytes, "rules": self._rules}
+        return {"chunk": self._chunk, "chunk_bytes": self.chunk_bytes, "rules": self._rules}
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
         """Return what operators AOTAutograd takes apart: where a loss may be chunked, not those it is recognised by."""
         if self.config.compute != "inductor":
             return None
-        if not may_chunk(gm, self.config.chunk_loss):
+        if not may_chunk(gm, self._chunk):
             return decompositions()
         self._rules = decompositions()
         return {op: rule for op, rule in self._rules.items() if op not in WHOLE}

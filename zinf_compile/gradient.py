@@ -190,10 +190,9 @@ class ShardedGradient(torch.Tensor):
 def ahead(gradients: Sequence[Any]) -> Iterator[Any]:
     """Yield gradients while the next one, where it isn't on the device, is on its way."""
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
-        if isinstance(gradient, ShardedGradient):
-            gradient.prepare()
-        if isinstance(following, ShardedGradient):
-            following.prepare()
+        for each in (gradient, following):
+            if isinstance(each, ShardedGradient) and not comes_in_parts(each):
+                each.prepare()
         yield gradient
 
 

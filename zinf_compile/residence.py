@@ -27,7 +27,8 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
             found = getattr(unit.placement, field.name)
             if found != getattr(wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
-    placements = {unit.placement for unit in units}
+    placements = {dataclasses.replace(unit.placement, tile=None) for unit in units}
+    tiles = {unit.placement.tile for unit in units}
     if len(placements) > 1:
         return config
     placement = placements.pop()
@@ -39,7 +40,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         nvme=placement.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
-        tile=placement.tile,
+        tile=tiles.pop() if len(tiles) == 1 else config.tile,
     )
 
 
