@@ -102,8 +102,8 @@ def test_many_requests_leave_memory_threads_and_descriptors_level(engine: Engine
     gc.collect()
     after = resident(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     assert after[0] - before[0] < 8 << 20
-    assert after[1] <= before[1]  # threads of other tests' engines may end meanwhile
-    assert after[2:] == before[2:]
+    assert after[1] <= before[1]  # fewer where what an earlier test left is collected meanwhile
+    assert after[2] <= before[2]
     assert engine.in_flight == 0
 
 
