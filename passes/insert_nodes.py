@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .facts import fake_value
+from .emit import new_node
+from .facts import fake_mode_of, fake_value
 
 aten = torch.ops.aten
 
@@ -29,10 +30,7 @@ class Inserter:
         if name is None and isinstance(target, torch._ops.OpOverload):
             name = target._schema.name.split("::")[-1].lstrip("_")
         with self._graph.inserting_before(self._place):
-            node = self._graph.create_node("call_function", target, args, kwargs, name=name)
-        values, keywords = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with fake_value(self._like).fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = target(*values, **keywords)
+            node = new_node(self._graph, fake_mode_of(self._like), target, args, kwargs, name)
         node.meta["partitioner_tag"] = self._tag
         node.stack_trace = self._like.stack_trace
         self.first = self.first or node

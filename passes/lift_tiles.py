@@ -31,7 +31,7 @@ def lift_tiles(gm: fx.GraphModule) -> fx.GraphModule:
             with gm.graph.inserting_after(last):
                 last = gm.graph.create_node("placeholder", f"{unit.name}_tile_{number}", name=f"{unit.name}_tile_{number}")
             last.meta["val"] = node.meta["val"]
-            mark_tile(last, unit, slot.cut()[number])
+            mark_tile(last, unit, slot.cut(number))
             lifted[unit, number] = last
         node.replace_all_uses_with(lifted[unit, number])
         gm.graph.erase_node(node)

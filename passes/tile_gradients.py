@@ -32,6 +32,7 @@ class GradientTiles:
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._cut: dict[tuple[fx.Node, Box], fx.Node] = {}
+        self._reasons: dict[fx.Node, str] = {}
 
     def cut(self, node: fx.Node, boxes: Sequence[Box]) -> list[fx.Node] | str:
         """Return the boxes of a gradient; the reason, where it would have to be computed as a whole first.
@@ -42,7 +43,12 @@ class GradientTiles:
         return reason or [self._box(node, box) for box in boxes]
 
     def _whole(self, node: fx.Node) -> str:
-        """Return why a gradient is there as a whole in any case; empty where it needn't be."""
+        """Return why a gradient is there as a whole in any case; empty where it needn't be. Decided before anything is cut."""
+        if node not in self._reasons:
+            self._reasons[node] = self._find_reason(node)
+        return self._reasons[node]
+
+    def _find_reason(self, node: fx.Node) -> str:
         if node.op != "call_function":
             return "its gradient is an input"
         if len(node.users) > 1:

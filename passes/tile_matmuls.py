@@ -8,6 +8,7 @@ from torch import fx
 
 from zinf_compile import ops
 from zinf_compile._torch import gradient_outputs
+from zinf_compile.program import Slot
 
 from .alias import METADATA_OPS
 from .emit import Emitter
@@ -25,7 +26,7 @@ def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
                  g_0 = t(mm(slice(t(dy), 0, 0, r), x));  g_1 = ..;  return [y, join([g_0, g_1], w)]
 
     On a joint graph before the cut, or an inference graph. Every tile is a unit by itself from here on, to be gathered, released
-    and reduced alone. A use that is none of these leaves the parameter whole there; `untiled` says why.
+    and reduced alone. A use that is none of these leaves the parameter whole there; the dump says why.
     """
     cut = [(node, slot) for node, slot in parameters(gm.graph) if slot.tiles]
     forms: dict[fx.Node, Form] = {}
@@ -36,8 +37,8 @@ def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
             if user not in forms and user.op == "call_function" and user.target not in METADATA_OPS:
                 _tile_use(gm, user, source, form, forms)
     if cut:
-        _cut_gradients(gm, {slot.index: unit for unit, slot in cut})
-        _erase_unused(gm.graph)
+        _cut_gradients(gm, {slot.index: (unit, slot) for unit, slot in cut})
+        gm.graph.eliminate_dead_code()  # wholes that were computed in tiles, and what they alone were made from
     return gm
 
 
@@ -69,15 +70,15 @@ def _tile_use(gm: fx.GraphModule, node: fx.Node, source: fx.Node, form: Form, fo
         node.replace_all_uses_with(result)
 
 
-def _cut_gradients(gm: fx.GraphModule, units: dict[int, fx.Node]) -> None:
+def _cut_gradients(gm: fx.GraphModule, units: Mapping[int, tuple[fx.Node, Slot]]) -> None:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = list(output.args[0])
     tiles = GradientTiles(gm.graph)
     for position, index in gradient_outputs(output).items():
-        unit, grad = units.get(index), results[position]
-        if unit is None or not isinstance(grad, fx.Node):
+        grad = results[position]
+        if index not in units or not isinstance(grad, fx.Node):
             continue
-        slot = next(slot for node, slot in parameters(gm.graph) if node is unit)
+        unit, slot = units[index]
         parts = tiles.cut(grad, slot.tiles)
         if isinstance(parts, str):
             leave_whole(gm, slot, parts)
@@ -88,10 +89,3 @@ def _cut_gradients(gm: fx.GraphModule, units: dict[int, fx.Node]) -> None:
         joined.meta["partitioner_tag"] = "is_backward"
         results[position] = joined
     output.args = (type(output.args[0])(results),)
-
-
-def _erase_unused(graph: fx.Graph) -> None:
-    """Drop what nobody reads any longer: wholes that were computed in tiles, and what they alone were made from."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not node.is_impure():
-            graph.erase_node(node)

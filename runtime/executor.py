@@ -153,7 +153,7 @@ def _start_gather(
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
-    parts = [_split(unit, shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
+    parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
 
     def gather() -> None:
         for pending in before:
@@ -199,7 +199,7 @@ def _start_reduce(
         grad.new_empty(unit.shard_numel) if whole is None else whole.room(unit, grad.dtype)  # type: ignore[arg-type]
         for unit, grad, whole in zip(members, grads, together, strict=True)
     ]
-    parts = [_split(unit, shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
+    parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
     for full in grads:
         context.ledger.track("staged", full)
     held = sum(full.nbytes for full in grads)
@@ -226,10 +226,6 @@ def _start_reduce(
         else:
             whole.reduced(reduction)
         registers[out] = _Reduced(unit, shard, reduction, whole)
-
-
-def _split(unit: Unit | Tile, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return ([shard], [full]) if isinstance(unit, Tile) else unit.split(shard, full)
 
 
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:

@@ -57,6 +57,16 @@ class Tile(Dense):
         """Elements of this rank's part, padding included."""
         return self.stretch.shard_numel
 
+    @property
+    def valid(self) -> int:
+        """Elements of this rank's part that are not padding."""
+        start, end = self.stretch.part_of(self.context.rank)
+        return end - start
+
+    def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """See `Unit.split`; a tile moves as one."""
+        return [shard], [full]
+
     def part(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the tile's part of a shard of the unit."""
         return shard[self.stretch.place : self.stretch.place + self.shard_numel]

@@ -225,9 +225,8 @@ class GraphCompiler:
 def _tell_tiles(slots: Iterable[Slot], number: int) -> None:
     cut = [slot for slot in slots if slot.tiles]
     if cut:
-        listed = ", ".join(
-            f"{slot.name} in {len(slot.tiles)} of up to {max(s.bytes for s in slot.cut()):,} bytes" for slot in cut
-        )
+        # the first of a parameter's tiles is as large as any
+        listed = ", ".join(f"{slot.name} in {len(slot.tiles)} of up to {slot.cut(0).bytes:,} bytes" for slot in cut)
         _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)
 
 

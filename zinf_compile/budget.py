@@ -43,8 +43,8 @@ def plan_later(units: Iterable[Unit]) -> None:
 
 def bucket_of(config: Config, slots: Sequence[Slot]) -> int:
     """Return the bytes that move together in a graph: no more than a tile, where some parameter is cut into tiles."""
-    cut = config.tile_bytes is not None and any(slot.tiles for slot in slots)
-    return min(config.bucket_bytes, config.tile_bytes or 0) if cut else config.bucket_bytes
+    tile = config.tile_bytes if any(slot.tiles for slot in slots) else None
+    return config.bucket_bytes if tile is None else min(config.bucket_bytes, tile)
 
 
 @dataclasses.dataclass(frozen=True)

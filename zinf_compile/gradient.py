@@ -356,8 +356,7 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
         if isinstance(gradient, ShardedGradient):
             valid = gradient.unit.valid  # padding may hold anything
             if comes_in_parts(gradient):
-                ends = dict(zip(gradient.unit.tiles, gradient.unit.held, strict=True))
-                change_parts(gradient, lambda tile, part, ends=ends: unscale(part[: ends[tile][1] - ends[tile][0]]))  # type: ignore[misc]
+                change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]))
             else:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:

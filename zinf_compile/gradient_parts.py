@@ -30,8 +30,8 @@ def valid_parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
     if not unit.tiles:
         yield gradient.local()[: unit.valid]
         return
-    for tile, (start, end) in zip(unit.tiles, unit.held, strict=True):
-        yield part_of_gradient(gradient, tile)[: end - start]
+    for tile in unit.tiles:
+        yield part_of_gradient(gradient, tile)[: tile.valid]
 
 
 def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -36,11 +37,17 @@ def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch
 
 def gather(shard: torch.Tensor, into: torch.Tensor, context: Context, name: str) -> None:
     """Fill a flat tensor of the host from all ranks' shards."""
-    same = into.device == shard.device
-    full = into if same else context.full_buffer(into.numel(), into.dtype, shard.device)
-    pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
-    context.finish(pending, f"gathering {name}")
-    if not same:
+    with filled_on(shard.device, into, context) as full:
+        pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
+        context.finish(pending, f"gathering {name}")
+
+
+@contextlib.contextmanager
+def filled_on(device: torch.device, into: torch.Tensor, context: Context) -> Iterator[torch.Tensor]:
+    """Context with what a gather may fill on a device, so that a flat tensor is filled afterwards, wherever that is."""
+    full = into if into.device == device else context.full_buffer(into.numel(), into.dtype, device)
+    yield full
+    if full is not into:
         into.copy_(full)
 
 
@@ -56,10 +63,8 @@ class InUnit:
         if unit.home is not None and unit.context.size == 1:
             unit.home.read(into).wait()
         else:
-            full = into if into.device == unit.device else unit.context.full_buffer(into.numel(), into.dtype, unit.device)
-            gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
-            if full is not into:
-                into.copy_(full)
+            with filled_on(unit.device, into, unit.context) as full:
+                gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
 
     def save(self, whole: torch.Tensor) -> None:
         """See `Place.save`."""

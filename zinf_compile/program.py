@@ -41,18 +41,16 @@ class Slot:
         """Tells it from all other slots of a graph, and their tiles."""
         return self.index, -1 if self.tile is None else self.tile
 
-    def cut(self) -> tuple[Slot, ...]:
-        """Return the tiles."""
-        return tuple(
-            dataclasses.replace(
-                self,
-                name=self.name + box_text(box, self.shape),
-                shape=tile_shape(box),
-                stride=tile_stride(box, self.stride),
-                tiles=(),
-                tile=number,
-            )
-            for number, box in enumerate(self.tiles)
+    def cut(self, number: int) -> Slot:
+        """Return one of the tiles."""
+        box = self.tiles[number]
+        return dataclasses.replace(
+            self,
+            name=self.name + box_text(box, self.shape),
+            shape=tile_shape(box),
+            stride=tile_stride(box, self.stride),
+            tiles=(),
+            tile=number,
         )
 
     @property
