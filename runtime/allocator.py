@@ -6,21 +6,33 @@ import ctypes
 import os
 
 LARGE_BYTES = 8 << 20
-"""From this size on a block is mapped by itself, and unmapped when it is freed.
+"""From this size on a block is mapped by itself, and unmapped when it is freed, where nothing asks for a smaller one.
 
 By default glibc raises that limit to up to 32 MiB as such blocks are freed. They then come from its heap, smaller ones settle
-between them, and what is free there adds up to as much again as what is used."""
+between them, and what is free there adds up to as much again as what is used. Before 2.38 that is so even of blocks of one size:
+an aligned block never goes to the place of another, as it might need some bytes more."""
+
+SMALLEST = 128 << 10
+"""What glibc begins with: smaller blocks are not worth a call of the kernel."""
 
 _M_MMAP_THRESHOLD = -3
 _OURS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which the user has decided."""
 
 
-def return_large_blocks() -> None:
-    """Let what is freed in large blocks go back to the system at once. Does nothing where the C library isn't glibc."""
+_from = LARGE_BYTES
+
+
+def return_large_blocks(within: int | None = None) -> None:
+    """Let what is freed in large blocks go back to the system at once. Does nothing where the C library isn't glibc.
+
+    `within` is how many bytes are there in all: where they are few, blocks of a 64th of them are large.
+    """
+    global _from  # noqa: PLW0603  (so is the C library's setting)
+    _from = min(_from, LARGE_BYTES if within is None else max(within // 64, SMALLEST))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in _OURS):
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _from)
 
 
 def return_free_memory() -> None:

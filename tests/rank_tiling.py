@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +20,7 @@ import zinf_compile
 from zinf_compile.errors import StoreWarning
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime import chunks
+from zinf_compile.runtime.allocator import return_free_memory
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 
 
@@ -80,26 +84,30 @@ def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) 
         assert model.huge.weight.nbytes == 8 * CAP
         with played_by(FakeDevice()) if fake else contextlib.nullcontext():
             options = options_for(placement, folder, compute="fx", device_memory=CAP, tile=TILE)
-            found.append(_train_within(compiled(model, options), rank))
+            call = compiled(model, options)
+            found.append(train_batches(call, rank, functools.partial(check_peak, model)))
     assert all(losses == found[0] for losses in found), "the placement changed bits"
     return found[0]
 
 
-def _train_within(model: nn.Module, rank: int) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(rank)
+def train_batches(
+    model: nn.Module, seed: int, check: Callable[[str], None] = lambda when: None, *, width: int = 32
+) -> list[float]:
+    """Take three steps of two micro-batches each, with clipping; return the losses. `check` is told what was just done."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(seed)
     losses = []
     for step in range(3):
         for _ in range(2):
-            loss = model(torch.randn(16, 32, generator=generator)).square().mean()
+            loss = model(torch.randn(16, width, generator=generator)).square().mean()
             loss.backward()
             losses.append(loss.item())
-            check_peak(model, f"step {step}, backward")
+            check(f"step {step}, backward")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        check_peak(model, f"step {step}, clipping")
+        check(f"step {step}, clipping")
         optimizer.step()
         zinf_compile.synchronize()
-        check_peak(model, f"step {step}, update")
+        check(f"step {step}, update")
         optimizer.zero_grad()
     return losses
 
@@ -110,6 +118,55 @@ def check_peak(model: nn.Module, when: str) -> None:
     held, kinds = ledger.total()[1], ledger.peak()
     ledger.forget_peaks()
     assert held <= CAP, f"{when}: {held:,} bytes were on the device, at most {kinds}"
+
+
+class Giant(nn.Module):
+    """Its largest weight is of 8 * `memory` bytes."""
+
+    def __init__(self, memory: int) -> None:
+        super().__init__()
+        self.giant = nn.Linear(2048, memory // 1024, bias=False)
+        self.last = nn.Linear(memory // 1024, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.giant(x)))
+        return out
+
+
+def grow_beyond_memory(rank: int, size: int, folder: str) -> tuple[int, int]:
+    """Train where a weight is of eight times `device_memory`; return by how much that made the process grow, and that cap.
+
+    As the kernel counts it, all included but what a small model's training, which is done before, leaves: compiler, libraries.
+    Making the model isn't counted: a module's tensors are drawn whole.
+    """
+    chunks.PIECE_NUMEL = 1 << 18
+    warnings.filterwarnings("ignore", category=StoreWarning)
+    memory = 64 << 20
+    _train(_giant(1 << 20, folder), 8 << 20, rank)
+    return_free_memory()
+    before = _status("VmRSS")
+    model = _giant(memory, folder)
+    return_free_memory()
+    Path("/proc/self/clear_refs").write_text("5")
+    _train(model, memory, rank)
+    return _status("VmHWM") - before, memory
+
+
+def _giant(memory: int, folder: str) -> nn.Module:
+    with torch.device("meta"):
+        model = Giant(memory)
+    return zinf_compile.partition(model, **options_for(("nvme", "nvme", "nvme"), folder, tile=memory // 16))
+
+
+def _train(model: nn.Module, memory: int, rank: int) -> None:
+    train_batches(compiled(model, {"compute": "fx", "device_memory": memory}), rank, width=2048)
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
 
 
 def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:

@@ -23,10 +23,13 @@ def held():
 
 if sys.argv[1] == "large":
     return_large_blocks()
-torch.ones(4 << 20)  # by freeing it glibc learns that such blocks come from its heap from now on
+if sys.argv[1] == "little":
+    return_large_blocks(within=64 << 20)
+numel = int(sys.argv[2])
+torch.ones(numel)  # by freeing it glibc learns that such blocks come from its heap from now on
 before, small = held(), []
 for _ in range(8):
-    large = torch.ones(4 << 20)
+    large = torch.ones(numel)
     small.append([torch.ones(1 << 12) for _ in range(8)])
     del large
     small.append(torch.ones(1 << 18))
@@ -36,10 +39,16 @@ print((held() - before) // 1024)
 """
 
 
-def held_after(how: str) -> int:
-    """Return the MiB that a process holds more after it freed blocks of 16 MiB; 9 are in use."""
-    run = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
+def held_after(how: str, numel: int = 4 << 20) -> int:
+    """Return the MiB that a process holds more after it freed blocks of `numel` floats, by default 16 MiB; 9 are in use."""
+    run = subprocess.run([sys.executable, "-c", PROGRAM, how, str(numel)], capture_output=True, text=True, check=True)
     return int(run.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_where_there_is_little_memory_smaller_blocks_go_back() -> None:
+    assert held_after("large", 1 << 19) > 11
+    assert held_after("little", 1 << 19) < 11
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")

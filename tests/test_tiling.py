@@ -1,9 +1,8 @@
-"""Parameters larger than a tile: cut, moved and updated tile by tile, wherever their states live."""
+"""Parameters larger than a tile: cut, and computed with tile by tile."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 import re
@@ -15,8 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import TiedWords, loss_of, tokens
-from rank_tiling import Huge, live_in_tiles, train_beyond_the_cap, train_in_tiles_of_ranks
-from ranks import run_ranks
 from tiers import options_for
 from torch import nn
 from torch.nn import functional as F
@@ -30,15 +27,6 @@ from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
 from zinf_compile.runtime import chunks
 from zinf_compile.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
-
-FAKE = pytest.param(True, marks=pytest.mark.tiers)
-"""On a device with memory of its own: all placements."""
-
-
-@pytest.fixture(autouse=True)
-def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", chunks.PIECE_NUMEL)  # which helpers change that also run in ranks of their own
-
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
@@ -326,73 +314,6 @@ def test_no_logits_and_no_whole_head_are_left_in_the_graph(monkeypatch: pytest.M
     forward, backward = (scheduled.text for scheduled in found)
     assert "tiles of" not in forward + backward
     assert not re.search(r"all_gather\(words.weight[,)]", forward + backward)
-
-
-@pytest.mark.parametrize("fake", [False, FAKE])
-def test_tiles_anywhere(fake: bool, tmp_path: Path) -> None:
-    assert train_in_tiles_of_ranks(0, 1, str(tmp_path), torch.float32, "fx", fake=fake) == (27 if fake else 8)
-
-
-@pytest.mark.tiers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compute", ["fx", "inductor"])
-def test_tiles_of_any_type_anywhere(compute: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    assert train_in_tiles_of_ranks(0, 1, str(tmp_path), dtype, compute, fake=False) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_tiles_over_two_ranks(tmp_path: Path) -> None:
-    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=False)
-    assert run_ranks(call, 2, str(tmp_path)) == [8, 8]
-
-
-@pytest.mark.tiers
-@pytest.mark.distributed
-@pytest.mark.parametrize("size", [2, 3])
-def test_tiles_anywhere_over_ranks(size: int, tmp_path: Path) -> None:
-    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=True)
-    assert run_ranks(call, size, str(tmp_path)) == [27] * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fake", [False, True])
-def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: Path) -> None:
-    (losses,) = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 1, str(tmp_path))  # alone: all models count
-    torch.manual_seed(0)
-    eager = Huge()
-    optimizer = torch.optim.AdamW(eager.parameters(), lr=1e-3, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    expected = []
-    for _ in range(3):
-        for _ in range(2):
-            loss = eager(torch.randn(16, 32, generator=generator)).square().mean()
-            loss.backward()
-            expected.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("fake", [False, FAKE])
-def test_the_same_on_two_ranks(fake: bool, tmp_path: Path) -> None:
-    one, other = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 2, str(tmp_path))
-    assert one != other
-
-
-@pytest.mark.parametrize("tier", ["device", "nvme"])
-def test_born_saved_and_loaded_in_tiles(tier: str, tmp_path: Path) -> None:
-    live_in_tiles(0, 1, str(tmp_path), tier)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("tier", ["device", "nvme"])
-def test_born_saved_and_loaded_in_tiles_on_ranks(tier: str, tmp_path: Path) -> None:
-    run_ranks(live_in_tiles, 3, str(tmp_path), tier)
 
 
 def grads_of(build: Callable[[], nn.Module], *inputs: torch.Tensor, dynamic: bool | None = None, **options: object) -> None:
