@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 TRAINS = """
-import sys, warnings
+import signal, sys, warnings
 import torch
 from tiers import compiled, options_for, sundry, train_step
 from training import adamw
 import zinf_compile
 from zinf_compile.runtime import chunks
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background lets its children ignore it
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 chunks.PIECE_NUMEL = 96
