@@ -7,7 +7,7 @@ BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp)) $(wildcard csrc/tests/*.cpp)
 
-.PHONY: setup train test test-core test-torch test-csrc tiers zoo lint bench clean
+.PHONY: setup train test test-core test-torch test-csrc tiers thorough zoo lint bench clean
 
 setup: $(INSTALLED)
 
@@ -23,11 +23,11 @@ train: setup
 
 # Two at a time: many tests wait for processes that they start. ARGS="-n 0" runs one after the other.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
 
 # What is quick and needs one process.
 test-core: setup
-	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The core suite on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
 # gigabytes of CUDA with them and run without a GPU.
@@ -39,7 +39,7 @@ test-torch:
 	sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt > $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install -r $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install --no-build-isolation --no-deps -e .
-	$(OTHER)/bin/pytest -m "not gpu and not zoo and not tiers and not slow and not distributed" --ignore tests/zoo $(ARGS)
+	$(OTHER)/bin/pytest -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo $(ARGS)
 
 # The I/O engines against real and faulty kernels, once under each sanitizer. Needs a C++ compiler only.
 test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
@@ -53,6 +53,10 @@ build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
 # All 27 placements of states, in each type and mode, on one rank and two, bit by bit and byte by byte: five minutes.
 tiers: setup
 	$(BIN)/pytest -m tiers tests $(ARGS)
+
+# Further cases of what the tests show: ten minutes.
+thorough: setup
+	$(BIN)/pytest -n 2 --dist loadfile -m "thorough and not gpu" $(ARGS)
 
 zoo: setup
 	$(BIN)/pytest -m zoo tests/zoo $(ARGS)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import rank_birth
 import torch
+from marks import more
 from models import CASES, WORDS, Block
 from rank_birth import REBUILT, assert_born, built_inside, made_on_meta
 from ranks import run_ranks
@@ -256,7 +257,7 @@ def test_the_smallest_cap_is_that_of_a_model_partitioned_at_its_first_call(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, more(4)])
 def test_ranks_make_the_same_model(world_size: int, tmp_path: Path) -> None:
     assert all(run_ranks(rank_birth.born_on_ranks, world_size, str(tmp_path)))
 

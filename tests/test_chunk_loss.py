@@ -12,6 +12,7 @@ import pytest
 import torch
 from capturing import capturing_backend
 from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, batch, exact
+from marks import more
 from near import train_near_eager
 from rank_chunk_loss import compare_on_a_rank
 from ranks import run_ranks
@@ -237,7 +238,7 @@ def _in_double(head: Head) -> Head:
     return other
 
 
-@pytest.mark.parametrize(("name", "compute"), [("llama", "fx"), ("qwen2", "inductor"), ("t5", "fx")])
+@pytest.mark.parametrize(("name", "compute"), [("llama", "fx"), ("qwen2", "inductor"), more("t5", "fx")])
 def test_models_of_transformers(name: str, compute: str, caplog: pytest.LogCaptureFixture) -> None:
     case = TRANSFORMERS[name]
     with caplog.at_level(logging.INFO, "zinf_compile"):
@@ -261,7 +262,7 @@ def test_models_that_return_logits_keep_them_bit_by_bit(build: Callable[[], nn.M
 
 
 @pytest.mark.distributed
-@BOTH
+@pytest.mark.parametrize("compute", ["fx", more("inductor")])
 def test_on_two_ranks(compute: str) -> None:
     assert run_ranks(compare_on_a_rank, 2, compute) == ["", ""]
 

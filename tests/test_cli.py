@@ -188,6 +188,7 @@ def test_an_inference_graph_never_was_a_joint_graph(capsys: pytest.CaptureFixtur
     assert "all_gather(layer.weight" in zinf(capsys, "test_cli:inference", "--diff", "insert_gathers")
 
 
+@pytest.mark.thorough
 def test_each_pass_starts_from_what_the_one_before_left() -> None:
     names = pass_names(Config())[len(joint_passes()) :]
     traced: dict[str, Any] = {name: trace(tiny_llama, after=name) for name in names}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import rank_companions
+from marks import more
 from ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("way", ["regional", "broken", "whole"])
+@pytest.mark.parametrize("way", ["broken", *(more(way) for way in ("regional", "whole"))])
 def test_gradients_are_averaged_whether_a_graph_uses_the_parameter_or_not(way: str) -> None:
     assert run_ranks(rank_companions.train, 2, way) == [[], []]
 

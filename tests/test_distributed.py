@@ -6,6 +6,7 @@ All cases of one number of ranks run in one start of the processes, see `rank_ca
 from __future__ import annotations
 
 import pytest
+from marks import more
 from models import CASES
 from rank_cases import run_cases
 from rank_memory import gather_memory_bytes, training_bytes
@@ -81,6 +82,7 @@ def test_2_ranks(on_two: list[dict[str, str]], case: str) -> None:
     assert not failures(on_two, case), failures(on_two, case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", cases(ON_THREE))
 def test_3_ranks(on_three: list[dict[str, str]], case: str) -> None:
     assert not failures(on_three, case), failures(on_three, case)
@@ -93,7 +95,7 @@ def test_4_ranks(on_four: list[dict[str, str]], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lengths_differ_gpt2", "lengths_differ_llama"])
+@pytest.mark.parametrize("case", ["lengths_differ_gpt2", more("lengths_differ_llama")])
 def test_transformers_with_lengths_that_differ(case: str) -> None:
     by_rank = run_ranks(run_cases, 2, [case])
     assert not failures(by_rank, case), failures(by_rank, case)

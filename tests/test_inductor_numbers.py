@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from models import CASES, IN, OUT, tokens, vectors
 from near import assert_near, train_near_eager
 from rank_inductor import NAMES, compare_on_a_rank
@@ -59,7 +60,7 @@ def pictures(seed: int, rows: int = 4) -> tuple[torch.Tensor]:
     return (torch.randn(rows, 3, 9, 8, generator=torch.Generator().manual_seed(seed)),)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [more(False), True], ids=["static", "dynamic"])
 def test_channels_last_and_running_statistics(dynamic: bool) -> None:
     rows = (4, 6, 3) if dynamic else (4, 4, 4)
     batches = [pictures(seed, rows[seed]) for seed in range(3)]
@@ -87,7 +88,7 @@ class Permuted(nn.Module):
         return fourth(torch.sigmoid(x).mT).square().sum()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [more(False), True], ids=["static", "dynamic"])
 def test_permuted_and_strided_values_between_regions(dynamic: bool) -> None:
     rows = (5, 3, 2) if dynamic else (5, 5, 5)
     batches = [(torch.randn(r, 4, IN, generator=torch.Generator().manual_seed(r)),) for r in rows]
@@ -107,7 +108,7 @@ class Views(nn.Module):
         return out.view(-1), out.t(), out[1:], hidden.unsqueeze(0), hidden.transpose(0, 1)[::2], x[:2], x.t()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [more(False), True], ids=["static", "dynamic"])
 def test_views_that_are_returned_have_eagers_form_and_share_memory_as_there(dynamic: bool) -> None:
     eager, ours = twins(Views)
     ours.compile(backend="zero_infinity", dynamic=dynamic, options={"compute": "inductor", "bucket": BUCKET})

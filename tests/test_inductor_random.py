@@ -34,6 +34,7 @@ def test_buckets_that_cut_no_block_give_one_result(bucket: str) -> None:
     assert digest_of_training(seed=1, bucket=bucket) == digest_of_training(seed=1, bucket="32MiB")
 
 
+@pytest.mark.thorough
 def test_restarts_give_one_result_with_a_cold_and_a_warm_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
     digests, libraries = [], []

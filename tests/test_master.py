@@ -84,6 +84,7 @@ def test_master_copies(where: str, reload_at: int | None, piece: int, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_placement(tmp_path: Path) -> None:
     expected = by_hand()
     for tiers in itertools.product(("device", "host", "nvme"), repeat=3):

@@ -39,6 +39,7 @@ def test_with_enough_compute_transfers_go_on_beside_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.thorough
 def test_lanes_forced_serial_fail_that_test() -> None:
     assert best_share(serial=True) < ENOUGH
 

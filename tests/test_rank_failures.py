@@ -87,7 +87,7 @@ def test_a_rank_left_alone_ends_with_an_error(found_slowly: list[dict[str, str]]
 @pytest.mark.parametrize(
     ("how", "code", "error"),
     [
-        pytest.param("raises", 1, "KeyError: 'bad batch'", marks=pytest.mark.slow),
+        pytest.param("raises", 1, "KeyError: 'bad batch'", marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param("is killed", -9, "", marks=pytest.mark.slow),
         ("has no more batches", 0, ""),
     ],

@@ -15,6 +15,7 @@ from training import twins
 from zinf_compile import UnsupportedModelError
 
 compute = pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+MOSTLY_FX = pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.thorough])])
 
 
 def compiled(model: Any, compute: str, **settings: Any) -> Any:
@@ -112,14 +113,14 @@ def assert_trains(name: str, compute: str, sizes: tuple[int, ...], loss: Callabl
         ours.zero_grad()
 
 
-@compute
+@MOSTLY_FX
 @pytest.mark.parametrize("sizes", [(1,), (1, 3), (3, 1), (3, 5, 1)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "attention", "tied"])
 def test_batches_of_one_row_before_and_after_others(name: str, sizes: tuple[int, ...], compute: str) -> None:
     assert_trains(name, compute, sizes)
 
 
-@compute
+@MOSTLY_FX
 @pytest.mark.parametrize("sizes", [(0,), (0, 3), (3, 0), (3, 5, 0, 4)], ids=str)
 @pytest.mark.parametrize("name", ["attention", "tied"])
 def test_batches_without_rows_before_and_after_others(name: str, sizes: tuple[int, ...], compute: str) -> None:

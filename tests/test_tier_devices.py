@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from tiers import MICRO_BATCHES, Meter, compiled, context_of, options_for, sundry, train_step
 from torch import nn
 from training import adamw
@@ -28,7 +29,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_small_pieces")
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [more("host"), "nvme"])
 def test_optimizer_states_never_cross_to_the_device(tier: str, tmp_path: Path) -> None:
     """Of a step only gradients cross, and values: each one time, or never where both are on the host's side."""
     with played_by(FakeDevice()) as device:
@@ -113,7 +114,7 @@ def share_beside_compute(device: FakeDevice, tier: str, folder: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("tier", [more("host"), "nvme"])
 def test_copies_go_on_beside_compute(tier: str, tmp_path: Path) -> None:
     """Stages overlap; with a link that is waited for at each copy they don't."""
     shares = [share_beside_compute(kind(bytes_per_s=BYTES_PER_S), tier, tmp_path) for kind in (FakeDevice, Waiting)]

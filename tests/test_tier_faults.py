@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from faults import failing, flip, named, store_of
+from marks import more
 from optimizers import assert_same_states
 from tiers import MICRO_BATCHES, Sundry, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
@@ -235,9 +237,17 @@ def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "device"])
-@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize(
+    ("way", "error", "device"),
+    [
+        ("read", OSError, FakeDevice),
+        ("write", KeyboardInterrupt, None),
+        *(
+            more(way, error, device)
+            for way, error, device in itertools.product(("read", "write"), (OSError, KeyboardInterrupt), (None, FakeDevice))
+        ),
+    ],
+)
 def test_any_transfer_may_fail(way: str, error: type[BaseException], device: type[FakeDevice] | None, tmp_path: Path) -> None:
     with played_by(device()) if device else contextlib.nullcontext():
         failed = sweep(twins(tmp_path), way, error, 3 if way == "read" else 2)

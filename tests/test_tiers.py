@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import more
 from rank_tiers import train_everywhere, train_without_a_device
 from ranks import run_ranks
 from tiers import PLACEMENTS
@@ -16,15 +17,14 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
 
 
 EVERY = [(dtype, compute, ranks) for dtype in (FLOAT, BRAIN) for compute in ("fx", "inductor") for ranks in (1, 2)]
-FEW = [(FLOAT, "fx", 1), (BRAIN, "inductor", 2)]
-"""Each type, mode and number of ranks once."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "compute", "ranks", "steps"),
     [
-        *(pytest.param(*case, FEWER, marks=[pytest.mark.distributed] if case[2] > 1 else []) for case in FEW),
+        pytest.param(FLOAT, "fx", 1, FEWER),
+        pytest.param(BRAIN, "inductor", 2, FEWER, marks=[pytest.mark.distributed, pytest.mark.thorough]),
         *(pytest.param(*case, STEPS, marks=pytest.mark.tiers) for case in EVERY),
     ],
     ids=str,
@@ -45,6 +45,6 @@ def test_wherever_parameters_are_updated(dtype: torch.dtype, master: str | None,
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [FLOAT, BRAIN], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [FLOAT, more(BRAIN)], ids=["fp32", "bf16"])
 def test_where_the_device_is_host_memory(dtype: torch.dtype, tmp_path: Path) -> None:
     assert run_ranks(train_without_a_device, 2, str(tmp_path), dtype, "fx", 5) == [8, 8]

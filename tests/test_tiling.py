@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import more
 from models import TiedWords, loss_of, tokens
 from tiers import options_for
 from torch import nn
@@ -128,8 +129,8 @@ def _compiled(model: nn.Module, options: dict[str, object]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("compute", ["fx", "inductor"])
-@pytest.mark.parametrize("tile", [256, 100, 24, 8])
+@pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tile", [more(256), 100, more(24), 8])
 def test_layers_in_tiles(tile: int, compute: str) -> None:
     eager, ours = both(Layers, tile=tile, compute=compute)
     words = torch.randint(13, (21,), generator=torch.Generator().manual_seed(0))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import more
 from rank_tiling import Huge, grow_beyond_memory, live_in_tiles, train_batches, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
 
@@ -49,7 +50,7 @@ def test_tiles_anywhere_over_ranks(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("fake", [False, more(True)])
 def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: Path) -> None:
     (losses,) = run_ranks(functools.partial(train_beyond_the_cap, fake=fake), 1, str(tmp_path))  # alone: all models count
     torch.manual_seed(0)
@@ -58,7 +59,7 @@ def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.thorough])])
 def test_a_weight_of_eight_times_what_the_process_gains(size: int, tmp_path: Path) -> None:
     for gained, cap in run_ranks(grow_beyond_memory, size, str(tmp_path)):
         assert gained <= cap, f"{gained:,} bytes more than before the model was made, {cap:,} allowed"

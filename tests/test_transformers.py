@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from marks import more
 from models import Case
 from torch import nn
 from training import BACKEND, assert_same, assert_same_models, in_place, train_both, twins
@@ -18,12 +19,13 @@ from zinf_compile.parameter import ShardedParameter
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", [n if n in ("gpt2", "llama") else more(n) for n in TRANSFORMERS])
 def test_training_is_bitwise_eager(name: str) -> None:
     train_both(TRANSFORMERS[name])
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_experts_in_a_loop_over_the_ones_in_use_are_bitwise_aot_eager() -> None:
     """Dynamo leaves the frames around a loop that depends on data to eager PyTorch; their parameters stay whole.
 
