@@ -13,7 +13,7 @@ from .lanes import Pending, wait_for_all
 from .mover import Rooms
 
 SLOTS = 3
-"""Chunks in memory: one being read, one being updated, one being written. With two nothing is read while one is updated."""
+"""Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
 
 _PAGE = 4096
 

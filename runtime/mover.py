@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .bridge import Bridge
-from .lanes import Pending
+from .lanes import Lane, Pending
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,11 @@ class Rooms:
 class Mover:
     """Brings pieces to where they are updated, on the host or on the device, and back; what is there already stays in place."""
 
-    def __init__(self, bridge: Bridge, *, update_on_device: bool) -> None:
+    def __init__(self, bridge: Bridge, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
         self.bridge = bridge
         self.update_on_device = update_on_device
+        self._lane = lane
+        """On which what was copied from the device goes on to a drive."""
 
     def needs(self, tier: str) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
@@ -74,5 +76,18 @@ class Mover:
         if self.bridge.unified or not self.update_on_device:
             return place.write(piece)
         assert rooms.host is not None
-        self.bridge.to_host(piece, rooms.host, None).wait()
-        return place.write(rooms.host)
+        assert self._lane is not None, "who keeps pieces says on which lane"
+        return self._lane().submit(_Onward(self.bridge.to_host(piece, rooms.host, None), place.write, rooms.host))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Onward:
+    """Writes what is in host memory once it is there."""
+
+    before: Pending
+    write: Callable[[torch.Tensor], Pending]
+    source: torch.Tensor
+
+    def __call__(self) -> None:
+        self.before.wait()
+        self.write(self.source).wait()

@@ -21,8 +21,10 @@ from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on
 
 import zinf_compile
 from zinf_compile import streamed, streaming
+from zinf_compile.chunk_step import ChunkStep
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
 from zinf_compile.runtime import chunks
+from zinf_compile.runtime.chunk_slots import SLOTS
 from zinf_compile.streaming import StreamedStates
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
@@ -269,3 +271,29 @@ def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
     for in_memory, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
         assert on_the_drive == in_memory
         assert all_on_the_drive == in_memory
+
+
+def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are begun, and nobody has waited for them, when a chunk has its new values. The first ones are still in memory."""
+    updated: list[int] = []
+    seen: list[int] = []
+    finish = ChunkStep.finish
+
+    def noting(self: ChunkStep, *arguments: Any) -> None:
+        under_way = {slot.chunk for slot in self._owner._slots._slots if slot.under_way}
+        if SLOTS <= len(updated) < len(self._owner._chunks) - 1:
+            seen.append(self._number)
+            assert len(under_way) == 2, "one is read, one is written"
+            assert updated[-1] in under_way, "the last one is written"
+            assert not under_way & {self._number, *updated[:-1]}, "the other one is yet to come"
+        updated.append(self._number)
+        finish(self, *arguments)
+
+    sides, models = both(TiedWords, adamw, tmp_path)
+    for number in range(2):
+        train_step_on(sides, models, plain_step, tokens(number), number)
+    monkeypatch.setattr(ChunkStep, "finish", noting)
+    train_step_on(sides, models, plain_step, tokens(2), 2)
+    assert seen

@@ -27,11 +27,7 @@ _AT_ONCE = 1 << 18
 class ChunkStep:
     """One chunk, brought: what stands in for its parameters in a step of the optimizer."""
 
-    def __init__(
-        self, owner: StreamedStates, number: int, chunk: Chunk, slot: Slot, optimizer: Optimizer, *, may_wait: bool
-    ) -> None:
-        self.may_wait = may_wait
-        """It stays as it is until the next one is asked for; otherwise it is updated before that: the next one needs its room."""
+    def __init__(self, owner: StreamedStates, number: int, chunk: Chunk, slot: Slot, optimizer: Optimizer) -> None:
         self._owner, self._number, self._slot, self._optimizer = owner, number, slot, optimizer
         self._states = owner.state_views(number, slot)
         self._kept = chunk.states

@@ -189,24 +189,17 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         raise StepFailedError(torn[optimizer])
     streamed = _Streamed([], sources, [])
     chunks = streamed.chunks
-    waiting: ChunkStep | None = None
-
-    def step(chunk: ChunkStep) -> None:
-        tear(optimizer, len(chunks))
-        streamed.settings += _step_one(optimizer, chunk)
-
     try:
         with torch.no_grad():
             for source in sources:
                 source.begin(optimizer)
             now = [source for source in sources if not source.follows]
+            due = sum(source.chunks_due for source in now)
             for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in now):
-                if waiting is not None:
-                    step(waiting)
                 chunks.append(chunk)
-                waiting = chunk if chunk.may_wait else None
-                if waiting is None:
-                    step(chunk)
+                if len(chunks) < due:
+                    tear(optimizer, len(chunks))
+                    streamed.settings += _step_one(optimizer, chunk)
             if len(now) < len(sources):
                 streamed.late = LateStep(optimizer, [source for source in sources if source.follows], _step_one)
                 if not chunks:

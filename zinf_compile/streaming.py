@@ -45,7 +45,7 @@ class StreamedStates:
         self.tier = placement.optimizer
         self.context = context
         self._kept = dict(zip(parameters, kept, strict=True))
-        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device)
+        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.swap_lane)
         self._chunks = plan_chunks(parameters, kept, self._mover, self.tier)
         self._present: set[ShardedParameter] = set()
         self._written: set[int] = set()
@@ -97,6 +97,11 @@ class StreamedStates:
         known = all(p in self._present or not self._kept[p] for p in self.due)
         self.follows = self._late and known and all(taken.waits_on_drive for taken in self.taken.values())
 
+    @property
+    def chunks_due(self) -> int:
+        """How many chunks the step that has begun will update."""
+        return len(self._order())
+
     def pieces_due(self) -> Iterator[tuple[Unit, Piece]]:
         """Yield what the step that has begun will update."""
         for number in self._order():
@@ -119,8 +124,7 @@ class StreamedStates:
                     self._prepare(following, optimizer)
                 with contextlib.nullcontext() if beside else meter.waiting(link):
                     slot.settle()
-                may_wait = following is None or len(self._slots) > 2
-                yield ChunkStep(self, number, self._chunks[number], slot, optimizer, may_wait=may_wait)
+                yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
         except BaseException:
             self.taken = {}
             with contextlib.suppress(StoreError):

@@ -1,0 +1,42 @@
+"""Pieces of states between where they live and where they are updated."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zinf_compile.runtime.lanes import Done, Pending, ThreadLane
+from zinf_compile.runtime.mover import Mover, Place, Rooms
+
+
+class Copying:
+    """A copy that is over when it is told so."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        assert self.over.wait(10)
+
+
+def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_waits() -> None:
+    copying, written = Copying(), threading.Event()
+    bridge: Any = SimpleNamespace(unified=False, to_host=lambda piece, host, before: copying)
+    lane = ThreadLane("test")
+
+    def write(source: torch.Tensor) -> Pending:
+        assert copying.over.is_set()
+        written.set()
+        return Done()
+
+    mover = Mover(bridge, update_on_device=True, lane=lambda: lane)
+    pending = mover.keep(Place(write=write), torch.zeros(4), Rooms(torch.zeros(4), torch.zeros(4)))
+    assert pending is not None
+    assert not written.wait(0.05)
+    copying.over.set()
+    pending.wait()
+    assert written.is_set()
+    lane.close()
