@@ -72,7 +72,7 @@ def dump(options: argparse.Namespace) -> str:
 
 
 def table(found: Sequence[Scheduled]) -> str:
-    """Return the account of all graphs, bytes moved per rank and step; tiers to which nothing moves are left away."""
+    """Return the account of all graphs, bytes moved per rank by each run; tiers to which nothing moves are left away."""
     total = _total(found)
     links = {link: title for link, title in _LINKS.items() if link in _BETWEEN_RANKS or getattr(total, link)}
 
@@ -90,7 +90,8 @@ def report(
 ) -> dict[str, Any]:
     """Return the content of `--format json`: the account of all graphs found, and those shown one by one.
 
-    Keys are added in later versions, never renamed. All bytes are per rank and step.
+    Keys are added in later versions, never renamed. All bytes are those of one rank when each graph runs once; what the optimizer
+    moves is in no graph.
 
         schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
         world           number of ranks
