@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from .add_in_place import add_in_place
 from .align_regions import align_regions
 from .chunk_loss import CHUNK_BYTES, chunk_loss
 from .group_units import group_units
@@ -95,6 +96,7 @@ def graph_passes(
         merge_gathers,
         partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
+        add_in_place,
     )
 
 
