@@ -109,7 +109,6 @@ class BlockIO:
         self._verify = verify
         self._lock = threading.Lock()
         self._under_way: dict[int, list[Piece]] = collections.defaultdict(list)
-        self._staged: dict[Piece, None] = {}
 
     def begin(self, block: Block, data: torch.Tensor, *, write: bool) -> Piece:
         """Start to read a block into `data`, its bytes, or to write it from there. Raises where there is nothing to read."""
@@ -151,7 +150,7 @@ class BlockIO:
                 self._checks.begin_read(piece.block)
             self._under_way[piece.block.number].append(piece)
             if piece.staging is not None:
-                self._staged[piece] = None
+                self._staging.hold(piece)
             return True
 
     def submit(self, piece: Piece) -> Request:
@@ -182,7 +181,7 @@ class BlockIO:
             self._under_way[number].remove(piece)
             if not self._under_way[number]:
                 del self._under_way[number]
-            self._staged.pop(piece, None)
+        self._staging.forget(piece)
         if piece.staging is not None:
             self._staging.give_back(piece.staging)
             piece.staging = None
@@ -192,11 +191,10 @@ class BlockIO:
 
     def _take_staging(self, size: int) -> torch.Tensor:
         while (buffer := self._staging.take(size)) is None:
-            with self._lock:
-                oldest = next(iter(self._staged), None)
-            if oldest is not None:
+            with self._staging.returned:
+                oldest = next(iter(self._staging.holders), None)
+                if oldest is None:  # held by pieces that other threads are about to submit
+                    self._staging.returned.wait(_PATIENCE_S)
+            if oldest is not None:  # maybe another store's: it waits for its drive only
                 oldest.finish()
-                continue
-            with self._staging.returned:  # held by pieces that other threads are about to submit
-                self._staging.returned.wait(_PATIENCE_S)
         return buffer

@@ -6,10 +6,10 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
-
-from zinf_compile.errors import StoreRequestError
 
 _HUGE_PAGE = 2 << 20
 
@@ -52,14 +52,21 @@ def _pin(memory: mmap.mmap, address: int, length: int) -> None:
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # runs before the memory is unmapped
 
 
+class Holder(Protocol):
+    """Has a buffer of a pool, and gives it back when it is finished."""
+
+    def finish(self) -> None:
+        """Wait for what the buffer is used for; any thread may."""
+
+
 class BufferPool:
-    """Buffers that are handed out, given back and handed out again.
+    """Buffers that are handed out, given back and handed out again; several stores may share them.
 
     Of those that fit the smallest is taken; a new one has the size asked for. Where the cap leaves no room for it, idle ones
-    are dropped first. Any thread may call.
+    are dropped first; one alone is never too large. `account` is told of each change of `bytes`. Any thread may call.
     """
 
-    def __init__(self, cap_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, cap_bytes: int, *, pinned: bool = False, account: Callable[[int], None] = lambda change: None) -> None:
         self.cap_bytes = cap_bytes
         self.pinned = pinned
         self.bytes = 0
@@ -67,12 +74,30 @@ class BufferPool:
         self.peak_bytes = 0
         self.returned = threading.Condition()
         """Notified when a buffer comes back."""
+        self.holders: dict[Holder, None] = {}
+        """Who has a buffer and is under way, the oldest first; whoever needs one may finish it."""
         self._idle: list[torch.Tensor] = []
+        self._account = account
+
+    def limit(self, cap_bytes: int) -> None:
+        """Let the pool hold no more than that from now on; idle buffers beyond it are dropped."""
+        with self.returned:
+            self.cap_bytes = cap_bytes
+            while self.bytes > self.cap_bytes and self._idle:
+                self._count(-self._idle.pop(0).numel())
+
+    def hold(self, holder: Holder) -> None:
+        """Note who has a buffer that was taken."""
+        with self.returned:
+            self.holders[holder] = None
+
+    def forget(self, holder: Holder) -> None:
+        """Note that it is finished."""
+        with self.returned:
+            self.holders.pop(holder, None)
 
     def take(self, size: int) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes, content undefined; None where the cap allows none until one comes back."""
-        if size > self.cap_bytes:
-            raise StoreRequestError(f"a buffer of {size:,} bytes is larger than the whole pool, {self.cap_bytes:,} bytes")
         with self.returned:
             fitting = [buffer for buffer in self._idle if buffer.numel() >= size]
             if fitting:
@@ -80,16 +105,15 @@ class BufferPool:
                 self._idle = [buffer for buffer in self._idle if buffer is not best]
                 return best
             while self.bytes + size > self.cap_bytes and self._idle:
-                self.bytes -= self._idle.pop(0).numel()
-            if self.bytes + size > self.cap_bytes:
+                self._count(-self._idle.pop(0).numel())
+            if self.bytes and self.bytes + size > self.cap_bytes:
                 return None
-            self.bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            self._count(size)
         try:
             return aligned_buffer(size, pinned=self.pinned)
         except BaseException:
             with self.returned:
-                self.bytes -= size
+                self._count(-size)
             raise
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -101,5 +125,10 @@ class BufferPool:
     def clear(self) -> None:
         """Drop the idle buffers."""
         with self.returned:
-            self.bytes -= sum(buffer.numel() for buffer in self._idle)
+            self._count(-sum(buffer.numel() for buffer in self._idle))
             self._idle.clear()
+
+    def _count(self, change: int) -> None:
+        self.bytes += change
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self._account(change)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,6 +20,10 @@ class Claim:
     """These, and what else is on its way meanwhile."""
     slots: int
     """Chunks that it leaves room for in memory during a step."""
+    passing_host: int = 0
+    """The most that passes through host memory at once, where the device has memory of its own."""
+    staging: int | None = None
+    """What it leaves room for of memory in which unaligned blocks are staged, part of what passes; None: it doesn't say."""
 
 
 class Claims:
@@ -37,6 +42,16 @@ class Claims:
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""
         return max((claim.passing for claim in self._made), default=0)
+
+    @property
+    def passing_host(self) -> int:
+        """The same, for host memory beside the device."""
+        return max((claim.passing_host for claim in self._made), default=0)
+
+    @property
+    def staging(self) -> int | None:
+        """The memory for staging that all leave room for; None where none says."""
+        return min((claim.staging for claim in self._made if claim.staging is not None), default=None)
 
     @property
     def slots(self) -> int | None:
@@ -63,6 +78,11 @@ class ByteRoom:
             while self.limit is not None and self._held and self._held + count > self.limit:
                 self._changed.wait()
             self._held += count
+
+    def drain(self, enough: Callable[[], bool]) -> None:
+        """Wait until there is `enough` memory, as those on their way leave, or until none is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or enough())
 
     def leave(self, count: int) -> None:
         """Give room back."""

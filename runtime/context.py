@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import re
@@ -23,6 +24,7 @@ from zinf_compile.program import digest_of
 from .aio import Engine
 from .allocator import return_large_blocks
 from .bridge import Bridge, CudaBridge, Unified, player_of
+from .buffers import BufferPool
 from .claims import ByteRoom, Claims
 from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .gather_memory import GatherMemory
@@ -30,6 +32,7 @@ from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
 from .meter import Meter
 from .overlap import Spans, Timed
+from .store import STAGING_BYTES
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -62,6 +65,12 @@ class Context:
         self.bridge.attach(self.meter)
         self.host_ledger = self.ledger if self.bridge.unified else Ledger()
         """What is held in host memory; the same account where that is the device."""
+        self.staging = BufferPool(
+            STAGING_BYTES,
+            pinned=device.type == "cuda",
+            account=functools.partial(self.host_ledger.add, "bounced"),
+        )
+        """Where blocks pass that drives can't move from and to where they are."""
         self._engine: Engine | None = None
         self._swap_lane: Lane | None = None
         self._update_lane: Lane | None = None
@@ -165,6 +174,27 @@ class Context:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""
         with torch.inference_mode(False), torch.no_grad():
             return self.gathers.full_buffer(numel, dtype, device)
+
+    def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""
+        self.make_room(self.host_ledger, numel * dtype.itemsize)
+        buffer = self.bridge.host_buffer(numel, dtype)
+        self.host_ledger.track("staged", buffer)
+        return buffer
+
+    def has_room(self, ledger: Ledger, size: int) -> bool:
+        """Say whether `size` more bytes stay within the cap, with all staging that may be needed at any moment."""
+        cap = self.claims.device_cap if ledger is self.ledger else self.claims.host_cap
+        if cap is None:
+            return True
+        staging = max(0, self.staging.cap_bytes - self.staging.bytes) if ledger is self.host_ledger else 0
+        return ledger.total()[0] + staging + size <= cap
+
+    def make_room(self, ledger: Ledger, size: int) -> None:
+        """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""
+        if not self.has_room(ledger, size):
+            with self._waiting(), self.meter.waiting("host to nvme"):
+                self.gradient_room.drain(lambda: self.has_room(ledger, size))
 
     def agree(
         self,

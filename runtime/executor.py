@@ -152,6 +152,7 @@ def _start_gather(
         return
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
+    context.make_room(context.ledger, sum(unit.numel for unit in members) * step.dtype.itemsize)
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
 
@@ -208,6 +209,9 @@ def _start_reduce(
         try:
             context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
         finally:
+            if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
+                grads.clear()
+                parts.clear()
             context.gradient_room.leave(held)
 
     with context.meter.waiting("to ranks"):

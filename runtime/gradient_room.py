@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .buffers import BufferPool
 from .home import DriveHome, Home
 from .lanes import Done, Pending
 from .meter import Meter
@@ -30,8 +31,10 @@ class GradientShelves:
     One shelf is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
     """
 
-    def __init__(self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine, meter: Meter) -> None:
-        self._paths, self._places, self._engine, self._meter = paths, places, engine, meter
+    def __init__(
+        self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine, meter: Meter, staging: BufferPool
+    ) -> None:
+        self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shelf()
         self._free: list[list[Shelf]] = [[first] for _ in places]
@@ -51,7 +54,7 @@ class GradientShelves:
             self._free[index].append(shelf)
 
     def _new_shelf(self) -> Shelf:
-        return Shelf(self._paths, "gradient of", self._places, self._engine, self._meter)
+        return Shelf(self._paths, "gradient of", self._places, self._engine, self._meter, self._staging)
 
 
 class AwayGradient:
@@ -86,14 +89,12 @@ class AwayGradient:
             self._arriving.wait()
             self._arriving = None
 
-    def prepare(self) -> None:
-        """Start to read the shard for the next `load`."""
-        if self._reading is None:
+    def prepare(self, *, early: bool = False) -> None:
+        """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
+        context, size = self.unit.context, self.numel * self.dtype.itemsize
+        if self._reading is None and not (early and not context.has_room(context.host_ledger, size)):
             self.settle()
-            context = self.unit.context
-            buffer = context.bridge.host_buffer(self.numel, self.dtype)
-            context.host_ledger.track("staged", buffer)
-            self._reading = buffer, self.home.read(buffer)
+            self._reading = (buffer := context.staged_buffer(self.numel, self.dtype)), self.home.read(buffer)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -120,9 +121,7 @@ class AwayGradient:
         resident = self.home.resident
         if resident is not None:
             return tile.part(resident)
-        context = tile.context
-        buffer = context.bridge.host_buffer(tile.shard_numel, self.dtype)
-        context.host_ledger.track("staged", buffer)
+        buffer = tile.context.staged_buffer(tile.shard_numel, self.dtype)
         self.home.read(buffer, tile.stretch.place).wait()
         self.apply(buffer)
         return buffer

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["params", "grads", "states", "gathered", "staged"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staged")
+Kind = Literal["params", "grads", "states", "gathered", "staged", "bounced"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staged", "bounced")
 
 
 class _Counted(weakref.ref[torch.Tensor]):

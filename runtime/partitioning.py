@@ -55,7 +55,7 @@ def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
 
 def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Placement) -> Sequence[Home | None]:
     if placement.params == "nvme" and places:
-        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.meter)
+        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.meter, context.staging)
         return [DriveHome(shelf, index) for index in range(len(places))]
     if placement.params == "host" and not context.bridge.unified:
         pinned = context.device.type == "cuda"
@@ -72,6 +72,6 @@ def _make_rooms(
     trained = [place for p, place in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
-    shelves = GradientShelves(placement.nvme, trained, context.engine, context.meter)
+    shelves = GradientShelves(placement.nvme, trained, context.engine, context.meter, context.staging)
     numbers = iter(range(len(trained)))
     return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -11,6 +11,7 @@ import torch
 
 from . import chunks
 from .aio import Engine
+from .buffers import BufferPool
 from .chunks import cut_pieces
 from .lanes import Pending, wait_for_all
 from .meter import Meter
@@ -48,7 +49,15 @@ class Shelf:
     All space is reserved before the constructor returns. The files go with the shelf.
     """
 
-    def __init__(self, paths: Sequence[PathLike], kind: str, places: Sequence[ShelfPlace], engine: Engine, meter: Meter) -> None:
+    def __init__(
+        self,
+        paths: Sequence[PathLike],
+        kind: str,
+        places: Sequence[ShelfPlace],
+        engine: Engine,
+        meter: Meter,
+        staging: BufferPool,
+    ) -> None:
         self.kind = kind
         self._meter = meter
         self.places = tuple(places)
@@ -61,6 +70,7 @@ class Shelf:
                 for piece, (start, end) in enumerate(self._pieces[index])
             ],
             engine=engine,
+            staging=staging,
         )
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 

@@ -23,6 +23,13 @@ from .layout import Block, Key, Layout
 from .scratch_file import ScratchFile, check_room
 
 _LEAST_ALIGNMENT = 4096
+
+BLOCK_BYTES = 4 << 20
+"""What is checked, and staged, as one."""
+
+STAGING_BYTES = 64 << 20
+"""Staging that is enough for any drive."""
+
 _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
 """Those whose files a forked child must let go of: the space is free once the store's own process has ended."""
 
@@ -78,16 +85,18 @@ class Store:
         *,
         engine: Engine | None = None,
         verify: bool = True,
-        block_bytes: int = 4 << 20,
-        staging_bytes: int = 64 << 20,
+        block_bytes: int = BLOCK_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        staging: BufferPool | None = None,
         pinned: bool | None = None,
         shares: Sequence[float] | None = None,
     ) -> None:
         """Lay out the extents, given as (name, bytes), and reserve their space.
 
         `engine`: one shared with others; by default one of its own. `verify=False`: no checksums at all. `staging_bytes`: the
-        most memory for staging. `pinned`: pin that; by default where this process uses a GPU. `shares`: the part of the bytes
-        that each of several paths takes; by default in proportion to its speed, measured now.
+        most memory for staging. `pinned`: pin that; by default where this process uses a GPU. `staging`: a pool shared with other
+        stores, in place of both. `shares`: the part of the bytes that each of several paths takes; by default in proportion to
+        its speed, measured now.
         """
         self.folders = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
         if not self.folders or (shares is not None and len(shares) != len(self.folders)):
@@ -113,7 +122,7 @@ class Store:
             self.close()
             raise
         self.block_bytes = block_bytes
-        self.staging = BufferPool(
+        self.staging = staging or BufferPool(
             max(staging_bytes, block_bytes), pinned=torch.cuda.is_initialized() if pinned is None else pinned
         )
         self.checks = BlockChecks(self.layout.blocks, describe=self._describe)

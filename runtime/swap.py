@@ -38,11 +38,16 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> 
     if src == "nvme":
         if resident is not None:
             return Arriving(unit, resident)
-        host = bridge.host_buffer(unit.shard_numel, unit.dtype)
-        (context.ledger if dst == "device" else context.host_ledger).track("gathered" if dst == "device" else "staged", host)
+        if dst == "host":
+            host = context.staged_buffer(unit.shard_numel, unit.dtype)
+        else:
+            context.make_room(context.ledger, unit.shard_numel * unit.dtype.itemsize)
+            host = bridge.host_buffer(unit.shard_numel, unit.dtype)
+            context.ledger.track("gathered", host)
         return Arriving(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
+    context.make_room(context.ledger, unit.shard_numel * unit.dtype.itemsize)
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.ledger.track("gathered", device)
     return Arriving(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
@@ -57,10 +62,12 @@ def swap_out(
         return shard, reduction
     if dst == "host":
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
+        context.make_room(context.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
         context.host_ledger.track("grads", host)
         away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
-        away.arrive(bridge.to_host(shard, host, reduction))
+        stays = unit.placement.grads == "host"
+        away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_room is None:  # its tier is the host
@@ -70,6 +77,20 @@ def swap_out(
     away = away_on_drive(unit, *unit.gradient_room, numel, shard.dtype)
     away.arrive(leave_for(away.home, context, shard, reduction))
     return away, Done()
+
+
+def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
+    """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
+    size = shard.nbytes
+    with context.meter.waiting("device to host"):
+        context.gradient_room.enter(size)
+        try:
+            copying = context.bridge.to_host(shard, host, reduction)
+            context.start(context.swap_lane, _Arrive(copying, context.gradient_room, size))
+        except BaseException:  # an interrupt while the lane is busy
+            context.gradient_room.leave(size)
+            raise
+    return copying
 
 
 def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0) -> Pending:
@@ -111,8 +132,23 @@ class _Leave:
         self._home, self._shard, self._before, self._room, self._start = home, shard, before, room, start
 
     def __call__(self) -> None:
+        size = self._shard.nbytes
         try:
             self._before.wait()
             self._home.write(self._shard, self._start).wait()
         finally:
-            self._room.leave(self._shard.nbytes)
+            del self._shard, self._before  # whoever waits for room finds it free
+            self._room.leave(size)
+
+
+class _Arrive:
+    """Counts a shard that is copied among those on their way until it is there."""
+
+    def __init__(self, copying: Pending, room: ByteRoom, size: int) -> None:
+        self._copying, self._room, self._size = copying, room, size
+
+    def __call__(self) -> None:
+        try:
+            self._copying.wait()
+        finally:
+            self._room.leave(self._size)

@@ -11,7 +11,7 @@ from .gradient_room import AwayGradient, away_on_drive
 from .home import HostHome
 from .lanes import Pending
 from .shelf import All
-from .swap import leave_for, swap_out
+from .swap import copy_out, leave_for, swap_out
 from .tile import Tile
 from .unit import Unit
 
@@ -72,7 +72,7 @@ class TileGradients:
             away = self._away_on_host(shard.dtype)
             resident = away.home.resident
             assert resident is not None, "it is host memory"
-            return away, self._left(unit.context.bridge.to_host(shard, tile.part(resident), reduction), reduction)
+            return away, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
         unit.settle()  # its last gradient may still be in the place of this one
         away = self._away_on_drive(shard.dtype)
         return away, self._left(leave_for(away.home, unit.context, shard, reduction, start=tile.stretch.place), reduction)

@@ -114,8 +114,7 @@ class Unit(Dense):
         bridge = self.context.bridge
         host = self.home.resident
         if host is None:
-            host = bridge.host_buffer(self.shard_numel, self.dtype)
-            self.context.host_ledger.track("staged", host)
+            host = self.context.staged_buffer(self.shard_numel, self.dtype)
             self.read(host).wait()
         if bridge.unified:
             return host

@@ -13,6 +13,7 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.aio import Engine
+from zinf_compile.runtime.buffers import BufferPool
 from zinf_compile.runtime.home import DriveHome
 from zinf_compile.runtime.meter import Meter
 from zinf_compile.runtime.shelf import Shelf, ShelfPlace
@@ -35,7 +36,9 @@ def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]
     """Return two units of 2,500 elements, all 1, in pieces of 1,024."""
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 1024)
     engine = Engine()
-    shelf = Shelf([tmp_path], "parameter", [ShelfPlace(name, 2500, torch.float32) for name in "ab"], engine, Meter())
+    shelf = Shelf(
+        [tmp_path], "parameter", [ShelfPlace(name, 2500, torch.float32) for name in "ab"], engine, Meter(), BufferPool(1 << 20)
+    )
     made = [Sample(shelf, index) for index in range(2)]
     for unit in made:
         unit.home.write(torch.ones(2500)).wait()

@@ -102,10 +102,10 @@ class ShardedGradient(torch.Tensor):
         """Yield this rank's elements, padding left away: all at once, or tile by tile."""
         return valid_parts(self)
 
-    def prepare(self) -> None:
-        """Start to bring the shard for the next `local`."""
+    def prepare(self, *, early: bool = False) -> None:
+        """Start to bring the shard for the next `local`; with `early`, only where there is room besides."""
         if isinstance(self._shard, AwayGradient):
-            self._shard.prepare()
+            self._shard.prepare(early=early)
 
     def state(self) -> tuple[object, int]:
         """Return what the shard is, by identity, and how often it was changed."""
@@ -124,6 +124,14 @@ class ShardedGradient(torch.Tensor):
             shard = self.local()
             function(shard)
             away.store(shard)
+
+    def borrow(self) -> torch.Tensor:
+        """Return the whole gradient on the device, on a single rank, to be read and dropped."""
+        shard = self.local()
+        there = shard.to(self._unit.device)
+        if there is not shard:
+            self._unit.context.ledger.track("staged", there)
+        return self._unit.logical(there)
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole averaged gradient on every rank. A collective operation."""
@@ -188,11 +196,11 @@ class ShardedGradient(torch.Tensor):
 
 
 def ahead(gradients: Sequence[Any]) -> Iterator[Any]:
-    """Yield gradients while the next one, where it isn't on the device, is on its way."""
+    """Yield gradients while the next one, where it isn't on the device, is on its way, if there is room for both."""
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
             if isinstance(each, ShardedGradient) and not comes_in_parts(each):
-                each.prepare()
+                each.prepare(early=each is following)
         yield gradient
 
 
@@ -326,7 +334,7 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     dims = bound.get("dim")
     parts = bool(gradient.unit.tiles)
     if context.size == 1 and gradient.away is not None and not parts:
-        return func(gradient.full_tensor(), *args[1:], **kwargs)
+        return func(gradient.borrow(), *args[1:], **kwargs)
     if (context.size == 1 and not parts) or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
@@ -340,7 +348,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     if sharded[0]._unit.context.size == 1 and not any(g.unit.tiles for g in sharded):
         if all(g.away is None for g in sharded):
             return _whole(func, args, kwargs)
-        return [func([g.full_tensor() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]
+        return [func([g.borrow() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
 

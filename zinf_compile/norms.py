@@ -29,8 +29,8 @@ class Gradient(Protocol):
     def local(self) -> torch.Tensor:
         """Return this rank's shard."""
 
-    def prepare(self) -> None:
-        """Start to bring the shard for the next `local`, where it isn't on the device."""
+    def prepare(self, *, early: bool = False) -> None:
+        """Start to bring the shard for the next `local`, where it isn't on the device; `early`: only where there is room."""
 
     @property
     def away(self) -> AwayGradient | None:
@@ -122,7 +122,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
             if each is not None and not (each.unit.tiles and each.away is not None):  # else its parts are brought one by one
-                each.prepare()
+                each.prepare(early=each is following)
         norms = []
         for valid in gradient.valid_parts():
             norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
