@@ -24,6 +24,8 @@ class Needs:
     """Some are gathered in a narrower type than their own: a copy, even where nothing travels."""
     widening: float
     """The most by which a unit's own type is wider than its gather's; a shard that is swapped in arrives in its own."""
+    cast: int
+    """The largest that is gathered in a narrower type, in that: on a single rank both are there while it is cast."""
     left: int
     """The most bytes of gradients that one stretch of compute leaves behind."""
     reduced: int
@@ -48,6 +50,14 @@ def measure_needs(graph: fx.Graph) -> Needs:
         elif node.target not in ops.SCHEDULE_OPS:
             together = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
-    narrowed = any(wire_type(node) != unit_of(node).dtype for node in gathers)
+    narrow = [wire_bytes(node) for node in gathers if wire_type(node) != unit_of(node).dtype]
     widening = max((unit_of(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
-    return Needs(gathered=gathered, largest=largest, narrowed=narrowed, widening=widening, left=left, reduced=reduced)
+    return Needs(
+        gathered=gathered,
+        largest=largest,
+        narrowed=bool(narrow),
+        widening=widening,
+        cast=max(narrow, default=0),
+        left=left,
+        reduced=reduced,
+    )

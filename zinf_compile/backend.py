@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
-from .budget import GraphBudget, agree_on_memory, bucket_of
+from .budget import GraphBudget, agree_on_memory, bucket_of, check_second_gradients
 from .callers import callers
 from .capture import (
     cut_into_tiles,
@@ -38,7 +38,7 @@ from .passes.clone_aliased_outputs import clone_aliased_outputs
 from .passes.facts import leave_alone, left_alone
 from .passes.lower import lower, run_by_operator
 from .passes.take_apart import WHOLE
-from .program import Program, Slot
+from .program import Program, Reduce, Slot
 from .residence import follow_units
 from .runtime.allocator import LARGE_BYTES, return_large_blocks
 from .runtime.context import Context, context_for
@@ -213,11 +213,14 @@ class GraphCompiler:
         """Return the callable that AOTAutograd runs."""
         binder = Binder(program, context, self.config.placement())
         self._binder = self._binder or binder  # the forward's, which is compiled first
+        makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
             units = binder.bind(args)
+            if makes_gradients:
+                check_second_gradients(context, units.values())
             return execute(program, units, context, args, ShardedGradient)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it

@@ -16,6 +16,7 @@ from .config import Config, parse_bytes
 from .errors import BudgetError
 from .limits import ranks_of_node, usable_device_bytes, usable_host_bytes
 from .parameter import ShardedParameter, unit_of
+from .passage import measure_passage
 from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 from .passes.needs import measure_needs
 from .program import Slot
@@ -26,6 +27,8 @@ from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .runtime.mover import Mover
 from .runtime.placement import Placement, way_in
+from .runtime.store import STAGING_BYTES
+from .runtime.tile import Tile
 from .runtime.unit import Unit
 
 BUCKETS_REDUCED = 4
@@ -89,8 +92,10 @@ class Resident:
     slot_device: int
     """Of one chunk during a step."""
     slot_host: int
-    states: int
-    """On the device: a guess, Adam's two of each, of what an optimizer will keep. It isn't known before its first step."""
+    later: int
+    """On the device, of what isn't known before the first step: a guess, Adam's two states of each and a second gradient."""
+    later_host: int
+    """The same, in host memory beside it."""
 
 
 def measure_resident(
@@ -115,12 +120,16 @@ def measure_resident(
     numel = min(-(-max(largest, chunks.PIECE_NUMEL) // chunks.ALIGN) * chunks.ALIGN, total)
     mover = Mover(context.bridge, update_on_device=placement.update_on_device)
     rooms = [0, 0]
-    for columns, tier in ((1, placement.params), (1, placement.grads), (2, placement.optimizer)):
-        for side, needed in enumerate(mover.needs(tier)):
-            rooms[side] += columns * 4 * numel if needed else 0
-    on_device = placement.optimizer == "device" or (unified and placement.optimizer == "host")
-    states = 2 * sum(math.ceil(s.numel / size) * s.dtype.itemsize for s in slots if s.requires_grad) if on_device else 0
-    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], states)
+    values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
+    brought = mover.needs("device")  # where a user's own gradient is
+    for side in range(2):
+        rooms[side] = 4 * numel * (values[side] + (gradients[side] or brought[side]) + 2 * kept[side])
+    later = {"device": 0, "host": 0}
+    trained = sum(math.ceil(s.numel / size) * s.dtype.itemsize for s in slots if s.requires_grad)
+    for count, tier in ((2, placement.optimizer), (1, placement.grads)):
+        if tier != "nvme":
+            later["device" if unified else tier] += count * trained
+    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
 
 
 def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
@@ -131,22 +140,55 @@ def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> Non
     largest = max(slots, key=lambda slot: slot.bytes)
     unified = context.bridge.unified
     cap = min(caps.device, caps.host) if unified else caps.device
-    here = resident.device + (largest.bytes if unified else 0)
-    needed = here + _held(context.ledger, here, cap)
+    staging = measure_passage(slots, config.placement(), size=context.size, unified=unified).staging
+    here = resident.device + (largest.bytes + staging if unified else 0)
+    needed = here + held_bytes(context.ledger, here, cap)
     if needed > cap:
         raise BudgetError(
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
-            f"of parameters and gradients that stay there, and {largest.name} whole. {cap:,} are allowed ("
+            f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}. "
             "params and grads on 'host' or 'nvme' keep less there"
         )
-    host = resident.host + (0 if unified else largest.bytes) + context.host_ledger.total()[0]
+    here = resident.host + largest.bytes + staging
+    host = here + (0 if unified else held_bytes(context.host_ledger, here, caps.host))
     if not unified and host > caps.host:
         raise BudgetError(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
-            f"parameters and gradients, and {largest.name} whole. {caps.host:,} are allowed ({caps.host_source}); the smallest "
-            f"host_memory that works is {host * ranks_of_node():,}. 'nvme' for params and grads keeps less there"
+            f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
+            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}. 'nvme' for params and "
+            "grads keeps less there"
         )
+    if staging and not context.claims.staging:
+        context.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
+
+
+def _blocks(staging: int) -> str:
+    return f", and {staging:,} for blocks on their way to a drive" if staging else ""
+
+
+class Spare:
+    """What is left within the caps, for what is better with more memory."""
+
+    def __init__(self, device: int, host: int | None) -> None:
+        self._device, self._host = device, host
+
+    def take(self, most: int, device: float, host: float = 0) -> int:
+        """Take as many as there is room for, of what takes so much on the device and in host memory, and return how many."""
+        rows = [(self._device, device + host)] if self._host is None else [(self._device, device), (self._host, host)]
+        count = max(0, min([most, *(int(left / one) for left, one in rows if one)]))
+        self._device -= math.ceil(count * rows[0][1])
+        self._host = None if self._host is None else self._host - math.ceil(count * host)
+        return count
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """Of the device, or of host memory beside it: the cap, what passes at least, and what is left besides that."""
+
+    cap: int
+    passing: int
+    spare: int
 
 
 class GraphBudget:
@@ -174,52 +216,47 @@ class GraphBudget:
         self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
+        self._passage = measure_passage(slots, self._placement, size=context.size, unified=context.bridge.unified)
         self._swapped = bool(way_in(self._placement.params, unified=context.bridge.unified))
         self._away = self._placement.grads == "nvme" or (self._placement.grads == "host" and not context.bridge.unified)
 
     def limits(self, graph: fx.Graph) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or on the way."""
-        context, unified = self._context, self._context.bridge.unified
+        context, resident, size = self._context, self._resident, self._context.size
         needs = measure_needs(graph)
         reduced, left = (self._on_their_way(gradients) for gradients in (needs.reduced, needs.left))
-        slot = self._resident.slot_device + (self._resident.slot_host if unified else 0)
         widening = needs.widening if self._swapped else 1.0
-        full = math.ceil(needs.gathered * widening)
-        gathered = full if context.size > 1 or self._swapped or needs.narrowed else 0
-        cap = min(self.caps.device, self.caps.host) if unified else self.caps.device
-        here = self._resident.device + slot + gathered + reduced
-        least = here + _held(context.ledger, here, cap)
-        if least > cap:
-            fixed = least - slot - gathered - reduced
-            source = self.caps.device_source if cap == self.caps.device else self.caps.host_source
-            self._fall_short(
-                least,
-                f"the model needs {least:,} bytes on {context.device} of each rank: {fixed:,} stay there (parameters and "
-                f"gradients whose tier that is), {gathered:,} are gathered at once (with {needs.largest or 'nothing'}), "
-                f"{reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's step. {cap:,} are allowed "
-                f"({source}); the smallest that works is {least:,}{self._tiles}. A smaller `bucket` gathers less at once; "
-                "params, grads and optimizer on 'host' or 'nvme' keep less there",
-            )
-        if not unified:
-            self._check_host(gathered)
-        spare = max(0, cap - least - self._resident.states)
-        slots = 1 + min(SLOTS - 1, spare // slot if slot else SLOTS - 1)
-        spare -= (slots - 1) * slot
+        full = math.ceil(needs.gathered * widening)  # in the units' own types, in which shards arrive
+        share = max(1.0, 1 / widening + 1 / size) if self._swapped and size > 1 else 1.0  # a shard stays until it is gathered
+        cast = needs.cast if self._swapped and size == 1 else 0
+        gathered = math.ceil(full * share) + cast if size > 1 or self._swapped or needs.narrowed else 0
+        from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
+        device = self._check_device(gathered, reduced, needs.largest)
+        host = self._check_host(math.ceil(full * from_drive), self._passage.leaving if needs.left else 0)
+        spare = Spare(device.spare, None if context.bridge.unified else host.spare)
+        slots = 1 + spare.take(SLOTS - 1, resident.slot_device, resident.slot_host)
         widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))
-        ahead = max(0, min(spare, widest - gathered)) if gathered else 0
-        flight = max(0, min(spare - ahead, BUCKETS_REDUCED * self._bucket - reduced))
-        if not reduced:
-            flight = 0
+        ahead = spare.take(widest - full, share, from_drive) if gathered else 0
+        flight = spare.take(BUCKETS_REDUCED * self._bucket - reduced, 1) if reduced else 0
+        staging = spare.take(STAGING_BYTES - self._passage.staging, 0, 1) if self._passage.staging else 0
+        passing = math.ceil(ahead * share) + flight + (staging if context.bridge.unified else 0)
         claims = context.claims
-        claims.device_cap, claims.host_cap = cap, self.caps.host
-        claim = Claim(passing=gathered + ahead + reduced + flight, left=left, reduced=reduced + flight, slots=slots)
+        claims.device_cap, claims.host_cap = device.cap, self.caps.host
+        claim = Claim(
+            passing=device.passing + passing,
+            left=left,
+            reduced=reduced + flight,
+            slots=slots,
+            passing_host=host.passing + math.ceil(ahead * from_drive) + staging,
+            staging=self._passage.staging + staging or None,
+        )
         self._claims.append(claim)
         claims.add(claim)
         context.gradient_room.limit = claims.on_the_way
+        context.staging.limit(claims.staging or STAGING_BYTES)
         if not gathered:  # what is used is held anyway
             return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
-        most = max(full, gathered + ahead)
-        return min(int(most / widening), BUCKETS_GATHERED * self._bucket), most
+        return min(int((full + ahead) / widening), BUCKETS_GATHERED * self._bucket), full + ahead
 
     def _on_their_way(self, gradients: int) -> int:
         """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
@@ -228,17 +265,46 @@ class GraphBudget:
             return gradients if self._away else 0
         return math.ceil(gradients * (1 + 1 / size)) if self._away else gradients
 
-    def _check_host(self, gathered: int) -> None:
-        staged = math.ceil(gathered / self._context.size) if self._placement.params == "nvme" else 0
-        needed = self._resident.host + self._resident.slot_host + staged + self._context.host_ledger.total()[0]
-        if needed > self.caps.host:
+    def _check_device(self, gathered: int, reduced: int, largest: str) -> _Side:
+        context, resident, passage = self._context, self._resident, self._passage
+        unified = context.bridge.unified
+        cap = min(self.caps.device, self.caps.host) if unified else self.caps.device
+        slot = resident.slot_device + (resident.slot_host if unified else 0)
+        besides = passage.read if unified else passage.on_device
+        passing = max(gathered + reduced, besides) + (passage.staging if unified else 0)
+        here = resident.device + slot + passing
+        least = here + held_bytes(context.ledger, here, cap)
+        if least > cap:
+            source = self.caps.device_source if cap == self.caps.device else self.caps.host_source
             self._fall_short(
-                needed,
-                f"the model needs {needed:,} bytes of host memory for each rank: {self._resident.host:,} of parameters and "
-                f"gradients, {staged:,} on their way from the drive, {self._resident.slot_host:,} for one chunk of the "
-                f"optimizer's step. {self.caps.host:,} are allowed ({self.caps.host_source}); the smallest host_memory that "
-                f"works is {needed * ranks_of_node():,}. 'nvme' for params, grads or optimizer keeps less there",
+                least,
+                f"the model needs {least:,} bytes on {context.device} of each rank: {least - slot - passing:,} stay there "
+                f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
+                f"{largest or 'nothing'}), {reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's "
+                f"step, {passing - gathered - reduced:,} for gradients read back and blocks on their way to a drive. {cap:,} are "
+                f"allowed ({source}); the smallest that works is {least:,}{self._tiles}. A smaller `bucket` gathers less at "
+                "once; params, grads and optimizer on 'host' or 'nvme' keep less there",
             )
+        return _Side(cap, passing, max(0, cap - least - resident.later))
+
+    def _check_host(self, read: int, leaving: int) -> _Side:
+        """`read`: of parameters on their way from a drive; `leaving`: of a gradient on its way to one."""
+        context, resident, passage, cap = self._context, self._resident, self._passage, self.caps.host
+        if context.bridge.unified:
+            return _Side(cap, 0, 0)
+        passing = max(read + leaving, passage.read) + passage.staging
+        here = resident.host + resident.slot_host + passing
+        least = here + held_bytes(context.host_ledger, here, cap)
+        if least > cap:
+            fixed = least - resident.slot_host - passing
+            self._fall_short(
+                least,
+                f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
+                f"{passing:,} on their way from drives and to them, {resident.slot_host:,} for one chunk of the optimizer's "
+                f"step. {cap:,} are allowed ({self.caps.host_source}); the smallest host_memory that works is "
+                f"{least * ranks_of_node():,}. 'nvme' for params, grads or optimizer keeps less there",
+            )
+        return _Side(cap, passing, max(0, cap - least - resident.later_host))
 
     def check(self) -> None:
         """Raise `BudgetError` for the graph seen so far that needs most beyond a cap; from now on, at once for any other."""
@@ -262,13 +328,8 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     if cap is None:
         return
     side = "device" if on_device else "host"
-
-    def account() -> tuple[int, int]:
-        return ledger.total()[0], claims.passing if on_device else 0
-
-    if slots + states + sum(account()) > cap:
-        gc.collect()  # models and graphs that nobody uses any more
-    held, passing = account()
+    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap)
+    passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
     needed = held + slots + states + passing
     if needed > cap:
         raise BudgetError(
@@ -279,8 +340,38 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
         )
 
 
-def _held(ledger: Ledger, more: int, cap: int) -> int:
-    """Return the bytes that an account holds; where `more` don't fit beside them, without models that nobody uses any more."""
-    if ledger.total()[0] + more > cap:
+def check_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> None:
+    """Raise `BudgetError` where gradients in memory, about to be made beside earlier ones of the same units, exceed a cap."""
+    second = {"device": 0, "host": 0}
+    for unit in {part.unit if isinstance(part, Tile) else part for part in units}:
+        parameter, tier = unit.parameter(), unit.placement.grads
+        if tier != "nvme" and parameter is not None and parameter.grad is not None:
+            second["device" if context.bridge.unified else tier] += unit.shard_numel * unit.dtype.itemsize
+    claims = context.claims
+    sides = (
+        ("device", context.ledger, claims.device_cap, claims.passing, 1),
+        ("host", context.host_ledger, claims.host_cap, claims.passing_host, ranks_of_node()),
+    )
+    for side, ledger, cap, passing, ranks in sides:
+        more = second[side]
+        if more and cap is not None and (held := held_bytes(ledger, more + passing, cap)) + more + passing > cap:
+            needed = held + more + passing
+            raise BudgetError(
+                f"a second backward before the step needs {needed:,} bytes on the {side} of this rank: {held:,} are held, "
+                f"{more:,} second gradients until they are added to the first, {passing:,} pass at once. {cap:,} are allowed; "
+                f"the smallest {side}_memory that works is {needed * ranks:,}; grads='nvme' keeps gradients on a drive"
+            )
+
+
+def held_bytes(ledger: Ledger, more: int, cap: int) -> int:
+    """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
+
+    Where `more` don't fit beside them, without models and graphs that nobody uses any more.
+    """
+
+    def held() -> int:
+        return ledger.total()[0] - ledger.now()["bounced"]
+
+    if held() + more > cap:
         gc.collect()
-    return ledger.total()[0]
+    return held()

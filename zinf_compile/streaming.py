@@ -237,7 +237,7 @@ class StreamedStates:
         """Start to write a chunk's states that were changed."""
         if self.store is not None:
             self._write(number, slot)
-        slot.filled = False
+        slot.filled, slot.brought = False, {}  # gradients in memory go when the caller lets go of them
 
     def rooms(self, number: int, slot: Slot) -> dict[str, Rooms]:
         """Return the columns of a chunk in its slot."""

@@ -1,0 +1,54 @@
+"""What passes through host memory besides a graph's own schedule: gradients that are read back, blocks that are staged."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from .program import Slot
+from .runtime import chunks
+from .runtime.placement import Placement
+from .runtime.store import BLOCK_BYTES
+
+_PAGE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """The least, in bytes."""
+
+    leaving: int = 0
+    """Of one gradient, or a tile's, on its way to a drive."""
+    read: int = 0
+    """Of two gradients, or tiles', while one is added to the other. A norm reads one."""
+    on_device: int = 0
+    """Of one that a device with memory of its own takes the norm of."""
+    staging: int = 0
+    """Of one block that doesn't begin or end at a page."""
+
+
+def measure_passage(slots: Sequence[Slot], placement: Placement, *, size: int, unified: bool) -> Passage:
+    """Add up what the parameters of a captured graph need of it, on each of `size` ranks."""
+    moving = [slot for slot in slots if slot.shape and slot.numel]
+    trained = [slot for slot in moving if slot.requires_grad]
+    away = placement.grads == "nvme" or (placement.grads == "host" and not unified)
+    largest = max((_part_bytes(slot, size) for slot in trained), default=0) if away else 0
+    whole = max((_part_bytes(slot, size) for slot in trained if not slot.tiles), default=0) if away else 0
+    on_drives = moving if placement.params == "nvme" else trained if placement.grads == "nvme" else []
+    return Passage(
+        leaving=largest if placement.grads == "nvme" else 0,
+        read=2 * largest,
+        on_device=whole if size == 1 and not unified else 0,
+        staging=max((_block_bytes(slot, size) for slot in on_drives), default=0),
+    )
+
+
+def _part_bytes(slot: Slot, size: int) -> int:
+    parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
+    return max(math.ceil(part.numel / size) * part.dtype.itemsize for part in parts)
+
+
+def _block_bytes(slot: Slot, size: int) -> int:
+    piece = min(math.ceil(slot.numel / size), chunks.PIECE_NUMEL) * slot.dtype.itemsize
+    return min(BLOCK_BYTES, -(-piece // _PAGE) * _PAGE)
