@@ -8,11 +8,11 @@ from .parameter import ShardedParameter
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states and gathered.
+    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states, gathered, staged and bounced.
 
     `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
-    `gathered` are full units in use or on their way, in the type in which they travel. Empty counts before the first compiled
-    call.
+    `gathered` are full units in use or on their way, in the type in which they travel; `staged` is what else is on its way, and
+    `bounced` memory for blocks that drives can't move from and to where they are. Empty counts before the first compiled call.
     """
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):
