@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,8 @@ from .aio import Engine, File, Request
 from .block_checks import BlockChecks
 from .buffers import BufferPool
 from .layout import Block
+from .meter import READ, WRITTEN
+from .waits import book
 
 _PATIENCE_S = 0.05
 """Until the next look for a staging buffer, where others' are about to come back."""
@@ -57,19 +60,24 @@ class Piece:
 
     def finish(self) -> None:
         """Wait for the drive, check what it says and what it returned, give the staging buffer back; keep the error, if any."""
+        start = None if self.done() else time.perf_counter()
         with self._lock:
-            if self._over:
-                return
-            assert self._request is not None, "a piece is submitted under its lock"
-            try:
-                self._io.check(self, self._request.wait())
-                if not self.write and self.staging is not None:
-                    with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
-                        self.data.copy_(self.staging[: self.data.numel()])
-            except Exception as error:
-                self._end(error)
-            else:
-                self._end(None)
+            if not self._over:
+                self._finish()
+        if start is not None:
+            book(WRITTEN if self.write else READ, start)
+
+    def _finish(self) -> None:
+        assert self._request is not None, "a piece is submitted under its lock"
+        try:
+            self._io.check(self, self._request.wait())
+            if not self.write and self.staging is not None:
+                with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+                    self.data.copy_(self.staging[: self.data.numel()])
+        except Exception as error:
+            self._end(error)
+        else:
+            self._end(None)
 
     def _end(self, error: Exception | None) -> None:
         if error is not None and not isinstance(error, ZinfError):

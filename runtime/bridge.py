@@ -11,7 +11,7 @@ import torch
 
 from .gather_memory import GatherMemory
 from .lanes import Pending, ThreadLane
-from .meter import Meter
+from .meter import Meter, moving
 
 MOST_COPIES = 64
 """Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
@@ -100,7 +100,7 @@ class CudaBridge:
 
     def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         if way not in self._lanes:
-            self._lanes[way] = ThreadLane(f"zinf {way}", most=MOST_COPIES, forgiving=True)
+            self._lanes[way] = ThreadLane(f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
             self._streams[way] = torch.cuda.Stream(self._device)
         stream = self._streams[way]
         for meter in self._meters:
@@ -112,8 +112,9 @@ class CudaBridge:
                 stream.wait_event(issued)
                 if after is not None:
                     after.wait()
-                into.copy_(source, non_blocking=True)
-                stream.record_event().synchronize()
+                with moving(self._meters, way, source.nbytes):
+                    into.copy_(source, non_blocking=True)
+                    stream.record_event().synchronize()
 
         return self._lanes[way].submit(copy)
 
@@ -128,7 +129,7 @@ class FakeLink:
         self.name = name
         self.spans: list[tuple[float, float]] = []
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
-        self._lane = ThreadLane(f"zinf {name}", most=MOST_COPIES, forgiving=True)
+        self._lane = ThreadLane(f"zinf {name}", link=name, most=MOST_COPIES, forgiving=True)
 
     def copy(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         def run() -> None:
@@ -140,7 +141,8 @@ class FakeLink:
             for meter in self.meters:
                 meter.moved(self.name, source.nbytes)
             took = time.perf_counter() - start
-            time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
+            with moving(self.meters, self.name, source.nbytes):
+                time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
             self.spans.append((start, time.perf_counter()))
 
         return self._lane.submit(run)

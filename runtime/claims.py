@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable
+
+from .waits import Past, worker
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,12 +74,17 @@ class ByteRoom:
         self.limit: int | None = None
         self._held = 0
         self._changed = threading.Condition()
+        self._left: Past | None = None
+        """The last worker that gave room back."""
 
     def enter(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
         with self._changed:
-            while self.limit is not None and self._held and self._held + count > self.limit:
-                self._changed.wait()
+            if self._lacks(count):
+                start = time.perf_counter()
+                self._changed.wait_for(lambda: not self._lacks(count))
+                if self._left is not None:
+                    self._left.book(start)
             self._held += count
 
     def drain(self, enough: Callable[[], bool]) -> None:
@@ -88,4 +96,8 @@ class ByteRoom:
         """Give room back."""
         with self._changed:
             self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
+            self._left = worker() or self._left
             self._changed.notify_all()
+
+    def _lacks(self, count: int) -> bool:
+        return self.limit is not None and bool(self._held) and self._held + count > self.limit

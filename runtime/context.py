@@ -30,7 +30,7 @@ from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from .gather_memory import GatherMemory
 from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
-from .meter import Meter
+from .meter import WRITTEN, Meter
 from .overlap import Spans, Timed
 from .store import STAGING_BYTES
 
@@ -108,7 +108,8 @@ class Context:
         self._control = new_group("gloo")
         if device.type == "cpu":
             self.gathers, self.reductions = PeerToPeer(new_group("gloo")), PeerToPeer(new_group("gloo"))
-            self.gather_lane, self.reduce_lane = ThreadLane("zinf-gather"), ThreadLane("zinf-reduce")
+            self.gather_lane = ThreadLane("zinf-gather", link="from ranks")
+            self.reduce_lane = ThreadLane("zinf-reduce", link="to ranks")
         else:
             backend = dist.get_default_backend_for_device(device)
             self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
@@ -133,7 +134,7 @@ class Context:
     def swap_lane(self) -> Lane:
         """On which gradients leave for their tier; made when first needed."""
         if self._swap_lane is None:
-            self._swap_lane = ThreadLane("zinf-swap", forgiving=True)
+            self._swap_lane = ThreadLane("zinf-swap", link=WRITTEN, forgiving=True)
         return self._swap_lane
 
     @property
@@ -193,7 +194,7 @@ class Context:
     def make_room(self, ledger: Ledger, size: int) -> None:
         """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""
         if not self.has_room(ledger, size):
-            with self._waiting(), self.meter.waiting("host to nvme"):
+            with self._waiting(), self.meter.waiting():
                 self.gradient_room.drain(lambda: self.has_room(ledger, size))
 
     def agree(
@@ -241,15 +242,21 @@ class Context:
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
 
+    def end_step(self) -> None:
+        """A step of an optimizer is over."""
+        self.meter.end_step()
+        for ledger in {self.ledger, self.host_ledger}:
+            ledger.end_step()
+
     def start(self, lane: Lane, transfer: Callable[[], None]) -> Pending:
         """Submit a transfer of a graph to a lane; what time that takes, compute stands still."""
-        with self._waiting():
+        with self._waiting(), self.meter.waiting():
             return lane.submit(transfer)
 
-    def finish(self, pending: Pending, what: str, *, link: str = "from ranks") -> None:
+    def finish(self, pending: Pending, what: str) -> None:
         """Wait for a transfer; one that got no answer or took too long raises `RankMismatchError` naming `what`."""
         try:
-            with self._waiting(), self.meter.waiting(link):
+            with self._waiting(), self.meter.waiting():
                 pending.wait()
         except ZinfError:  # it says what it is about
             raise

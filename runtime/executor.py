@@ -12,6 +12,7 @@ from zinf_compile.program import Gather, Program, Reduce, Region, Sight, SwapIn,
 from .context import Context
 from .gradient_room import AwayGradient
 from .lanes import Done, Pending
+from .meter import moving
 from .swap import Arriving, swap_in, swap_out
 from .tile import Tile
 from .tile_gradients import TileGradients
@@ -77,7 +78,6 @@ def execute(
         registers[register] = value
     tiled: dict[Unit, TileGradients] = {}
     leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
-    link = "from ranks" if context.size > 1 else "nvme to host" if context.bridge.unified else "host to device"
     for step, frees in zip(program.steps, program.frees, strict=True):
         if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
             values = [registers[r] for r in step.inputs]
@@ -88,7 +88,7 @@ def execute(
         if isinstance(step, Wait):
             gathered = registers[step.handle]
             if gathered.pending is not None:
-                context.finish(gathered.pending, gathered.what, link=link)
+                context.finish(gathered.pending, gathered.what)
             registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, context)
             del gathered
         elif isinstance(step, Gather):
@@ -155,14 +155,16 @@ def _start_gather(
     context.make_room(context.ledger, sum(unit.numel for unit in members) * step.dtype.itemsize)
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
+    count = (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize
 
     def gather() -> None:
         for pending in before:
             pending.wait()
-        context.gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
+        with moving([context.meter], "from ranks", count):
+            context.gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
     pending = context.start(context.gather_lane, gather)
-    context.meter.moved("from ranks", (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize)
+    context.meter.moved("from ranks", count)
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
         context.ledger.track("gathered", full)
@@ -204,24 +206,26 @@ def _start_reduce(
     for full in grads:
         context.ledger.track("staged", full)
     held = sum(full.nbytes for full in grads)
+    count = (context.size - 1) * sum(shard.nbytes for shard in shards)
 
     def reduce() -> None:
         try:
-            context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
+            with moving([context.meter], "to ranks", count):
+                context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
         finally:
             if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
                 grads.clear()
                 parts.clear()
             context.gradient_room.leave(held)
 
-    with context.meter.waiting("to ranks"):
+    with context.meter.waiting():
         context.gradient_room.enter(held)
         try:
             pending = context.start(context.reduce_lane, reduce)
         except BaseException:  # an interrupt while the lane is busy
             context.gradient_room.leave(held)
             raise
-    context.meter.moved("to ranks", (context.size - 1) * sum(shard.nbytes for shard in shards))
+    context.meter.moved("to ranks", count)
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
     reduction = Reduction(pending, context, what)
     for unit, (_, _, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):

@@ -6,12 +6,14 @@ import atexit
 import collections
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from .overlap import Spans, timed
+from .waits import Past, work_for
 
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
@@ -54,8 +56,9 @@ class Done:
 
 
 class _Job:
-    def __init__(self, transfer: Callable[[], None]) -> None:
+    def __init__(self, transfer: Callable[[], None], past: Past) -> None:
         self._transfer: Callable[[], None] | None = transfer
+        self._past = past
         self._over = threading.Event()
         self._error: BaseException | None = None
 
@@ -73,7 +76,10 @@ class _Job:
         return self._error
 
     def wait(self) -> None:
-        self._over.wait()
+        if not self._over.is_set():
+            start = time.perf_counter()
+            self._over.wait()
+            self._past.book(start)
         if self._error is not None:
             raise self._error
 
@@ -87,9 +93,12 @@ class ThreadLane:
     `submit` waits while as many transfers as `most` are unfinished: what they hold (full gradients, above all) must not
     pile up where compute is faster than the link. Ranks can't lock each other out by that: all issue the same transfers in the
     same order, so the oldest one is under way everywhere.
+
+    `link` is what it serves: who waits for the lane waits for that, or for what the transfers themselves wait for.
     """
 
-    def __init__(self, name: str, *, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
+    def __init__(self, name: str, *, link: str | None = None, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
+        self._past = Past(link)
         self._forgiving = forgiving
         self._closed = False
         self.log: Spans | None = None
@@ -103,8 +112,11 @@ class ThreadLane:
         """Queue `transfer`."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
-        job = _Job(transfer if self.log is None else timed(transfer, self.log))
-        self._room.acquire()
+        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._past)
+        if not self._room.acquire(blocking=False):
+            start = time.perf_counter()
+            self._room.acquire()
+            self._past.book(start)
         self._jobs.put(job)
         return job
 
@@ -116,6 +128,7 @@ class ThreadLane:
 
     def _work(self) -> None:
         failure: BaseException | None = None
+        work_for(self._past)
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 error = job.run(failure)

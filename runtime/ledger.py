@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from typing import Literal
@@ -20,23 +21,36 @@ class _Counted(weakref.ref[torch.Tensor]):
     count: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Peak:
+    kinds: dict[str, int]
+    all: int
+
+    def over(self, other: _Peak) -> _Peak:
+        return _Peak({kind: max(count, other.kinds[kind]) for kind, count in self.kinds.items()}, max(self.all, other.all))
+
+
 class Ledger:
-    """Count bytes by kind, now and at the peak; any thread may call."""
+    """Count bytes by kind, now and at the peak, of all time and of the last step; any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may run inside any allocation, also one made under this lock
         self._now: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._peak: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._all_now = self._all_peak = 0
+        self._all_now = 0
+        self._peak = _Peak(dict.fromkeys(KINDS, 0), 0)
+        """Of the step under way."""
+        self._before = self._peak
+        self._last = _Peak(dict.fromkeys(KINDS, 0), 0)
         self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do
 
     def add(self, kind: Kind, count: int) -> None:
         """Count `count` more bytes (fewer, when negative)."""
         with self._lock:
             now = self._now[kind] = self._now[kind] + count
-            self._peak[kind] = max(self._peak[kind], now)
             self._all_now += count
-            self._all_peak = max(self._all_peak, self._all_now)
+            peak = self._peak
+            peak.kinds[kind] = max(peak.kinds[kind], now)
+            peak.all = max(peak.all, self._all_now)
 
     def track(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Count a tensor's bytes until it is dropped."""
@@ -53,18 +67,29 @@ class Ledger:
     def peak(self) -> dict[str, int]:
         """Return the most bytes held at any time, by kind."""
         with self._lock:
-            return dict(self._peak)
+            return dict(self._before.over(self._peak).kinds)
 
     def total(self) -> tuple[int, int]:
         """Return the bytes held of all kinds together: now, and the most at any time."""
         with self._lock:
-            return self._all_now, self._all_peak
+            return self._all_now, self._before.over(self._peak).all
+
+    def peak_of_last_step(self) -> dict[str, int]:
+        """Return the most bytes held during the last step, by kind and of "all" together."""
+        with self._lock:
+            return {**self._last.kinds, "all": self._last.all}
+
+    def end_step(self) -> None:
+        """A step of an optimizer is over."""
+        with self._lock:
+            self._before, self._last = self._before.over(self._peak), self._peak
+            self._peak = _Peak(dict(self._now), self._all_now)
 
     def forget_peaks(self) -> None:
         """Let the peaks be what is held now."""
         with self._lock:
-            self._peak = dict(self._now)
-            self._all_peak = self._all_now
+            self._peak = _Peak(dict(self._now), self._all_now)
+            self._before = self._peak
 
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]

@@ -1,12 +1,19 @@
-"""What crossed each link, and how long compute stood still for it; totals, and those of the last step."""
+"""What crossed each link, how much at a time, and how long compute stood still for it; totals, and those of the last step."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-LINKS = ("nvme to host", "host to nvme", "host to device", "device to host", "from ranks", "to ranks")
+from .lanes import Pending
+from .waits import Standing
+
+READ: Final = "nvme to host"
+WRITTEN: Final = "host to nvme"
+LINKS = (READ, WRITTEN, "host to device", "device to host", "from ranks", "to ranks")
 """A device that is host memory has no link to it."""
 
 
@@ -14,11 +21,16 @@ class Meter:
     """Any thread may call."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a transfer may be dropped inside any allocation
         self._bytes: dict[str, int] = dict.fromkeys(LINKS, 0)
         self._waited_s: dict[str, float] = dict.fromkeys(LINKS, 0.0)
         self._before: tuple[dict[str, int], dict[str, float]] = (dict(self._bytes), dict(self._waited_s))
         self._last: tuple[dict[str, int], dict[str, float]] = (dict(self._bytes), dict(self._waited_s))
+        self._under_way: dict[str, int] = dict.fromkeys(LINKS, 0)
+        self._peak: dict[str, int] = dict.fromkeys(LINKS, 0)
+        """Of the step under way."""
+        self._peak_before: dict[str, int] = dict.fromkeys(LINKS, 0)
+        self._peak_last: dict[str, int] = dict.fromkeys(LINKS, 0)
         self.steps = 0
         self._began_s: float | None = None
         self._last_s = 0.0
@@ -36,14 +48,19 @@ class Meter:
         with self._lock:
             self._bytes[link] += count
 
-    def waited(self, link: str, seconds: float) -> None:
-        """Count seconds."""
-        with self._lock:
-            self._waited_s[link] += seconds
+    def follow(self, link: str, count: int, transfer: Pending) -> Pending:
+        """Count the bytes of a transfer that was begun; return it. They are under way until somebody knows that it is over."""
+        self.moved(link, count)
+        return _Followed(self, link, count, transfer)
 
-    def waiting(self, link: str) -> Waiting:
-        """Context in which compute stands still for a link."""
-        return Waiting(self, link)
+    def waited(self, link: str, start: float, end: float) -> None:
+        """Count the seconds between two times."""
+        with self._lock:
+            self._waited_s[link] += end - start
+
+    def waiting(self) -> Standing:
+        """Context in which compute stands still for whatever it waits for; each wait counts for its link."""
+        return Standing(self)
 
     def end_step(self) -> None:
         """A step of an optimizer is over."""
@@ -54,6 +71,8 @@ class Meter:
                 {link: seconds - self._before[1][link] for link, seconds in now[1].items()},
             )
             self._before = now
+            self._peak_before = {link: max(peak, self._peak[link]) for link, peak in self._peak_before.items()}
+            self._peak_last, self._peak = self._peak, dict(self._under_way)
             self.steps += 1
             self._last_s = time.perf_counter() - self._began_s if self._began_s is not None else 0.0
             self._began_s = None
@@ -61,33 +80,59 @@ class Meter:
     def last_step(self) -> tuple[int, float]:
         """Return the bytes that the last step wrote to drives, and its seconds, from the first graph on."""
         with self._lock:
-            return self._last[0]["host to nvme"], self._last_s
+            return self._last[0][WRITTEN], self._last_s
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Return for each link bytes and seconds waited, in total and of the last step."""
+        """Return for each link bytes, the most under way at a time, and seconds waited: in total and of the last step."""
         with self._lock:
             return {
                 link: {
                     "bytes": self._bytes[link],
                     "bytes_last_step": self._last[0][link],
+                    "peak_bytes": max(self._peak_before[link], self._peak[link]),
+                    "peak_bytes_last_step": self._peak_last[link],
                     "waited_s": self._waited_s[link],
                     "waited_s_last_step": self._last[1][link],
                 }
                 for link in LINKS
             }
 
+    def _set_out(self, link: str, count: int) -> None:
+        with self._lock:
+            now = self._under_way[link] = self._under_way[link] + count
+            self._peak[link] = max(self._peak[link], now)
 
-class Waiting:
-    """See `Meter.waiting`."""
 
-    __slots__ = ("_link", "_meter", "_start")
+@contextlib.contextmanager
+def moving(meters: Sequence[Meter], link: str, count: int) -> Iterator[None]:
+    """Context in which bytes are under way."""
+    for meter in meters:
+        meter._set_out(link, count)
+    try:
+        yield
+    finally:
+        for meter in meters:
+            meter._set_out(link, -count)
 
-    def __init__(self, meter: Meter, link: str) -> None:
-        self._meter, self._link = meter, link
-        self._start = 0.0
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
+class _Followed:
+    """See `Meter.follow`."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._meter.waited(self._link, time.perf_counter() - self._start)
+    __slots__ = ("_count", "_link", "_meter", "_transfer")
+
+    def __init__(self, meter: Meter, link: str, count: int, transfer: Pending) -> None:
+        self._meter, self._link, self._count, self._transfer = meter, link, count, transfer
+        meter._set_out(link, count)
+
+    def wait(self) -> None:
+        try:
+            self._transfer.wait()
+        finally:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        with self._meter._lock:
+            count, self._count = self._count, 0
+            self._meter._set_out(self._link, -count)
+
+    __del__ = _arrive  # nobody will ever wait for it

@@ -14,7 +14,7 @@ from .aio import Engine
 from .buffers import BufferPool
 from .chunks import cut_pieces
 from .lanes import Pending, wait_for_all
-from .meter import Meter
+from .meter import READ, WRITTEN, Meter
 from .store import PathLike, Store
 
 
@@ -84,17 +84,16 @@ class Shelf:
 
     def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the piece that begins at element `start`."""
-        self._meter.moved("nvme to host", into.nbytes)
-        return self.store.read(self._key(index, self._number(index, start)), into)
+        reading = self.store.read(self._key(index, self._number(index, start)), into)
+        return self._meter.follow(READ, into.nbytes, reading)
 
     def write_piece(self, index: int, start: int, source: torch.Tensor) -> Pending:
         """Start to write the piece that begins at element `start`."""
-        self._meter.moved("host to nvme", source.nbytes)
-        return self.store.write(self._key(index, self._number(index, start)), source)
+        writing = self.store.write(self._key(index, self._number(index, start)), source)
+        return self._meter.follow(WRITTEN, source.nbytes, writing)
 
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
-        self._meter.moved("host to nvme" if write else "nvme to host", flat.nbytes)
         parts: list[Pending] = []
         try:
             for piece, (start, end) in enumerate(self._pieces[index]):
@@ -103,7 +102,8 @@ class Shelf:
         except BaseException:
             All(parts).wait()
             raise
-        return parts[0] if len(parts) == 1 else All(parts)
+        whole = parts[0] if len(parts) == 1 else All(parts)
+        return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole)
 
     def _number(self, index: int, start: int) -> int:
         return bisect.bisect_left(self._pieces[index], (start, start))

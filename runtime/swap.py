@@ -82,7 +82,7 @@ def swap_out(
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
     size = shard.nbytes
-    with context.meter.waiting("device to host"):
+    with context.meter.waiting():
         context.gradient_room.enter(size)
         try:
             copying = context.bridge.to_host(shard, host, reduction)
@@ -100,7 +100,7 @@ def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, 
         host_memory = shard.home.resident
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Settled(shard), host_memory
-    with context.meter.waiting("host to nvme"):
+    with context.meter.waiting():
         context.gradient_room.enter(shard.nbytes)
         try:
             return context.start(context.swap_lane, _Leave(home, shard, before, context.gradient_room, start))

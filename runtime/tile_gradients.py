@@ -84,7 +84,7 @@ class TileGradients:
 
     def _wait_for_room(self) -> None:
         """Return when few tiles' shards are on the device: there are more of them than a device can hold."""
-        with self._unit.context.meter.waiting("device to host"):
+        with self._unit.context.meter.waiting():
             while len(self._leaving) >= MOST_LEAVING:
                 self._leaving.popleft().wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from zinf_compile.errors import PartitionedParameterError
 from .home import DriveHome
 from .lanes import Pending
 from .shelf import All
+from .waits import Past, worker
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -41,12 +43,15 @@ class Updates:
         self._told = False
         self._spoiled: weakref.WeakSet[Unit] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
+        self._worker: Past | None = None
+        """Of the thread that updates."""
         self.spared_bytes = 0
         """That reads would have taken from drives: they were handed what was just updated."""
 
     def updated(self, unit: Unit, start: int, end: int, value: torch.Tensor) -> None:
         """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
         with self._changed:
+            self._worker = worker() or self._worker
             self._left[unit].discard((start, end))
             landings = list(self._landings.get(unit, ()))
         landings = [landing for landing in landings if (start, end) in landing.missing]
@@ -122,7 +127,11 @@ class Updates:
                 "a parameter is read while a graph is compiled, and the last step, which waits for that, has still to update it: "
                 "call zinf_compile.synchronize() before"
             )
-        self._changed.wait_for(over)
+        if not over():
+            start = time.perf_counter()
+            self._changed.wait_for(over)
+            if self._worker is not None:
+                self._worker.book(start)
 
     def _raise_once(self) -> None:
         if self._failure is not None and not self._told:

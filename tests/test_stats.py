@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import TiedWords, loss_of, tokens
@@ -12,7 +16,13 @@ from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime import context
+from zinf_compile.runtime.aio import Engine
+from zinf_compile.runtime.bridge import FakeDevice, Unified, played_by
+from zinf_compile.runtime.gather_memory import GatherMemory
+from zinf_compile.runtime.lanes import Done, ThreadLane
+from zinf_compile.runtime.ledger import KINDS, Ledger
+from zinf_compile.runtime.meter import LINKS, Meter
 
 ALL_AWAY = {"compute": "fx", "params": "nvme", "grads": "nvme", "optimizer": "nvme"}
 
@@ -77,6 +87,93 @@ def test_stats_of_a_step(tmp_path: Path) -> None:
     assert found["memory"]["device"]["peak"]["all"] <= found["caps"]["device_memory"]
     assert found["memory"]["host"]["peak"]["all"] <= found["caps"]["host_memory"]
     assert found["memory"]["device"]["now"]["params"] == 0
+    for link in LINKS[:4]:
+        assert links[link]["bytes_last_step"] >= links[link]["peak_bytes_last_step"] > 0
+        assert links[link]["peak_bytes"] >= links[link]["peak_bytes_last_step"]
+    for side in found["memory"].values():
+        assert side["peak"]["all"] >= side["peak_last_step"]["all"] > 0
+
+
+NOTICED_S = 0.15
+"""Seconds; what waits take anyway is less."""
+
+
+def waited(found: dict[str, Any], which: str = "waited_s_last_step") -> dict[str, float]:
+    """Return the links that were waited for, and how long."""
+    return {link: numbers[which] for link, numbers in found["links"].items() if numbers[which] > NOTICED_S}
+
+
+@pytest.mark.parametrize("slow", ["to device", "to host"])
+def test_a_slow_link_is_the_one_waited_for(slow: str, tmp_path: Path) -> None:
+    with played_by(FakeDevice()) as device:
+        device.links[slow]._latency_s = 0.05  # type: ignore[attr-defined]
+        found = zinf_compile.stats(train({**ALL_AWAY, "nvme": tmp_path}, 3))
+    assert list(waited(found)) == [device.links[slow].name]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_a_slow_drive_is_the_one_waited_for(own_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=1e6))
+    with played_by(FakeDevice() if own_memory else Unified(GatherMemory())):
+        model = train({**ALL_AWAY, "nvme": tmp_path}, 3)
+        found = zinf_compile.stats(model)
+    assert {"nvme to host"} <= waited(found).keys() <= {"nvme to host", "host to nvme"}
+
+
+@pytest.mark.parametrize("update", ["host", "device"])
+def test_waits_of_a_step_are_those_of_its_states(update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from a drive, whatever is near it waits for."""
+    monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=1e6))
+    with played_by(FakeDevice()):
+        found = zinf_compile.stats(train({"compute": "fx", "optimizer": "nvme", "update": update, "nvme": tmp_path}, 3))
+    assert waited(found).keys() <= {"nvme to host", "host to nvme"}
+    assert waited(found)
+
+
+def test_who_waits_for_a_waiting_lane_waits_for_its_cause() -> None:
+    meter, drive, copies = Meter(), ThreadLane("drive", link="nvme to host"), ThreadLane("copies", link="host to device")
+    reading = drive.submit(lambda: time.sleep(0.2))
+
+    def copy() -> None:
+        reading.wait()
+        time.sleep(0.1)
+
+    copying = copies.submit(copy)
+    with meter.waiting():
+        copying.wait()
+        copying.wait()
+    found = {link: numbers["waited_s"] for link, numbers in meter.report().items() if numbers["waited_s"]}
+    assert found == {"nvme to host": pytest.approx(0.2, abs=0.05), "host to device": pytest.approx(0.1, abs=0.05)}
+    for lane in (drive, copies):
+        lane.close()
+
+
+def test_who_waits_for_room_on_a_lane_waits_for_its_link() -> None:
+    meter, lane, over = Meter(), ThreadLane("lane", link="to ranks", most=1), threading.Event()
+    lane.submit(lambda: time.sleep(0.1))
+    with meter.waiting():
+        lane.submit(over.set)
+    lane.submit(lambda: time.sleep(0.1)).wait()
+    assert over.is_set()
+    assert meter.report()["to ranks"]["waited_s"] == pytest.approx(0.1, abs=0.05), "what no compute waits for doesn't count"
+    lane.close()
+
+
+def test_peaks_of_the_last_step() -> None:
+    ledger, meter = Ledger(), Meter()
+    for most in (7, 5, 3):
+        ledger.add("grads", most)
+        ledger.add("grads", -most)
+        one, other = (meter.follow("nvme to host", most, Done()) for _ in range(2))
+        one.wait()
+        one.wait()
+        del other
+        ledger.end_step()
+        meter.end_step()
+    assert ledger.peak()["grads"] == ledger.total()[1] == 7
+    assert ledger.peak_of_last_step() == {**dict.fromkeys(KINDS, 0), "grads": 3, "all": 3}
+    drive = meter.report()["nvme to host"]
+    assert (drive["bytes"], drive["peak_bytes"], drive["peak_bytes_last_step"]) == (30, 14, 6)
 
 
 def test_memory_of_a_device_that_is_host_memory_is_one_account() -> None:

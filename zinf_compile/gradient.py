@@ -96,7 +96,10 @@ class ShardedGradient(torch.Tensor):
     def local(self) -> torch.Tensor:
         """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `away`."""
         self._pending.wait()
-        return self._shard.load() if isinstance(self._shard, AwayGradient) else self._shard
+        if not isinstance(self._shard, AwayGradient):
+            return self._shard
+        with self._unit.context.meter.waiting():
+            return self._shard.load()
 
     def valid_parts(self) -> Iterator[torch.Tensor]:
         """Yield this rank's elements, padding left away: all at once, or tile by tile."""
@@ -105,7 +108,8 @@ class ShardedGradient(torch.Tensor):
     def prepare(self, *, early: bool = False) -> None:
         """Start to bring the shard for the next `local`; with `early`, only where there is room besides."""
         if isinstance(self._shard, AwayGradient):
-            self._shard.prepare(early=early)
+            with self._unit.context.meter.waiting():
+                self._shard.prepare(early=early)
 
     def state(self) -> tuple[object, int]:
         """Return what the shard is, by identity, and how often it was changed."""

@@ -21,7 +21,10 @@ def comes_in_parts(gradient: ShardedGradient) -> bool:
 def part_of_gradient(gradient: ShardedGradient, tile: Tile) -> torch.Tensor:
     """Return this rank's elements of a tile's gradient, padding included; a copy, where they come from a drive."""
     away = gradient.away
-    return tile.part(gradient.local()) if away is None else away.load_part(tile)
+    if away is None:
+        return tile.part(gradient.local())
+    with tile.context.meter.waiting():
+        return away.load_part(tile)
 
 
 def valid_parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
@@ -38,9 +41,10 @@ def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tens
     """Change a gradient in place, given each tile and this rank's elements of it."""
     away = gradient.away
     assert away is not None, "it comes in parts"
-    gradient.unit.settle()  # a step may still have to read the old one
-    for tile in gradient.unit.tiles:
-        part = away.load_part(tile)
-        function(tile, part)
-        away.store_part(tile, part)
+    with gradient.unit.context.meter.waiting():
+        gradient.unit.settle()  # a step may still have to read the old one
+        for tile in gradient.unit.tiles:
+            part = away.load_part(tile)
+            function(tile, part)
+            away.store_part(tile, part)
     away.stored()

@@ -39,9 +39,7 @@ class LateStep:
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._sources = list(sources)
-        self._chunks: Iterator[ChunkStep] = (
-            chunk for source in self._sources for chunk in source.chunk_steps(optimizer, beside=True)
-        )
+        self._chunks: Iterator[ChunkStep] = (chunk for source in self._sources for chunk in source.chunk_steps(optimizer))
         self.done: list[ChunkStep] = []
         """Chunks that are updated; they count all together, when the last one is."""
         self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]

@@ -85,7 +85,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     if not hollow:
         return None
-    finish_late(optimizer)
+    with hollow[0]._zinf_unit.context.meter.waiting():
+        finish_late(optimizer)
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
     warn_of_short_updates(optimizer, hollow)
@@ -146,7 +147,7 @@ def _end_step(optimizer: Optimizer) -> None:
     first = optimizer not in _described
     _described.add(optimizer)
     for context in {p._zinf_unit.context for p in hollow}:
-        context.meter.end_step()
+        context.end_step()
         if first:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})

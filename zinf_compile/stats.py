@@ -26,10 +26,13 @@ def stats(model: nn.Module) -> dict[str, Any]:
     """Return this rank's account since its first compiled call, for all models partitioned over these ranks.
 
     `steps`: of optimizers. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from ranks"
-    and "to ranks" `bytes`, and `waited_s`, the seconds compute stood still for it; `bytes_last_step` and `waited_s_last_step` of
+    and "to ranks" `bytes`; `waited_s`, the seconds compute stood still for it; and `peak_bytes`, the most on their way over it
+    at a time (over drives: begun, and not known to have ended). A wait for what comes by several links counts for those that
+    kept it: while a copy to the device itself waits for a drive, it is the drive's. Each number once more with `_last_step`: of
     the last step and the forward and backward before it, what an earlier step left for their time included. `memory`: for
-    "device" and "host" (one account where the device is host memory) the bytes held `now` and at the `peak` by kind, as `memory`
-    gives them, and of all kinds together. `caps`: what the schedule keeps within. Empty before the first compiled call.
+    "device" and "host" (one account where the device is host memory) the bytes held `now`, at the `peak` and at the
+    `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `caps`: what the schedule keeps within. Empty
+    before the first compiled call. Ranks whose GPUs exchange over streams wait there, which isn't seen here.
     """
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
@@ -42,6 +45,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
             side: {
                 "now": {**ledger.now(), "all": ledger.total()[0]},
                 "peak": {**ledger.peak(), "all": ledger.total()[1]},
+                "peak_last_step": ledger.peak_of_last_step(),
             }
             for side, ledger in accounts.items()
         },

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .runtime.chunks import Piece
 from .runtime.context import Context
 from .runtime.home import DriveHome, Home
 from .runtime.lanes import Pending
+from .runtime.meter import READ, WRITTEN
 from .runtime.mover import Mover, Place, Rooms
 from .runtime.placement import Placement
 from .runtime.store import Store
@@ -85,12 +86,13 @@ class StreamedStates:
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins: take the gradients. What goes wrong here is an error before anything is updated."""
-        self._check_last_step(optimizer)
-        for parameter in self._kept:
-            parameter._zinf_unit.settle()  # it may be another optimizer's as well
-        self._slots.begin()
-        self.absorb(optimizer)
-        self._check_gradients()
+        with self.context.meter.waiting():
+            self._check_last_step(optimizer)
+            for parameter in self._kept:
+                parameter._zinf_unit.settle()  # it may be another optimizer's as well
+            self._slots.begin()
+            self.absorb(optimizer)
+            self._check_gradients()
         pieces = collections.Counter(p for chunk in self._chunks for p, _ in chunk.pieces)
         self.taken = {p: Taken(p, pieces[p]) for p in self._kept if p.grad is not None}
         self.due = list(self.taken)
@@ -109,20 +111,18 @@ class StreamedStates:
                 if parameter in self.taken:
                     yield parameter._zinf_unit, piece
 
-    def chunk_steps(self, optimizer: Optimizer, *, beside: bool = False) -> Iterator[ChunkStep]:
-        """Yield the chunks with gradients; each is brought when it is yielded. `beside`: compute goes on meanwhile."""
-        meter = self.context.meter
+    def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
+        """Yield the chunks with gradients; each is brought when it is yielded."""
         due = self._order()
         self._first = due[: len(self._slots) - 1]
         self._forward = not self._forward
         self._ahead.clear()
-        link = "nvme to host" if self._mover.bridge.unified else "host to device"
         try:
             for number, following in itertools.zip_longest(due, due[1:]):
-                slot = self._prepare(number, optimizer)
-                if following is not None and len(self._slots) > 1:
-                    self._prepare(following, optimizer)
-                with contextlib.nullcontext() if beside else meter.waiting(link):
+                with self.context.meter.waiting():
+                    slot = self._prepare(number, optimizer)
+                    if following is not None and len(self._slots) > 1:
+                        self._prepare(following, optimizer)
                     slot.settle()
                 yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
         except BaseException:
@@ -143,14 +143,15 @@ class StreamedStates:
 
         Read the states that the next step begins with, where that is known: while forward and backward run there is time.
         """
-        if self._late:
-            self._check_last_step(optimizer)
-            if self.store is not None:
-                for number in self._first:
-                    self._slot_for(number)
-                    self._ahead.add(number)
-        elif not self._mover.bridge.unified:
-            self._slots.settle()
+        with self.context.meter.waiting():
+            if self._late:
+                self._check_last_step(optimizer)
+                if self.store is not None:
+                    for number in self._first:
+                        self._slot_for(number)
+                        self._ahead.add(number)
+            elif not self._mover.bridge.unified:
+                self._slots.settle()
 
     def absorb(self, optimizer: Optimizer) -> None:
         """Move states that were just loaded to where they live."""
@@ -231,12 +232,14 @@ class StreamedStates:
         self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Rooms, optimizer: Optimizer
     ) -> Pending | None:
         """Start to bring one updated column of a piece back."""
-        return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
+        with self.context.meter.waiting():
+            return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
 
     def write(self, number: int, slot: Slot) -> None:
         """Start to write a chunk's states that were changed."""
         if self.store is not None:
-            self._write(number, slot)
+            with self.context.meter.waiting():
+                self._write(number, slot)
         slot.filled, slot.brought = False, {}  # gradients in memory go when the caller lets go of them
 
     def rooms(self, number: int, slot: Slot) -> dict[str, Rooms]:
@@ -366,10 +369,7 @@ class StreamedStates:
         assert self.store is not None
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name in chunk.states:
-            key, store = _key(chunk, name), self.store
-            self.context.meter.moved("nvme to host", chunk.numel * chunk.states[name].itemsize)
-            place = Place(read=lambda into, key=key, store=store: store.read(key, into))  # type: ignore[misc]
-            _, pending = self._mover.bring(place, rooms[name])
+            _, pending = self._mover.bring(Place(read=self._reader(_key(chunk, name))), rooms[name])
             if pending is not None:
                 slot.under_way.append(pending)
 
@@ -390,13 +390,20 @@ class StreamedStates:
         assert self.store is not None
         chunk, rooms = self._chunks[number], self.rooms(number, slot)
         for name, value in self.state_views(number, slot).items():
-            key, store = _key(chunk, name), self.store
-            self.context.meter.moved("host to nvme", chunk.numel * chunk.states[name].itemsize)
-            place = Place(write=lambda source, key=key, store=store: store.write(key, source))  # type: ignore[misc]
-            pending = self._mover.keep(place, value, rooms[name])
+            pending = self._mover.keep(Place(write=self._writer(_key(chunk, name))), value, rooms[name])
             if pending is not None:
                 slot.under_way.append(pending)
         self._written.add(number)
+
+    def _reader(self, key: str) -> Callable[[torch.Tensor], Pending]:
+        store, meter = self.store, self.context.meter
+        assert store is not None
+        return lambda into: meter.follow(READ, into.nbytes, store.read(key, into))
+
+    def _writer(self, key: str) -> Callable[[torch.Tensor], Pending]:
+        store, meter = self.store, self.context.meter
+        assert store is not None
+        return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source))
 
     def _forget(self, number: int) -> None:
         """Make a chunk's states as if never written, whatever the drive would say of them."""
