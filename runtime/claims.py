@@ -35,7 +35,15 @@ class Claims:
     def __init__(self) -> None:
         self.device_cap: int | None = None
         self.host_cap: int | None = None
+        self.declared_device: int | None = None
+        self.declared_host: int | None = None
+        """The last caps that options named, for this rank; what else it takes stays within them too."""
         self._made: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+    def declare(self, *, device: int | None, host: int | None) -> None:
+        """Note caps that options name; None: they name none."""
+        self.declared_device = self.declared_device if device is None else device
+        self.declared_host = self.declared_host if host is None else host
 
     def add(self, claim: Claim) -> None:
         """Count a claim for as long as the graph lives that keeps it."""

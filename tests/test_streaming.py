@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from torch.optim import Optimizer
 from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on, twins
 
 import zinf_compile
-from zinf_compile import streamed, streaming
+from zinf_compile import limits, streamed
 from zinf_compile.chunk_step import ChunkStep
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
 from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, Unified, played_by
 from zinf_compile.runtime.chunk_slots import SLOTS
+from zinf_compile.runtime.gather_memory import GatherMemory
 from zinf_compile.streaming import StreamedStates
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
@@ -233,13 +236,45 @@ def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores
     train_step_on(sides, models, plain_step, tokens(1), 1)
 
 
+BEYOND = r"AdamW.state_dict\(\) would take [\d,]+ bytes .*; {} bytes are available\. Save the model alone"
+
+
 def test_states_larger_than_memory_are_not_brought_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the node has a rank has its part, less a tenth, within its rlimits."""
     sides, models = both(TiedWords, adamw, tmp_path)
     train_step_on(sides, models, plain_step, tokens(0), 0)
-    monkeypatch.setattr(streaming, "available_memory_bytes", lambda: 1000)
-    with pytest.raises(BudgetError, match=r"AdamW.state_dict\(\) would take [\d,]+ bytes .*; 1,000 bytes are available"):
-        sides[1][1].state_dict()
+    optimizer = sides[1][1]
+    needed = 2 * 4 * sum(p.numel() for p in models[1].parameters())
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "available_memory_bytes", lambda: 2 * needed)
+        optimizer.state_dict()
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        with pytest.raises(BudgetError, match=BEYOND.format(f"{int(0.9 * needed):,}")):
+            optimizer.state_dict()
+        patch.delenv("LOCAL_WORLD_SIZE")
+        patch.setattr(limits, "_used_bytes", lambda: (0, 0))
+        patch.setattr(resource, "getrlimit", lambda limit: (1000, 1000))
+        with pytest.raises(BudgetError, match=BEYOND.format("900")):
+            optimizer.state_dict()
     train_step_on(sides, models, plain_step, tokens(1), 1)
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool, tmp_path: Path) -> None:
+    with played_by(FakeDevice() if own_memory else Unified(GatherMemory())):
+        model = TiedWords()
+        model.compile(backend=BACKEND, options={"compute": "fx", "optimizer": "nvme", "nvme": tmp_path, "host_memory": "1MiB"})
+        optimizer = adamw(model.parameters())
+        loss_of(model(*tokens(0))).backward()
+        optimizer.step()
+        context = next(iter(model.parameters()))._zinf_unit.context  # type: ignore[attr-defined]
+        states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.host_ledger.total()[0]
+        optimizer.state_dict()
+        context.claims.declare(device=None, host=held + states - 1)
+        with pytest.raises(BudgetError, match=BEYOND.format(f"{states - 1:,}")):
+            optimizer.state_dict()
+        context.claims.declare(device=None, host=held + states)
+        optimizer.state_dict()
 
 
 def test_a_full_drive_is_an_error_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,12 @@ class GraphCompiler:
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
         agree_on_memory(context)
-        return GraphBudget(self.config, slots, inputs, context)
+        budget = GraphBudget(self.config, slots, inputs, context)
+        context.claims.declare(
+            device=None if self.config.device_memory is None else budget.caps.device,
+            host=None if self.config.host_memory is None else budget.caps.host,
+        )
+        return budget
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
         """Rewrite the joint graph."""

@@ -17,8 +17,8 @@ from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
 from .chunk_step import ChunkStep, part_of
 from .errors import BudgetError, StepFailedError, StoreError
 from .gradient import ShardedGradient
+from .limits import host_room_bytes
 from .parameter import ShardedParameter
-from .runtime.cgroups import available_memory_bytes
 from .runtime.chunk_slots import SLOTS, ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
 from .runtime.context import Context
@@ -184,12 +184,12 @@ class StreamedStates:
             return
         present = [p for p in self._kept if p in self._present]
         needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p in present for dtype in self._kept[p].values())
-        available = available_memory_bytes()
+        available = host_room_bytes(self.context)
         if needed > available:
             raise BudgetError(
                 f"{type(optimizer).__name__}.state_dict() would take {needed:,} bytes of host memory for the states that live on "
                 f"{', '.join(self.store.folders)}; {available:,} bytes are available. Save the model alone "
-                "(zinf_compile.full_state_dict), or give this process more memory"
+                "(zinf_compile.full_state_dict), or give this process more memory (option host_memory, where it is given)"
             )
         whole = {
             (p, name): torch.empty(p._zinf_unit.shard_numel, dtype=dtype)
