@@ -8,6 +8,7 @@ import errno
 import gc
 import itertools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from faults import failing, flip, named, store_of
 from marks import more
 from optimizers import assert_same_states
-from tiers import MICRO_BATCHES, Sundry, compiled, context_of, options_for, sundry, train_step, words
+from tiers import MICRO_BATCHES, Placement, Sundry, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
 from torch.optim import Optimizer
 from training import adamw, assert_same, assert_same_models
@@ -48,10 +49,10 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
 
 
-def twins(folder: Path) -> Twins:
+def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Twins:
     """Return both."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, folder))
+    compiled(ours, options_for(placement, folder))
     theirs, other = (adamw(model.parameters()) for model in (ours, eager))
     for step in range(2):
         assert train_step(ours, theirs, step) == train_step(eager, other, step)
@@ -254,6 +255,54 @@ def test_any_transfer_may_fail(way: str, error: type[BaseException], device: typ
     assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
 
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("placement", [("device", "device", "nvme"), ("host", "host", "nvme"), ("nvme", "device", "device")])
+def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way: str, tmp_path: Path) -> None:
+    """Each transfer of a step that ends before it returns: what is intact can be tried again, the rest is loaded."""
+    failures: list[StepFailedError] = []
+    with played_by(FakeDevice()):
+        ours, optimizer, eager, other = trained = twins(tmp_path, placement)
+        for number in range(100):
+            load(trained)
+            for model in (ours, eager):
+                backward(model, number)
+            with failing(context_of(ours).engine, way, number) as began:
+                try:
+                    optimizer.step()
+                except StepFailedError as failed:
+                    failures.append(failed)
+                    if optimizer in streaming.torn:
+                        load(trained)
+                        backward(ours, number)
+                    optimizer.step()
+            other.step()
+            for each in (other, optimizer):
+                each.zero_grad()
+            compare(trained)
+            if len(began) <= number:
+                break
+    assert len(failures) == number > 8, "each once"
+    assert all(named(failed) and isinstance(failed.__cause__, StoreError) for failed in failures)
+    said = re.findall("nothing is updated yet|ended in the middle", "".join(map(str, failures)))
+    assert len(said) == number
+    assert said.count("nothing is updated yet") == (0 if way == "write" else said.index("ended in the middle"))
+
+
+def test_an_error_of_another_kind_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, optimizer, eager, other = trained = twins(tmp_path, ("device", "device", "nvme"))
+    for model in (ours, eager):
+        backward(model, 2)
+    for moment, said in (("begin", "nothing is updated yet"), ("finish", "ended in the middle")):
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming.StreamedStates, moment, lambda *_: {}["nowhere"])
+            with pytest.raises(StepFailedError, match=f"{said}.*Cause: 'nowhere'") as raised:
+                optimizer.step()
+        assert isinstance(raised.value.__cause__, KeyError)
+    load(trained)
+    other.zero_grad()
+    check_same(trained, step=3)
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no room: parameters, gradients, the second gradients while they accumulate, the states."""
@@ -264,8 +313,10 @@ def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: next(answers, 0) or really(fd, size))
     optimizer = adamw(ours.parameters())
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StoreError, match=r"cannot reserve space .* bytes needed, .* the disk is full"):
+    failure: type[Exception] = StoreError if number < 3 else StepFailedError
+    with pytest.raises(failure, match=r"cannot reserve space .* bytes needed, .* the disk is full") as raised:
         train_step(ours, optimizer, 0)
+    assert ("nothing is updated yet" in str(raised.value)) == (number == 3)
     gc.collect()
     if number < 2:
         assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())

@@ -8,11 +8,12 @@ stays keyed by the parameter, so `state_dict()` works at any time.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .budget import check_states
 from .chunk_step import ChunkStep
 from .companions import is_averaged
-from .errors import StepFailedError, StoreError
+from .errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from .fused import fused_settings
 from .late_step import LateStep, finish_late
 from .parameter import ShardedParameter
@@ -90,13 +91,29 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
     _warn_of_local_gradients(optimizer, hollow[0])
     warn_of_short_updates(optimizer, hollow)
-    sources = streamed_states(optimizer, hollow)
+    with _stating(optimizer):
+        sources = streamed_states(optimizer, hollow)
     kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
     in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
     _check_budget(optimizer, in_memory)
-    streamed = _step_chunks(optimizer, sources)
+    with _stating(optimizer):
+        streamed = _step_chunks(optimizer, sources)
+        record = _stand_in_for(optimizer, in_memory, streamed)
+    for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
+        del _under_way[stale]  # of a step that raised
+    _under_way[id(record.optimizer)] = record
+    args = (record.optimizer, *args[1:])
+    if len(args) > 1 and callable(args[1]):
+        args = (args[0], _refreshing(args[1], record), *args[2:])
+    if callable(kwargs.get("closure")):
+        kwargs["closure"] = _refreshing(kwargs["closure"], record)
+    return args, kwargs
+
+
+def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], streamed: _Streamed | None) -> _StandIn:
+    """Make what the caller's own step runs on."""
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
     members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
     members.update((id(p), shard) for p, shard in shards.items())
@@ -105,15 +122,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     stand_in, groups = _make_stand_in(optimizer, members, all_groups=streamed is None)
     record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), streamed)
     _fill(optimizer, record)
-    for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
-        del _under_way[stale]  # of a step that raised
-    _under_way[id(stand_in)] = record
-    args = (stand_in, *args[1:])
-    if len(args) > 1 and callable(args[1]):
-        args = (stand_in, _refreshing(args[1], record), *args[2:])
-    if callable(kwargs.get("closure")):
-        kwargs["closure"] = _refreshing(kwargs["closure"], record)
-    return args, kwargs
+    return record
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -130,7 +139,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
     if record.streamed is not None:
-        _finish_chunks(optimizer, record.streamed, stand_in)
+        with _stating(optimizer):
+            _finish_chunks(optimizer, record.streamed, stand_in)
     for key, value in stand_in.state.items():
         optimizer.state[key] = value
     for mine, theirs in zip(record.groups, stand_in.param_groups, strict=True):
@@ -152,6 +162,20 @@ def _end_step(optimizer: Optimizer) -> None:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
             log_first_step(context, optimizer, hollow, in_memory + drive_bytes(optimizer))
+
+
+@contextlib.contextmanager
+def _stating(optimizer: Optimizer) -> Iterator[None]:
+    """Let an error of a step say what of it is done; a step that is refused is none."""
+    try:
+        yield
+    except StepFailedError:
+        raise
+    except Exception as error:
+        if optimizer not in torn and isinstance(error, BudgetError | UnsupportedOptimizerError):
+            raise
+        done = torn.get(optimizer, "nothing is updated yet, parameters and states are as before this step")
+        raise StepFailedError(f"{done}. Cause: {error}") from error
 
 
 def _check_budget(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
@@ -190,29 +214,20 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
         raise StepFailedError(torn[optimizer])
     streamed = _Streamed([], sources, [])
     chunks = streamed.chunks
-    try:
-        with torch.no_grad():
-            for source in sources:
-                source.begin(optimizer)
-            now = [source for source in sources if not source.follows]
-            due = sum(source.chunks_due for source in now)
-            for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in now):
-                chunks.append(chunk)
-                if len(chunks) < due:
-                    tear(optimizer, len(chunks))
-                    streamed.settings += _step_one(optimizer, chunk)
-            if len(now) < len(sources):
-                streamed.late = LateStep(optimizer, [source for source in sources if source.follows], _step_one)
-                if not chunks:
-                    chunks.append(streamed.late.take_first())
-    except Exception as error:
-        if optimizer not in torn and isinstance(error, StoreError):
-            raise StepFailedError(
-                f"nothing is updated yet, parameters and states are as before this step. Cause: {error}"
-            ) from error
-        if optimizer not in torn:
-            raise
-        raise StepFailedError(f"{torn[optimizer]}. Cause: {error}") from error
+    with torch.no_grad():
+        for source in sources:
+            source.begin(optimizer)
+        now = [source for source in sources if not source.follows]
+        due = sum(source.chunks_due for source in now)
+        for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in now):
+            chunks.append(chunk)
+            if len(chunks) < due:
+                tear(optimizer, len(chunks))
+                streamed.settings += _step_one(optimizer, chunk)
+        if len(now) < len(sources):
+            streamed.late = LateStep(optimizer, [source for source in sources if source.follows], _step_one)
+            if not chunks:
+                chunks.append(streamed.late.take_first())
     if not chunks:
         return None
     tear(optimizer, len(chunks))
