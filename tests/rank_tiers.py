@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from training import assert_same
 import zinf_compile
 from zinf_compile.errors import StoreWarning
 from zinf_compile.runtime import chunks
+from zinf_compile.runtime.aio import Engine
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 
 Run = tuple[list[float], dict[str, torch.Tensor], dict[Any, dict[str, Any]]]
@@ -82,6 +85,40 @@ def train_in_tiles(
             options = options_for(placement, folder, compute=compute, tile=tile)
             _check(placement, None, _train(rank, options, meter, None, dtype, 2, build), expected)
     return len(placements)
+
+
+def train_in_folders(rank: int, size: int, nvme: str | list[str], steps: int) -> list[dict[str, int]]:
+    """Train with the states in these folders, then with all of it there; compare with all in memory.
+
+    Returns the bytes that went to each folder.
+    """
+    _prepare(96)
+    expected = _train(rank, {"compute": "fx"}, Meter(None), None, torch.float32, steps)
+    counts: list[dict[str, int]] = []
+    for placement in (("device", "device", "nvme"), ("nvme", "nvme", "nvme")):
+        with _noting_writes() as written:
+            options = options_for(placement, nvme, compute="fx")
+            _check(placement, None, _train(rank, options, Meter(None), None, torch.float32, steps), expected)
+        counts.append(written)
+    return counts
+
+
+@contextlib.contextmanager
+def _noting_writes() -> Iterator[dict[str, int]]:
+    """Context that yields how many bytes stores write to files of each folder."""
+    written: dict[str, int] = collections.defaultdict(int)
+    really = Engine.write
+
+    def write(engine: Engine, file: Any, offset: int, source: Any, *, checksum: bool = False) -> Any:
+        if checksum:  # not a drive's speed
+            written[os.path.dirname(os.readlink(f"/proc/self/fd/{file.fd}"))] += source.nbytes
+        return really(engine, file, offset, source, checksum=checksum)
+
+    Engine.write = write  # type: ignore[method-assign]
+    try:
+        yield written
+    finally:
+        Engine.write = really  # type: ignore[method-assign]
 
 
 def assert_close_runs(one: Run, other: Run, dtype: torch.dtype) -> None:

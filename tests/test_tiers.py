@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import more
-from rank_tiers import train_everywhere, train_without_a_device
+from rank_tiers import train_everywhere, train_in_folders, train_without_a_device
 from ranks import run_ranks
 from tiers import PLACEMENTS
 
@@ -48,3 +48,29 @@ def test_wherever_parameters_are_updated(dtype: torch.dtype, master: str | None,
 @pytest.mark.parametrize("dtype", [FLOAT, more(BRAIN)], ids=["fp32", "bf16"])
 def test_where_the_device_is_host_memory(dtype: torch.dtype, tmp_path: Path) -> None:
     assert run_ranks(train_without_a_device, 2, str(tmp_path), dtype, "fx", 5) == [8, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_states_striped_over_two_folders(ranks: int, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    for counts in run_ranks(train_in_folders, ranks, [str(folder) for folder in folders], 4):
+        for written in counts:
+            assert written.keys() == {str(folder) for folder in folders}
+            assert min(written.values()) > 0.05 * sum(written.values()), "shares are what was measured of the drives"
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
+def test_each_rank_in_a_folder_of_its_own(pair: bool, tmp_path: Path) -> None:
+    for name in ("rank0", "rank1", "second0", "second1"):
+        (tmp_path / name).mkdir()
+    names = ["rank{local_rank}", "second{local_rank}"][: 1 + pair]
+    nvme = [str(tmp_path / name) for name in names]
+    for rank, counts in enumerate(run_ranks(train_in_folders, 2, nvme if pair else nvme[0], 4)):
+        for written in counts:
+            assert written.keys() == {path.replace("{local_rank}", str(rank)) for path in nvme}
