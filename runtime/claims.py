@@ -88,17 +88,13 @@ class ByteRoom:
     def enter(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
         with self._changed:
-            if self._lacks(count):
-                start = time.perf_counter()
-                self._changed.wait_for(lambda: not self._lacks(count))
-                if self._left is not None:
-                    self._left.book(start)
+            self._wait_for(lambda: not self._lacks(count))
             self._held += count
 
     def drain(self, enough: Callable[[], bool]) -> None:
         """Wait until there is `enough` memory, as those on their way leave, or until none is left."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._held or enough())
+            self._wait_for(lambda: not self._held or enough())
 
     def leave(self, count: int) -> None:
         """Give room back."""
@@ -106,6 +102,13 @@ class ByteRoom:
             self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
             self._left = worker() or self._left
             self._changed.notify_all()
+
+    def _wait_for(self, over: Callable[[], bool]) -> None:
+        if not over():
+            start = time.perf_counter()
+            self._changed.wait_for(over)
+            if self._left is not None:
+                self._left.book(start)
 
     def _lacks(self, count: int) -> bool:
         return self.limit is not None and bool(self._held) and self._held + count > self.limit
