@@ -53,6 +53,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, centered=True),
     "adagrad": partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.1),
     "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "adamax": partial(torch.optim.Adamax, lr=0.01, weight_decay=0.1),
+    "radam": partial(torch.optim.RAdam, lr=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01, t0=2),
     "third_party": SignMomentum,
 }
 """By name: makes the optimizer of the parameters it is given."""
