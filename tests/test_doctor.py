@@ -126,6 +126,28 @@ def test_limits_of_version_one_groups(tmp_path: Path) -> None:
     assert memory_limit_bytes(found) == 4096
 
 
+def test_memory_is_what_is_left_of_version_one_limits(tmp_path: Path) -> None:
+    """The groups above count too, with the caches that the kernel counts for the whole of each."""
+    (tmp_path / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable:  8000 kB\n")
+    (tmp_path / "groups").write_text("5:cpu,cpuacct:/batch/job\n4:memory:/batch/job\n1:name=systemd:/\n")
+    top, job = tmp_path / "memory" / "batch", tmp_path / "memory" / "batch" / "job"
+
+    def available(folder: Path, limit: int, used: int, cache: int) -> int:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 7\nrss 5\ntotal_inactive_file {cache}\n")
+        return available_memory_bytes(tmp_path / "groups", tmp_path, tmp_path / "meminfo")
+
+    assert available(tmp_path / "memory", 2**63 - 4096, 10**9, 0) == 8000 * 1024, "no limit at all"
+    assert available(job, 1000000, 900000, 300000) == 400000
+    assert available(top, 500000, 450000, 20000) == 70000
+    assert available(top, 2**63 - 4096, 450000, 0) == 400000
+    assert available(job, 1000000, 1200000, 100000) == 0, "used beyond a limit that was lowered"
+    (job / "memory.usage_in_bytes").unlink()
+    assert available(top, 500000, 450000, 0) == 50000, "what can't be read limits nothing"
+
+
 def test_no_groups_no_limits(tmp_path: Path) -> None:
     assert find_limits(tmp_path / "absent", tmp_path) == {}
     assert memory_limit_bytes({}) is None
