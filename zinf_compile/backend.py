@@ -31,6 +31,7 @@ from .config import Config
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
+from .limits import warn_of_caps
 from .optimizer import install
 from .passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
 from .passes.chunk_loss import CHUNK_BYTES, may_chunk
@@ -155,6 +156,7 @@ class GraphCompiler:
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
+        warn_of_caps(self.config, context.device)
         agree_on_memory(context)
         budget = GraphBudget(self.config, slots, inputs, context)
         context.claims.declare(

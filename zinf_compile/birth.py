@@ -20,6 +20,7 @@ from .checkpoint import plain
 from .config import Config
 from .errors import RankMismatchError, UnsupportedModelError
 from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, replaced_when_tied, steps_of
+from .limits import warn_of_caps
 from .loading import load_values, open_files
 from .meta_buffers import MetaBuffers
 from .newborn import Birth, Newborn, Nursery
@@ -69,6 +70,7 @@ def partition(
     births = _collect(model, device)
     steps = list(_steps(model, init, checkpoint is not None))
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
+    warn_of_caps(config, device)
     install()
     stand_ins = [birth.stand_in for birth in births]
     with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):

@@ -17,6 +17,7 @@ from .birth import born, newborn_of, reject_lazy, share_random_state, slot_of, t
 from .budget import check_shards
 from .config import Config
 from .errors import UnsupportedModelError
+from .limits import warn_of_caps
 from .newborn import Birth, Newborn, Nursery
 from .optimizer import install
 from .parameter import ShardedParameter, hollow_tensor
@@ -52,6 +53,7 @@ def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterat
     group, signature = config.resolve_group(), config.signature()
     context = context_for(group, on_device, timeout_s=config.timeout_s, signature=signature)
     host = context_for(group, torch.device("cpu"), timeout_s=config.timeout_s, signature=signature)
+    warn_of_caps(config, on_device)
     install()
     with contextlib.ExitStack() as undo:
         building = _Building(config, host)

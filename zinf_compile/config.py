@@ -92,18 +92,20 @@ class Config:
 
     update: str | None = None
     """Where parameters are updated: `"host"` or `"device"`; default: where the optimizer's states live, so that these never
-    cross to a device."""
+    cross to a device. Where the device is host memory, it is the same."""
 
     master: str | None = None
     """`"float32"`: bf16 and fp16 parameters are updated in fp32, in a copy kept with the optimizer's states. It changes numbers
-    (to those that mixed-precision training is known for), hence off by default."""
+    (to those that mixed-precision training is known for), hence off by default. Parameters in fp32 have none; a model of nothing
+    else gets a warning."""
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
     device_memory: int | str | None = None
     """The most that is held on a device, for each rank: shards whose tier that is, units being gathered, gradients on their way,
-    buffers of the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth."""
+    buffers of the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth. More than
+    there is gets a warning."""
 
     tile: int | str | None = None
     """A parameter of more bytes is cut into row tiles of at most as many, each gathered, used and released by itself. Default:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from .runtime.cgroups import available_memory_bytes
+from .config import Config, parse_bytes
+from .runtime.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
 
 if TYPE_CHECKING:
     from .runtime.context import Context
 
 RESERVE = 0.1
 """The part of what is there that is left alone where no cap was declared: for the interpreter, for what users add."""
+
+_told: set[str] = set()
+"""Warnings that this process was given."""
 
 
 def ranks_of_node() -> int:
@@ -54,6 +59,50 @@ def usable_device_bytes(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int((free + idle) * (1 - RESERVE))
+
+
+def most_host_bytes() -> tuple[int, str]:
+    """Return the host memory that this process could ever have, its share of the node's, and what limits it."""
+    ranks = ranks_of_node()
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    machine = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    found = [(machine // ranks, f"the machine's memory{shared}")]
+    if (group := memory_limit_bytes(find_limits())) is not None:
+        found.append((group // ranks, f"the limit of this process's control group{shared}"))
+    for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+        soft, _ = resource.getrlimit(getattr(resource, name))
+        if soft != resource.RLIM_INFINITY:
+            found.append((soft, name))
+    return min(found)
+
+
+def most_device_bytes(device: torch.device) -> tuple[int, str]:
+    """Return the memory of a device that this process could ever have, and what limits it."""
+    if device.type == "cpu":
+        return most_host_bytes()
+    return torch.cuda.mem_get_info(device)[1], f"the memory of {device}"
+
+
+def warn_of_caps(config: Config, device: torch.device) -> None:
+    """Warn, once, of a declared cap that is more than there is: nothing keeps the process within it."""
+    for option, ranks, (most, what) in (
+        ("device_memory", 1, most_device_bytes(device)),
+        ("host_memory", ranks_of_node(), most_host_bytes()),
+    ):
+        declared = getattr(config, option)
+        size = 0 if declared is None else parse_bytes(declared, option=option) // ranks
+        if size > most:
+            _warn_once(
+                f"option {option}={declared!r} lets each rank hold {size:,} bytes, and {what} is {most:,}: the process would run "
+                "out of memory before it meets this cap. Declare less, or leave the option away: the cap is then what may really "
+                "be used"
+            )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, stacklevel=2)
 
 
 def _used_bytes() -> tuple[int, int]:

@@ -57,12 +57,26 @@ def warn_of_rounding(optimizer: Optimizer, parameter: ShardedParameter, kept: Ma
 
 
 def warn_of_short_updates(optimizer: Optimizer, parameters: list[ShardedParameter]) -> None:
-    """Warn, once, of a model whose 16-bit parameters are updated in 16 bits."""
-    short = [p for p in parameters if p.requires_grad and p.dtype in SHORT and p._zinf_unit.placement.master is None]
-    if short and len(short) == len([p for p in parameters if p.requires_grad]) and optimizer not in _warned:
+    """Warn, once, of a model whose 16-bit parameters are updated in 16 bits, or that has a master copy of nothing."""
+    if optimizer in _warned:
+        return
+    trained = [p for p in parameters if p.requires_grad]
+    short = [p for p in trained if p.dtype in SHORT and p._zinf_unit.placement.master is None]
+    if short and len(short) == len(trained):
         _warned.add(optimizer)
         warnings.warn(
             f"all {len(short)} parameters are {short[0].dtype} and updated in that precision: small updates are rounded away. "
             'options={"master": "float32"} updates them in fp32, in a copy kept with the optimizer\'s states',
             stacklevel=2,
         )
+    for p in trained:
+        unit = p._zinf_unit
+        if unit.placement.master is not None and not any(other.dtype in SHORT for other in unit.context.units):
+            _warned.add(optimizer)
+            warnings.warn(
+                f'option master="float32" does nothing: no parameter is bf16 or fp16; {unit.name}, for one, is {unit.dtype} and '
+                "updated in that precision anyway. Leave the option away, or convert the model, as model.bfloat16() does, before "
+                "its first compiled call",
+                stacklevel=2,
+            )
+            break
