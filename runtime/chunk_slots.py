@@ -57,12 +57,12 @@ class Slot:
 
     def settle(self) -> None:
         """Wait until nothing moves to or from the slot; where that failed, what it holds counts for nothing."""
-        transfers, self.under_way = self.under_way, []
         try:
-            wait_for_all(transfer.wait for transfer in transfers)
+            wait_for_all(transfer.wait for transfer in self.under_way)
         except Exception:
-            self.chunk, self.filled = None, False
+            self.under_way, self.chunk, self.filled = [], None, False
             raise
+        self.under_way = []  # not before: after an interrupt they move still
 
 
 class ChunkSlots:

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class LateStep:
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._sources = list(sources)
-        self._chunks: Iterator[ChunkStep] = (chunk for source in self._sources for chunk in source.chunk_steps(optimizer))
+        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in source.chunk_steps(optimizer))
         self.done: list[ChunkStep] = []
         """Chunks that are updated; they count all together, when the last one is."""
         self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
@@ -63,19 +63,20 @@ class LateStep:
         for unit, piece in self._due:
             spans[unit].append((piece.start, piece.end))
         self._due = []
-        self._updates = Updates(spans)
-        for chunk in self.done:
-            for unit, piece, value in chunk.updated():
-                self._updates.updated(unit, piece.start, piece.end, value)
-        for unit in spans:
-            unit.updates = self._updates
+        updates = self._updates = Updates(spans)
         assert self._optimizer is not None, "it starts once"
-        _late[self._optimizer] = self
         try:
+            for unit in spans:
+                unit.updates = updates
+            for chunk in self.done:
+                for unit, piece, value in chunk.updated():
+                    updates.updated(unit, piece.start, piece.end, value)
+            _late[self._optimizer] = self
             self.pending = self._sources[0].context.update_lane.submit(self._run)
         except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
             text, cause = torn[self._optimizer], error
-            self._updates.fail(lambda: _failed(text, cause))
+            updates.fail(lambda: _failed(text, cause))
+            self._chunks.close()  # now: the error keeps this object, and later that would end another step's chunks
             raise
 
     def tell(self) -> None:
@@ -97,7 +98,8 @@ class LateStep:
             updates.fail(lambda: _failed(text, cause))
         finally:  # this object stays known by its optimizer, which it must not keep
             self._optimizer, self._frozen = None, None
-            self._sources, self._groups, self._chunks, self.done = [], [], iter(()), []
+            self._chunks.close()
+            self._sources, self._groups, self.done = [], [], []
 
     def _update(self, optimizer: Optimizer, updates: Updates) -> None:
         settings: Settings = []
