@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,50 @@ def failing(engine: Engine, way: str, number: int, error: type[BaseException] = 
         yield began
     finally:
         delattr(engine, way)
+
+
+@contextlib.contextmanager
+def interrupting(owner: Any, name: str, number: int) -> Iterator[list[int]]:
+    """Let Ctrl-C be pressed as the main thread begins the call of this number, counted from 0, of a method that waits.
+
+    Yields the numbers of the calls that it began. The signal is a real one.
+    """
+    began: list[int] = []
+    really, own = getattr(owner, name), name in vars(owner)
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            began.append(len(began))
+            if began[-1] == number:
+                signal.raise_signal(signal.SIGINT)
+        return really(*args, **kwargs)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may have another
+    setattr(owner, name, wait)
+    try:
+        yield began
+    finally:
+        if own:
+            setattr(owner, name, really)
+        else:
+            delattr(owner, name)
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Let Ctrl-C be pressed when the main thread has been in the block for so long."""
+    main = threading.main_thread().ident
+    assert main is not None
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
 
 
 def named(error: BaseException) -> bool:

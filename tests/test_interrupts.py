@@ -1,0 +1,235 @@
+"""Ctrl-C while the main thread waits: training goes on as if nothing had happened, or an error says what to load first."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import interrupted_after, interrupting
+from optimizers import assert_same_states
+from tiers import MICRO_BATCHES, Sundry, compiled, context_of, options_for, sundry, train_step, words
+from torch import nn
+from torch.optim import Optimizer
+from training import adamw, assert_same
+
+import zinf_compile
+from zinf_compile.errors import StepFailedError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.aio import Request
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.chunk_slots import Slot
+from zinf_compile.runtime.lanes import ThreadLane, _Job
+from zinf_compile.runtime.updates import Updates
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
+"""A model, with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
+
+WAITS: dict[str, tuple[Any, str]] = {
+    "drive": (Request, "wait"),
+    "lane": (_Job, "wait"),
+    "update": (Updates, "_wait_for"),
+}
+"""Where the main thread may stand still."""
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+
+
+def twins(folder: Path) -> Twins:
+    """Return both."""
+    ours, eager = sundry(), sundry()
+    compiled(ours, options_for(("nvme",) * 3, folder))
+    theirs, other = (adamw(model.parameters()) for model in (ours, eager))
+    for step in range(2):
+        assert train_step(ours, theirs, step) == train_step(eager, other, step)
+    return ours, theirs, eager, other
+
+
+def compare(trained: Twins) -> None:
+    """Compare the twins, whole."""
+    ours, optimizer, eager, other = trained
+    whole = zinf_compile.full_state_dict(ours)
+    for name, value in eager.state_dict().items():
+        assert_same(name, value, whole[name])
+    assert_same_states(other, optimizer)
+
+
+def check_same(trained: Twins, *, step: int) -> None:
+    """Take two steps with both, then compare them."""
+    ours, optimizer, eager, other = trained
+    for number in (step, step + 1):
+        assert train_step(ours, optimizer, number) == train_step(eager, other, number)
+    compare(trained)
+
+
+def delay(model: nn.Module, seconds: float = 1.0) -> threading.Event:
+    """Let what is left of the last step, if that has not begun, or of the next, wait; return what ends the wait."""
+    event = threading.Event()
+    context_of(model).update_lane.submit(lambda: event.wait(seconds))
+    return event
+
+
+PHASES: dict[str, tuple[str, Callable[[Twins], Any]]] = {
+    "forward": ("drive", lambda trained: trained[0](words(9, 0))),
+    "norm": ("drive", lambda trained: nn.utils.clip_grad_norm_(trained[0].parameters(), 0.1)),
+    "state": ("drive", lambda trained: trained[1].state_dict()),
+    "synchronize": ("lane", lambda _: zinf_compile.synchronize()),
+    "whole": ("drive", lambda trained: zinf_compile.full_state_dict(trained[0])),
+}
+
+
+@pytest.mark.parametrize(("phase", "number"), [(phase, n) for phase in PHASES for n in (0, 3) if n < 3 or phase != "synchronize"])
+def test_where_nothing_changes_nothing_happened(phase: str, number: int, tmp_path: Path) -> None:
+    """The same call, once more, and training goes on; gradients that were there before stay."""
+    ours, optimizer, eager, other = trained = twins(tmp_path)
+    wait, act = PHASES[phase]
+    if phase == "norm":
+        for model in (ours, eager):
+            (model(words(2, 0)) / MICRO_BATCHES).backward()
+    with interrupting(*WAITS[wait], number) as began, pytest.raises(KeyboardInterrupt):
+        act(trained)
+    assert len(began) == number + 1
+    act(trained)
+    if phase == "norm":
+        nn.utils.clip_grad_norm_(eager.parameters(), 0.1)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    check_same(trained, step=3)
+
+
+def sweep(trained: Twins, wait: str, every: int) -> int:
+    """Interrupt every so-manieth wait of two steps, one at a time, and go on as is said; return how many there were.
+
+    Where a step ended in its middle, the next one must say so; both steps are then done again from a checkpoint.
+    """
+    ours, optimizer, eager, other = trained
+    for number in range(0, 1000, every):
+        first = 2 * number
+        before, expected = [], []
+        for step in (first, first + 1):
+            before.append(copy.deepcopy((eager.state_dict(), other.state_dict())))
+            expected.append(train_step(eager, other, step))
+        done = 0
+        with interrupting(*WAITS[wait], number) as began:
+            while done < 2:
+                try:
+                    assert train_step(ours, optimizer, first + done) == expected[done], f"wait {number}"
+                    done += 1
+                    if done == 2:
+                        compare(trained)
+                except KeyboardInterrupt:
+                    optimizer.zero_grad()
+                    if done == 2:
+                        compare(trained)
+                except StepFailedError as failed:
+                    if "Load a checkpoint of model and optimizer" not in str(failed):
+                        raise
+                    zinf_compile.load_full_state_dict(ours, before[0][0])
+                    optimizer.load_state_dict(copy.deepcopy(before[0][1]))
+                    optimizer.zero_grad()
+                    done = 0
+        if len(began) <= number:
+            return number // every
+    raise AssertionError("two steps are over by then")
+
+
+@pytest.mark.tiers
+@pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "device"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_any_wait_may_be_interrupted(wait: str, device: type[FakeDevice] | None, tmp_path: Path) -> None:
+    with played_by(device()) if device else contextlib.nullcontext():
+        assert sweep(twins(tmp_path), wait, 1) > 3
+
+
+class Slow:
+    """A transfer that Ctrl-C meets while it is waited for the first time."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+
+def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
+    """Before its room is used: it may still be written to."""
+    slot, transfers = Slot(None, None), [Slow(), Slow()]
+    slot.under_way, slot.chunk = list(transfers), 3
+    for number in range(3):
+        with pytest.raises(KeyboardInterrupt) if number < 2 else contextlib.nullcontext():
+            slot.settle()
+    assert [transfer.waits for transfer in transfers] == [3, 2]
+    assert slot.chunk == 3
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_step_that_could_not_begin_its_late_part_is_torn(number: int, tmp_path: Path) -> None:
+    """Nobody waits for what nobody will update; what was updated before is not all."""
+    ours, optimizer, eager, other = trained = twins(tmp_path)
+    saved = copy.deepcopy((eager.state_dict(), other.state_dict()))
+    for micro in range(MICRO_BATCHES):
+        (ours(words(2, micro)) / MICRO_BATCHES).backward()
+    zinf_compile.synchronize()
+    with interrupting(*((Updates, "updated") if not number else (ThreadLane, "submit")), 0), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(StepFailedError, match=r"ended in the middle.*Load a checkpoint"):
+        ours(words(3, 0))
+    zinf_compile.load_full_state_dict(ours, saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    check_same(trained, step=2)
+
+
+def test_a_wait_for_the_last_update_ends_at_once(tmp_path: Path) -> None:
+    """In a forward, which needs it, and in `synchronize`; the update itself goes on."""
+    trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained
+    for act in (lambda: ours(words(3, 0)), zinf_compile.synchronize, optimizer.state_dict):
+        event = delay(ours, 30)
+        assert train_step(ours, optimizer, 2) == train_step(eager, other, 2)
+        start = time.perf_counter()
+        with interrupted_after(0.1), pytest.raises(KeyboardInterrupt):
+            act()
+        assert time.perf_counter() - start < 10
+        event.set()
+    check_same(trained, step=3)
+
+
+@pytest.mark.parametrize("phase", ["room", "lane"])
+def test_a_backward_that_waits_for_room_for_gradients(phase: str, tmp_path: Path) -> None:
+    """On their way to the drive, of which a full lane or a limit in bytes holds them up."""
+    trained = twins(tmp_path)
+    ours, optimizer = trained[:2]
+    context = context_of(ours)
+    zinf_compile.synchronize()
+    event = threading.Event()
+    context.swap_lane.submit(lambda: event.wait(30))
+    limit, context.gradient_room.limit = context.gradient_room.limit, 1 if phase == "room" else None
+    loss = ours(words(2, 0))
+    start = time.perf_counter()
+    with interrupted_after(0.1), pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert time.perf_counter() - start < 10
+    event.set()
+    context.gradient_room.limit = limit
+    optimizer.zero_grad()
+    check_same(trained, step=2)
+    let_swaps_end(ours)
+    assert context.gradient_room._held == 0
+
+
+def let_swaps_end(model: nn.Module) -> None:
+    """Return when no gradient is on its way."""
+    context_of(model).swap_lane.submit(lambda: None).wait()
