@@ -41,8 +41,12 @@ class Piece:
     def start(self) -> bool:
         """Submit it, unless another piece must be finished first; return whether it was."""
         with self._lock:  # who finishes it from now on waits until it is submitted
-            if not self._io.admit(self):
-                return False
+            try:
+                if not self._io.admit(self):
+                    return False
+            except BaseException:  # an interrupt may come when it is registered already
+                self._io.withdraw(self)
+                raise
             try:
                 self._request = self._io.submit(self)
             except Exception as error:
@@ -184,22 +188,27 @@ class BlockIO:
 
     def leave(self, piece: Piece) -> None:
         """Forget a piece that is over."""
-        number = piece.block.number
-        with self._lock:
-            self._under_way[number].remove(piece)
-            if not self._under_way[number]:
-                del self._under_way[number]
-        self._staging.forget(piece)
+        self.withdraw(piece)
         if piece.staging is not None:
             self._staging.give_back(piece.staging)
             piece.staging = None
+
+    def withdraw(self, piece: Piece) -> None:
+        """Register a piece no longer."""
+        number = piece.block.number
+        with self._lock:
+            if piece in self._under_way.get(number, ()):
+                self._under_way[number].remove(piece)
+                if not self._under_way[number]:
+                    del self._under_way[number]
+        self._staging.forget(piece)
 
     def _rivals(self, block: Block, *, write: bool) -> list[Piece]:
         return [piece for piece in self._under_way.get(block.number, ()) if write or piece.write]
 
     def _take_staging(self, size: int) -> torch.Tensor:
         while (buffer := self._staging.take(size)) is None:
-            with self._staging.returned:
+            with self._staging.lock:
                 oldest = next(iter(self._staging.holders), None)
                 if oldest is None:  # held by pieces that other threads are about to submit
                     self._staging.returned.wait(_PATIENCE_S)

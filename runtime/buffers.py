@@ -72,7 +72,9 @@ class BufferPool:
         self.bytes = 0
         """Held now, idle buffers included."""
         self.peak_bytes = 0
-        self.returned = threading.Condition()
+        self.lock = threading.RLock()
+        """Held directly: a condition is entered in Python, where Ctrl-C may come between locking and the block."""
+        self.returned = threading.Condition(self.lock)
         """Notified when a buffer comes back."""
         self.holders: dict[Holder, None] = {}
         """Who has a buffer and is under way, the oldest first; whoever needs one may finish it."""
@@ -81,24 +83,24 @@ class BufferPool:
 
     def limit(self, cap_bytes: int) -> None:
         """Let the pool hold no more than that from now on; idle buffers beyond it are dropped."""
-        with self.returned:
+        with self.lock:
             self.cap_bytes = cap_bytes
             while self.bytes > self.cap_bytes and self._idle:
                 self._count(-self._idle.pop(0).numel())
 
     def hold(self, holder: Holder) -> None:
         """Note who has a buffer that was taken."""
-        with self.returned:
+        with self.lock:
             self.holders[holder] = None
 
     def forget(self, holder: Holder) -> None:
         """Note that it is finished."""
-        with self.returned:
+        with self.lock:
             self.holders.pop(holder, None)
 
     def take(self, size: int) -> torch.Tensor | None:
         """Return a buffer of at least `size` bytes, content undefined; None where the cap allows none until one comes back."""
-        with self.returned:
+        with self.lock:
             fitting = [buffer for buffer in self._idle if buffer.numel() >= size]
             if fitting:
                 best = min(fitting, key=torch.Tensor.numel)
@@ -112,19 +114,19 @@ class BufferPool:
         try:
             return aligned_buffer(size, pinned=self.pinned)
         except BaseException:
-            with self.returned:
+            with self.lock:
                 self._count(-size)
             raise
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take back what `take` returned; nothing may use it any more."""
-        with self.returned:
+        with self.lock:
             self._idle.append(buffer)
             self.returned.notify_all()
 
     def clear(self) -> None:
         """Drop the idle buffers."""
-        with self.returned:
+        with self.lock:
             self._count(-sum(buffer.numel() for buffer in self._idle))
             self._idle.clear()
 

@@ -81,24 +81,25 @@ class ByteRoom:
     def __init__(self) -> None:
         self.limit: int | None = None
         self._held = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
+        self._changed = threading.Condition(self._lock)
         self._left: Past | None = None
         """The last worker that gave room back."""
 
     def enter(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
-        with self._changed:
+        with self._lock:
             self._wait_for(lambda: not self._lacks(count))
             self._held += count
 
     def drain(self, enough: Callable[[], bool]) -> None:
         """Wait until there is `enough` memory, as those on their way leave, or until none is left."""
-        with self._changed:
+        with self._lock:
             self._wait_for(lambda: not self._held or enough())
 
     def leave(self, count: int) -> None:
         """Give room back."""
-        with self._changed:
+        with self._lock:
             self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
             self._left = worker() or self._left
             self._changed.notify_all()

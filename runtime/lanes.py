@@ -59,7 +59,8 @@ class _Job:
     def __init__(self, transfer: Callable[[], None], past: Past) -> None:
         self._transfer: Callable[[], None] | None = transfer
         self._past = past
-        self._over = threading.Event()
+        self._running = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
+        self._running.acquire()
         self._error: BaseException | None = None
 
     def run(self, earlier: BaseException | None) -> BaseException | None:
@@ -72,13 +73,14 @@ class _Job:
             self._error = error
         finally:
             self._transfer = None
-            self._over.set()
+            self._running.release()
         return self._error
 
     def wait(self) -> None:
-        if not self._over.is_set():
+        if self._running.locked():
             start = time.perf_counter()
-            self._over.wait()
+            with self._running:
+                pass
             self._past.book(start)
         if self._error is not None:
             raise self._error
@@ -103,7 +105,10 @@ class ThreadLane:
         self._closed = False
         self.log: Spans | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._room = threading.Semaphore(most)
+        self._most = most
+        self._unfinished = 0
+        self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition, or a semaphore, locked
+        self._changed = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a daemon inside a transfer while the interpreter ends would abort the process
@@ -113,11 +118,14 @@ class ThreadLane:
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
         job = _Job(transfer if self.log is None else timed(transfer, self.log), self._past)
-        if not self._room.acquire(blocking=False):
-            start = time.perf_counter()
-            self._room.acquire()
-            self._past.book(start)
-        self._jobs.put(job)
+        with self._lock:
+            if self._unfinished >= self._most:
+                start = time.perf_counter()
+                while self._unfinished >= self._most:
+                    self._changed.wait()
+                self._past.book(start)
+            self._unfinished += 1
+            self._jobs.put(job)
         return job
 
     def close(self) -> None:
@@ -134,7 +142,9 @@ class ThreadLane:
                 error = job.run(failure)
                 failure = None if self._forgiving else error
                 del job  # with the buffers that its transfer held
-                self._room.release()
+                with self._lock:
+                    self._unfinished -= 1
+                    self._changed.notify_all()
 
 
 class InlineLane:

@@ -38,7 +38,8 @@ class Updates:
         self._spans: dict[Unit, list[Span]] = {unit: list(spans) for unit, spans in due.items()}
         self._left: dict[Unit, set[Span]] = {unit: set(spans) for unit, spans in self._spans.items()}
         self._landings: dict[Unit, list[_Landing]] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
+        self._changed = threading.Condition(self._lock)
         self._failure: Callable[[], Exception] | None = None
         self._told = False
         self._spoiled: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -50,14 +51,14 @@ class Updates:
 
     def updated(self, unit: Unit, start: int, end: int, value: torch.Tensor) -> None:
         """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
-        with self._changed:
+        with self._lock:
             self._worker = worker() or self._worker
             self._left[unit].discard((start, end))
             landings = list(self._landings.get(unit, ()))
         landings = [landing for landing in landings if (start, end) in landing.missing]
         for landing in landings:
             landing.into[start - landing.start : end - landing.start].copy_(value)
-        with self._changed:
+        with self._lock:
             for landing in landings:
                 landing.missing.discard((start, end))
                 if not landing.missing:  # its memory is the reader's alone
@@ -70,7 +71,7 @@ class Updates:
 
     def fail(self, failure: Callable[[], Exception]) -> None:
         """Nothing more will be updated; `failure` makes the error that says so."""
-        with self._changed:
+        with self._lock:
             self._failure = failure
             self._spoiled.update(self._spans)
             self._left.clear()
@@ -80,7 +81,7 @@ class Updates:
 
     def close(self) -> None:
         """Hold no unit any longer: all are updated."""
-        with self._changed:
+        with self._lock:
             assert not self._left, "all spans were updated"
             self._spans.clear()
 
@@ -91,7 +92,7 @@ class Updates:
         """
         assert isinstance(unit.home, DriveHome), "what is in memory is updated at once"
         last = first + into.numel()
-        with self._changed:
+        with self._lock:
             self._raise_once()
             landing = _Landing(self, into, first, [s for s in self._left.get(unit, ()) if first <= s[0] < last])
             if landing.missing:
@@ -104,20 +105,21 @@ class Updates:
 
     def wait(self, unit: Unit | None = None) -> None:
         """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
-        with self._changed:
+        with self._lock:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
             self._raise_once()
 
     def replace(self, unit: Unit) -> None:
         """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
-        with self._changed:
+        with self._lock:
             self._wait_for(lambda: unit not in self._left)
             self._spoiled.discard(unit)
             self._told = self._told or (self._failure is not None and not self._spoiled)
 
     def abandon(self, failure: Callable[[], Exception]) -> None:
         """In a forked child: whatever the thread that updates was about to do, it is not here."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         if self._left:
             self.fail(failure)
 
@@ -139,7 +141,7 @@ class Updates:
             raise self._failure()
 
     def _land(self, landing: _Landing) -> None:
-        with self._changed:
+        with self._lock:
             self._wait_for(lambda: not landing.missing or self._failure is not None)
             if landing.missing:
                 self._told = True

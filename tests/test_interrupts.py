@@ -22,6 +22,7 @@ import zinf_compile
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.aio import Request
+from zinf_compile.runtime.block_io import BlockIO, Piece
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 from zinf_compile.runtime.chunk_slots import Slot
 from zinf_compile.runtime.lanes import ThreadLane, _Job
@@ -233,3 +234,21 @@ def test_a_backward_that_waits_for_room_for_gradients(phase: str, tmp_path: Path
 def let_swaps_end(model: nn.Module) -> None:
     """Return when no gradient is on its way."""
     context_of(model).swap_lane.submit(lambda: None).wait()
+
+
+def test_a_block_interrupted_as_it_was_registered_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = twins(tmp_path)
+    really = BlockIO.admit
+
+    def admit(io: BlockIO, piece: Piece) -> bool:
+        really(io, piece)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return True
+
+    zinf_compile.synchronize()
+    monkeypatch.setattr(BlockIO, "admit", admit)
+    with pytest.raises(KeyboardInterrupt):
+        trained[0](words(2, 0))
+    monkeypatch.setattr(BlockIO, "admit", really)
+    check_same(trained, step=2)
