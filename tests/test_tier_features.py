@@ -289,6 +289,11 @@ def used(folder: Path) -> tuple[int, int, int]:
     return len(links), sum(str(folder) in link for link in links), threading.active_count()
 
 
+def held(model: nn.Module) -> dict[str, int]:
+    """Return the bytes held on the device, without staging: how much of it is kept depends on how many blocks ever met."""
+    return {kind: count for kind, count in context_of(model).ledger.now().items() if kind != "bounced"}
+
+
 @pytest.mark.slow
 def test_nothing_grows_over_many_steps_and_models(away: Compile, tmp_path: Path) -> None:
     model = away(sundry())
@@ -297,9 +302,9 @@ def test_nothing_grows_over_many_steps_and_models(away: Compile, tmp_path: Path)
         train_step(model, optimizer, step % 7)
         if step == 10:
             gc.collect()
-            before = used(tmp_path), context_of(model).ledger.now()
+            before = used(tmp_path), held(model)
     gc.collect()
-    assert (used(tmp_path), context_of(model).ledger.now()) == before
+    assert (used(tmp_path), held(model)) == before
     counts = []
     for number in range(4):
         torch.compiler.reset()
