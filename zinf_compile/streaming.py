@@ -113,7 +113,7 @@ class StreamedStates:
 
     def chunk_steps(self, optimizer: Optimizer) -> Iterator[ChunkStep]:
         """Yield the chunks with gradients; each is brought when it is yielded."""
-        due = self._order()
+        taken, due = self.taken, self._order()
         self._first = due[: len(self._slots) - 1]
         self._forward = not self._forward
         self._ahead.clear()
@@ -126,7 +126,8 @@ class StreamedStates:
                     slot.settle()
                 yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
         except BaseException:
-            self.taken = {}
+            if self.taken is taken:  # not where an error that somebody kept ends this only during a later step
+                self.taken = {}
             with contextlib.suppress(StoreError):
                 self._slots.settle()  # what was read in vain is no concern of the next step's
             raise
