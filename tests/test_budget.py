@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from models import TiedWords, loss_of, tokens
 from torch import nn
 from training import BACKEND, adamw, plain_step
@@ -135,7 +136,7 @@ def smallest(options: dict[str, Any], option: str, *, kind: type[nn.Module] = Ti
 
 @pytest.mark.parametrize(
     "away",
-    [{}, {"params": "nvme"}, {"grads": "nvme"}, {"optimizer": "nvme"}, ALL_AWAY],
+    [more({}), {"params": "nvme"}, {"grads": "nvme"}, more({"optimizer": "nvme"}), ALL_AWAY],
     ids=lambda away: "+".join(away) or "none",
 )
 def test_the_smallest_cap_that_is_named_works_and_one_byte_less_does_not(away: dict[str, Any], tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_the_smallest_cap_that_is_named_works_and_one_byte_less_does_not(away: d
 
 @pytest.mark.parametrize("option", ["device_memory", "host_memory"])
 @pytest.mark.parametrize("apart", [False, True], ids=["unified", "apart"])
-@pytest.mark.parametrize("bucket", [256, 40 << 10])
+@pytest.mark.parametrize("bucket", [256, more(40 << 10)])
 def test_with_all_on_drives_the_smallest_cap_is_known_at_once_and_holds(
     option: str, apart: bool, bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,9 +192,15 @@ def test_states_that_do_not_fit_are_an_error_before_the_first_update() -> None:
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("params", ["device", "host", "nvme"])
-@pytest.mark.parametrize("optimizer", ["device", "host", "nvme"])
 @pytest.mark.parametrize("option", ["device_memory", "host_memory"])
+@pytest.mark.parametrize(
+    ("params", "optimizer"),
+    [
+        ("device", "nvme"),
+        ("nvme", "host"),
+        *(more(params, optimizer) for params in ("device", "host", "nvme") for optimizer in ("device", "host", "nvme")),
+    ],
+)
 def test_a_device_with_memory_of_its_own_has_a_cap_beside_the_host(
     params: str, optimizer: str, option: str, tmp_path: Path
 ) -> None:
