@@ -20,7 +20,7 @@ from zinf_compile.runtime.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
-LAYERS, WIDTH = 12, 256
+LAYERS, WIDTH = 16, 256
 WHOLE = LAYERS * WIDTH * WIDTH * 4
 CAP = WHOLE // 4
 
