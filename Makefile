@@ -52,7 +52,7 @@ build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
 
 # All 27 placements of states, in each type and mode, on one rank and two, bit by bit and byte by byte: five minutes.
 tiers: setup
-	$(BIN)/pytest -m tiers tests $(ARGS)
+	$(BIN)/pytest -n 2 --dist load -m tiers tests $(ARGS)
 
 # Further cases of what the tests show: ten minutes.
 thorough: setup
