@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from faults import failing, flip, named, store_of
 from marks import more
-from optimizers import assert_same_states
-from tiers import MICRO_BATCHES, Placement, Sundry, compiled, context_of, options_for, sundry, train_step, words
+from tier_twins import Twins, check_same, compare, twins
+from tiers import MICRO_BATCHES, Placement, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
-from torch.optim import Optimizer
-from training import adamw, assert_same, assert_same_models
+from training import adamw, assert_same_models
 
 import zinf_compile
 from zinf_compile import streamed, streaming
@@ -40,45 +39,16 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 at_once = pytest.mark.usefixtures("_at_once")
 
-Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
-"""A model, with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
-
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
 
 
-def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Twins:
-    """Return both."""
-    ours, eager = sundry(), sundry()
-    compiled(ours, options_for(placement, folder))
-    theirs, other = (adamw(model.parameters()) for model in (ours, eager))
-    for step in range(2):
-        assert train_step(ours, theirs, step) == train_step(eager, other, step)
-    return ours, theirs, eager, other
-
-
 def backward(model: nn.Module, step: int) -> None:
     for micro in range(MICRO_BATCHES):
         (model(words(step, micro)) / MICRO_BATCHES).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-
-def compare(trained: Twins) -> None:
-    """Compare the twins, whole."""
-    ours, optimizer, eager, other = trained
-    whole = zinf_compile.full_state_dict(ours)
-    for name, value in eager.state_dict().items():
-        assert_same(name, value, whole[name])
-    assert_same_states(other, optimizer)
-
-
-def check_same(trained: Twins, *, step: int) -> None:
-    """Take a step with both, then compare them."""
-    ours, optimizer, eager, other = trained
-    assert train_step(ours, optimizer, step) == train_step(eager, other, step)
-    compare(trained)
 
 
 def load(trained: Twins) -> None:
