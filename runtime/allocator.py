@@ -26,9 +26,11 @@ _from = LARGE_BYTES
 def return_large_blocks(within: int | None = None) -> None:
     """Let what is freed in large blocks go back to the system at once. Does nothing where the C library isn't glibc.
 
-    `within` is how many bytes are there in all: where they are few, blocks of a 64th of them are large.
+    `within` is how many bytes are there in all: where they are few, blocks of a 64th of them are large; else nothing changes.
     """
     global _from  # noqa: PLW0603  (so is the C library's setting)
+    if within is not None and within // 64 >= LARGE_BYTES:
+        return
     _from = min(_from, LARGE_BYTES if within is None else max(within // 64, SMALLEST))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name in os.environ for name in _OURS):

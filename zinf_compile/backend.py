@@ -41,7 +41,7 @@ from .passes.lower import lower, run_by_operator
 from .passes.take_apart import WHOLE
 from .program import Program, Reduce, Slot
 from .residence import follow_units
-from .runtime.allocator import LARGE_BYTES, return_large_blocks
+from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
 from .runtime.placement import way_in
@@ -147,7 +147,7 @@ class GraphCompiler:
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
         self._budget.check()
-        if self.unified and self._budget.caps.device < 64 * LARGE_BYTES:
+        if self.unified:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
