@@ -152,6 +152,13 @@ def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
     gather.kwargs = {"dtype": dtype}
 
 
+def rows_named(node: fx.Node) -> int:
+    """Return how many rows of its unit a `gather_rows` names at most, as far as that is known before it runs."""
+    indices = node.args[1]
+    assert isinstance(indices, fx.Node)
+    return min(hinted_numel(indices.meta["val"]), unit_of(node).shape[0])
+
+
 def wire_bytes(node: fx.Node) -> int:
     """Return the bytes of the whole unit in a schedule operator's data type."""
     return unit_of(node).numel * wire_type(node).itemsize

@@ -83,6 +83,8 @@ def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set
 def _compute_inputs(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     if node.target is ops.reduce_scatter:
         return [node.args[0]]  # type: ignore[list-item]  # the unit itself is only named there
+    if node.target is ops.gather_rows:
+        return [node.args[1]]  # type: ignore[list-item]  # of the unit it takes what it needs by itself
     if node.op == "output" or node.target in METADATA_OPS:
         return [source for source in node.all_input_nodes if source in derived]  # a hollow parameter itself is good enough
     return node.all_input_nodes
@@ -94,6 +96,8 @@ def _read_full(node: fx.Node, gathered: dict[fx.Node, fx.Node]) -> None:
 
     if node.target is ops.reduce_scatter:
         node.args = (fx.map_arg(node.args[0], full), *node.args[1:])
+    elif node.target is ops.gather_rows:
+        node.args = (node.args[0], fx.map_arg(node.args[1], full), *node.args[2:])
     elif node.op != "output":
         node.args, node.kwargs = fx.map_arg(node.args, full), fx.map_arg(node.kwargs, full)
 

@@ -23,8 +23,8 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
 
     `params` and `grads` are the tiers on the way, such as ("nvme", "host", "device"); with fewer than two nothing moves. Each
     rank moves its own shard alone. Where a device is host memory there is one hop, ("nvme", "device"). Members of a group move
-    together; gathers that stand together stay so, behind all their swaps. Units without dimensions or without elements live on
-    the device. Runs when all collectives stand where they stay: no hop moves one, and so where states live changes none.
+    together; gathers that stand together stay so, behind all their swaps. What looks rows up fetches them itself, from the
+    first tier. Units without dimensions or without elements live on the device. Runs when all collectives stand where they stay: no hop moves one, and so where states live changes none.
     """
     for run in find_stages(gm.graph)[0]:
         for src, dst in itertools.pairwise(params):
@@ -36,6 +36,9 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
                     handle = gm.graph.create_node("call_function", ops.swap_in, (source, src, dst, group_of(gather)), name=name)
                 handle.meta["val"] = source.meta["val"]
                 gather.args = (handle, *gather.args[1:])
+    for node in gm.graph.nodes:
+        if node.target is ops.gather_rows and params and _may_leave(node):
+            node.args = (*node.args[:2], params[0])
     for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter and _may_leave(node)]:
         _take_away(gm.graph, reduction, grads)
     return gm

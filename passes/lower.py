@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile import ops
 from zinf_compile._torch import BoxedCodeGen
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, Step, SwapIn, SwapOut, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Rows, Sight, Step, SwapIn, SwapOut, Wait
 
 from .alias import alias_closure, aliased_inputs
 from .facts import (
@@ -117,11 +117,16 @@ def _joined(outputs: list[int | None], joined: Mapping[int, tuple[int, ...]]) ->
 def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
     """Return the collectives in order, one line each: kind, group, parameter, elements, type, and the type on the wire."""
     return tuple(
-        f"{'all_gather' if node.target is ops.all_gather else 'reduce_scatter'} group {group_of(node)}: "
-        f"{unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {_types(node)}"
+        f"{_called(node)}: {unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {_types(node)}"
         for node in graph.nodes
-        if node.target in (ops.all_gather, ops.reduce_scatter)
+        if node.target in (ops.all_gather, ops.gather_rows, ops.reduce_scatter)
     )
+
+
+def _called(node: fx.Node) -> str:
+    if node.target is ops.gather_rows:
+        return "gather_rows"
+    return f"{'all_gather' if node.target is ops.all_gather else 'reduce_scatter'} group {group_of(node)}"
 
 
 def _types(node: fx.Node) -> str:
@@ -134,6 +139,7 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
         ops.swap_in: "swap in",
         ops.swap_out: "swap out",
         ops.all_gather: "gather",
+        ops.gather_rows: "rows",
         ops.wait: "wait",
         ops.release: "release",
         ops.reduce_scatter: "reduce",
@@ -170,6 +176,8 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         return SwapOut(*hop_of(nodes[0]), at(nodes[0], 0), register[nodes[0]])
     if kind == "gather":
         return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes), wire_type(nodes[0]))
+    if kind == "rows":
+        return Rows(at(nodes[0], 0), at(nodes[0], 1), register[nodes[0]])
     if kind == "wait":
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
@@ -260,6 +268,8 @@ def _reads(step: Step) -> tuple[int, ...]:
             return tuple(source for source, _ in members)
         case SwapOut(_, _, grad, _):
             return (grad,)
+        case Rows(unit, indices, _):
+            return unit, indices
         case Wait(handle, _):
             return (handle,)
         case Release(full):
@@ -274,7 +284,7 @@ def _writes(step: Step) -> tuple[int, ...]:
     match step:
         case Gather(_, members, _) | SwapIn(_, _, members):
             return tuple(out for _, out in members)
-        case SwapOut(_, _, _, out):
+        case SwapOut(_, _, _, out) | Rows(_, _, out):
             return (out,)
         case Wait(_, out):
             return (out,)

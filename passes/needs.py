@@ -7,6 +7,7 @@ import dataclasses
 from torch import fx
 
 from zinf_compile import ops
+from zinf_compile.lookup import rows_on_their_way
 
 from .facts import group_of, unit_of, wire_bytes, wire_type
 from .verify import peak_gathered_bytes
@@ -18,6 +19,8 @@ class Needs:
 
     gathered: int
     """Full units held at once when each is gathered just before its use."""
+    rows: int
+    """What rows that are looked up take on their way."""
     largest: str
     """A parameter among those held then."""
     narrowed: bool
@@ -54,6 +57,7 @@ def measure_needs(graph: fx.Graph) -> Needs:
     widening = max((unit_of(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
     return Needs(
         gathered=gathered,
+        rows=max((rows_on_their_way(unit_of(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),
         largest=largest,
         narrowed=bool(narrow),
         widening=widening,

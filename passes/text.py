@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import display_name, fake_value, left_alone, part_of, policy_of, unit_of, wire_bytes
+from .facts import display_name, fake_value, left_alone, part_of, policy_of, rows_named, unit_of, wire_bytes
 from .traffic import bytes_moved
 
 
@@ -18,7 +18,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     """Print the graph with short names.
 
     With `sizes`, schedule operators show the parameter's name and bytes: those it has whole, but in a swap those of the shard,
-    which is all that one of `world_size` ranks moves. A part of a value that never exists whole shows which one it is, and its
+    which is all that one of `world_size` ranks moves, and of rows that are looked up as many as are named. A part of a value that never exists whole shows which one it is, and its
     bytes; and the graph begins with what a pass left alone, and why. With `policies`, other operators show what the partitioner
     is told about them.
     """
@@ -28,9 +28,11 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             continue
         line = _line(node)
         if sizes and node.target in ops.SCHEDULE_OPS:
-            swap = node.target in (ops.swap_in, ops.swap_out)
-            size = bytes_moved(node, world_size=world_size) if swap else wire_bytes(node)
-            line = f"{line:<60}  # {unit_of(node).name} {size:,} B"
+            unit, swap = unit_of(node), node.target in (ops.swap_in, ops.swap_out)
+            size = f"{bytes_moved(node, world_size=world_size) if swap else wire_bytes(node):,}"
+            if node.target is ops.gather_rows:
+                size = f"up to {rows_named(node) * (unit.bytes // unit.shape[0]):,} of {unit.bytes:,}"
+            line = f"{line:<60}  # {unit.name} {size} B"
         elif sizes and part_of(node):
             line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"
         elif policies and policy_of(node):

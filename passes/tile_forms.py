@@ -18,7 +18,8 @@ from .facts import recompute
 
 aten = torch.ops.aten
 
-_SAME = frozenset({aten.detach.default, aten.alias.default})
+SAME = frozenset({aten.detach.default, aten.alias.default})
+"""Other names of a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Form:
     def step(self, node: fx.Node) -> Form | None:
         """Return the form of what an operator makes of the value; None where it isn't one."""
         chain = (*self.chain, node)
-        if is_cast(node) or node.target in _SAME:
+        if is_cast(node) or node.target in SAME:
             return dataclasses.replace(self, chain=chain)
         rank = len(self.dims)
         match node.target, node.args[1:]:

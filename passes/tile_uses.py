@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from zinf_compile import ops
+from zinf_compile.lookup import rounds_of_rows
 from zinf_compile.tiling import Box
 
+from .alias import is_cast
 from .emit import Emitter
 from .facts import fake_value
-from .tile_forms import Form
+from .tile_forms import SAME, Form
 
 aten = torch.ops.aten
 
@@ -101,7 +104,11 @@ def _bias_part(bias: object, dim: int, span: Span, emit: Emitter) -> fx.Node:
 
 
 def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node | str:
-    """Look each index up in every tile, and keep what the tile that has it says.
+    """Look rows up, without the rest: `gather_rows`. Else each index in every tile, keeping what the tile that has it says.
+
+        y = gather_rows(w, i)
+
+    where tiles are whole rows, which lie in memory one after the other; and where not,
 
         y = embedding(w, i)
         y = embedding(w_0, where(lt(i, r), i, r - 1))
@@ -115,6 +122,11 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
         return "an embedding scales by frequency, is sparse, or looks up columns"
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
+    if rounds_of_rows(form.slot.shape, form.slot.stride, form.slot.tiles) and not (form.fixed or form.windows) and all(map(_keeps_rows, form.chain)):
+        found = emit(ops.gather_rows, form.unit, indices, name="rows")
+        for cast in filter(is_cast, form.chain):
+            found = emit(cast.target, found, *cast.args[1:], kwargs=cast.kwargs)
+        return found
     tiles = form.tiles()
     rows = _spans(tiles, 0)
     result: fx.Node | None = None
@@ -133,6 +145,10 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
             result = emit(aten.where.self, here, looked_up, result)
     assert result is not None, "a parameter has tiles"
     return result
+
+
+def _keeps_rows(step: fx.Node) -> bool:
+    return is_cast(step) or step.target in SAME
 
 
 def _spans(tiles: Sequence[tuple[int, Box]], dim: int) -> list[Span]:

@@ -11,7 +11,7 @@ from torch import fx
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import group_of, hop_of, unit_of, wire_bytes, wire_type
+from .facts import group_of, hop_of, rows_named, unit_of, wire_bytes, wire_type
 from .verify import peak_gathered_bytes
 
 LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
@@ -49,6 +49,8 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
         if lane is not None:
             moved[lane] += bytes_moved(node, world_size=world_size)
             units.add(unit_of(node).key)
+            if node.target is ops.gather_rows and node.args[2:] and node.args[2] != "device":
+                moved[READ if node.args[2] == "nvme" else COPY_IN] += _rows_bytes(node)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(
         units=len(units),
@@ -67,14 +69,14 @@ class Collective:
     """One unit's part in a transfer between ranks."""
 
     operator: str
-    """all_gather or reduce_scatter."""
+    """all_gather, gather_rows or reduce_scatter."""
     group: int
     """Collectives of one operator and group are issued as one; -1: alone."""
     unit: Slot
     dtype: torch.dtype
     """As which the unit moves."""
     bytes: int
-    """Of the whole unit, in that type."""
+    """Of the whole unit, in that type; of rows that are looked up, of as many as the graph can name."""
     moved: int
     """Bytes that this rank receives (and sends)."""
 
@@ -98,14 +100,14 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
     return tuple(
         Collective(
             _operator(node),
-            group_of(node),
+            group_of(node) if node.target is not ops.gather_rows else ops.LONE_GROUP,
             unit_of(node),
             wire_type(node),
-            wire_bytes(node),
+            wire_bytes(node) if node.target is not ops.gather_rows else _rows_bytes(node),
             bytes_moved(node, world_size=world_size),
         )
         for node in graph.nodes
-        if node.target in (ops.all_gather, ops.reduce_scatter)
+        if node.target in (ops.all_gather, ops.gather_rows, ops.reduce_scatter)
     )
 
 
@@ -120,7 +122,7 @@ def list_swaps(graph: fx.Graph, *, world_size: int) -> tuple[Swap, ...]:
 
 def lane_of(node: fx.Node) -> str | None:
     """Return the lane that serves a transfer; None for any other node."""
-    if node.target is ops.all_gather:
+    if node.target in (ops.all_gather, ops.gather_rows):
         return GATHER
     if node.target is ops.reduce_scatter:
         return REDUCE
@@ -132,9 +134,19 @@ def lane_of(node: fx.Node) -> str | None:
 
 
 def bytes_moved(node: fx.Node, *, world_size: int) -> int:
-    """Return what one rank moves: its shard in a swap; the others' shards, received or sent, in a gather or reduce-scatter."""
+    """Return what one rank moves: its shard in a swap; the others' shards, received or sent, in a gather or reduce-scatter.
+
+    Of rows that are looked up as many as the graph can name, all of them different.
+    """
+    if node.target is ops.gather_rows:
+        return _rows_bytes(node) * (world_size - 1) // world_size
     shard = math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize
     return shard if node.target in (ops.swap_in, ops.swap_out) else shard * (world_size - 1)
+
+
+def _rows_bytes(node: fx.Node) -> int:
+    unit = unit_of(node)
+    return rows_named(node) * (unit.bytes // unit.shape[0])
 
 
 def _operator(node: fx.Node) -> str:

@@ -43,6 +43,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
             _check_unit(node, place, broken, complete)
         elif node.target is ops.release and _target_of(node.args[0]) is not ops.wait:
             broken.append(f"{node.name} releases {node.args[0]}, which is not the result of a wait")
+        elif node.target is ops.gather_rows and slot_of(node.args[0]) is None:
+            broken.append(f"{node.name} looks rows up in {node.args[0]}, which is not a parameter")
         elif node.target is ops.reduce_scatter:
             _check_reduction(node, broken)
         elif node.target is ops.swap_in:
@@ -182,6 +184,7 @@ def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:
     for unit, slot in parameters(graph):
         for user in unit.users:
             named_only = user.target is ops.reduce_scatter and user.args[0] is not unit
-            if user.op == "output" or user.target in (ops.all_gather, ops.swap_in) or user.target in METADATA_OPS or named_only:
+            moved = user.target in (ops.all_gather, ops.gather_rows, ops.swap_in)
+            if user.op == "output" or moved or user.target in METADATA_OPS or named_only:
                 continue
             broken.append(f"{user.name} reads the hollow parameter {slot.name}")

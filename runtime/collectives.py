@@ -32,6 +32,9 @@ class Collectives(Protocol):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Fill the tensor with rank 0's values."""
 
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Give each rank what is `sent` for it; both are by rank, this one included, and both sides know all sizes."""
+
 
 class PeerToPeer:
     """Sends and receives between all pairs: on gloo several times faster than its own collectives.
@@ -121,6 +124,13 @@ class PeerToPeer:
         _finish([self._receive(target.view(-1), 0, 0)])
         tensor.copy_(target)
 
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.exchange`."""
+        works = [self._receive(received[peer], peer, 0) for peer in self._peers]
+        works += [self._send(sent[peer], peer, 0) for peer in self._peers]
+        received[self._rank].copy_(sent[self._rank])
+        _finish(works)
+
     def _range(self, full: torch.Tensor, rank: int) -> tuple[int, int]:
         return shard_range(full.numel(), self._size, rank)
 
@@ -183,6 +193,10 @@ class DeviceCollectives:
         if whole is not tensor:
             tensor.copy_(whole)
 
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """See `Collectives.exchange`."""
+        dist.all_to_all(list(received), list(sent), group=self._group)
+
     def _padded(self, full: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         missing = shard.numel() * self._size - full.numel()
         return torch.nn.functional.pad(full, (0, missing)) if missing else full
@@ -217,6 +231,11 @@ class SingleRank:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Do nothing."""
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Copy."""
+        for value, place in zip(sent, received, strict=True):
+            place.copy_(value)
 
 
 def _finish(works: Sequence[dist.Work | None]) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Rows, Sight, SwapIn, SwapOut, Wait
 
 from .context import Context
 from .gradient_room import AwayGradient
 from .lanes import Done, Pending
 from .meter import moving
+from .rows import gather_rows
 from .swap import Arriving, swap_in, swap_out
 from .tile import Tile
 from .tile_gradients import TileGradients
@@ -95,6 +96,10 @@ def execute(
             _start_gather(program, step, units, registers, context)
         elif isinstance(step, Reduce):
             _start_reduce(program, step, units, registers, context, tiled, leaves_for)
+        elif isinstance(step, Rows):
+            looked_in = units[step.unit]
+            assert isinstance(looked_in, Unit), "rows are those of the parameter"
+            registers[step.out] = gather_rows(looked_in, registers[step.indices], program.name)
         elif isinstance(step, SwapIn):
             for source, out in step.members:
                 earlier = registers[source] if isinstance(registers[source], Arriving) else None

@@ -74,6 +74,14 @@ class DriveHome:
         """Start to fill `into` with the piece that begins at element `start`."""
         return self.shelf.read_piece(self._index, start, into)
 
+    def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the blocks, in elements, that hold the elements [start, end): each can be read by itself."""
+        return self.shelf.blocks(self._index, start, end)
+
+    def read_block(self, start: int, into: torch.Tensor) -> Pending:
+        """Start to fill `into` with the block that begins at element `start`."""
+        return self.shelf.read_block(self._index, start, into)
+
     def write_piece(self, start: int, source: torch.Tensor) -> Pending:
         """Start to keep `source` as the piece that begins at element `start`."""
         return self.shelf.write_piece(self._index, start, source)

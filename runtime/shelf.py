@@ -92,6 +92,22 @@ class Shelf:
         writing = self.store.write(self._key(index, self._number(index, start)), source)
         return self._meter.follow(WRITTEN, source.nbytes, writing)
 
+    def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
+        step = self.store.block_bytes // self.places[index].dtype.itemsize
+        return [
+            (begin, min(begin + step, end))
+            for start, end in self._pieces[index]
+            for begin in range(start, end, step)
+            if begin < last and first < min(begin + step, end)
+        ]
+
+    def read_block(self, index: int, start: int, into: torch.Tensor) -> Pending:
+        """Start to read the block that begins at element `start`."""
+        piece = bisect.bisect(self._pieces[index], start, key=lambda stretch: stretch[0]) - 1
+        offset = (start - self._pieces[index][piece][0]) * into.element_size()
+        return self._meter.follow(READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset))
+
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
         parts: list[Pending] = []

@@ -229,10 +229,11 @@ class GraphBudget:
         full = math.ceil(needs.gathered * widening)  # in the units' own types, in which shards arrive
         share = max(1.0, 1 / widening + 1 / size) if self._swapped and size > 1 else 1.0  # a shard stays until it is gathered
         cast = needs.cast if self._swapped and size == 1 else 0
+        looked_up = needs.rows if size > 1 or self._swapped else 0
         gathered = math.ceil(full * share) + cast if size > 1 or self._swapped or needs.narrowed else 0
         from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
-        device = self._check_device(gathered, reduced, needs.largest)
-        host = self._check_host(math.ceil(full * from_drive), self._passage.leaving if needs.left else 0)
+        device = self._check_device(gathered + looked_up, reduced, needs.largest)
+        host = self._check_host(math.ceil((full + looked_up) * from_drive), self._passage.leaving if needs.left else 0)
         spare = Spare(device.spare, None if context.bridge.unified else host.spare)
         slots = 1 + spare.take(SLOTS - 1, resident.slot_device, resident.slot_host)
         widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))

@@ -1,4 +1,4 @@
-"""The intermediate representation: six operators that say what moves, and when.
+"""The intermediate representation: seven operators that say what moves, and when.
 
 | operator                                  | meaning                                                                    |
 |-------------------------------------------|----------------------------------------------------------------------------|
@@ -6,6 +6,7 @@
 | `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle    |
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
+| `zinf::gather_rows(unit, indices, src)`   | `embedding(unit, indices)`: the rows that are named, from all ranks' shards |
 | `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
 | `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
 
@@ -15,7 +16,8 @@ issued together (-1: alone). With a `dtype`, shards are cast to that narrower ty
 it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
-stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`.
+stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
+rows are looked up, `zinf::gather_rows` moves these alone, from the tier `src`: what it returns is there when it returns.
 
 A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
 parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
@@ -47,6 +49,7 @@ _library.define("swap_out(Tensor grad, str src, str dst) -> Tensor")
 _library.define("all_gather(Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
 _library.define("tile(Tensor unit, int[] start, int[] end) -> Tensor")
 _library.define("join(Tensor[] parts, Tensor unit) -> Tensor")
+_library.define('gather_rows(Tensor unit, Tensor indices, str src="device") -> Tensor')
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
 _library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
@@ -62,6 +65,10 @@ def _swap_out(grad: torch.Tensor, src: str, dst: str) -> torch.Tensor:
 
 def _all_gather(unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty_strided(unit.size(), unit.stride(), dtype=dtype or unit.dtype, device=unit.device).copy_(unit)
+
+
+def _gather_rows(unit: torch.Tensor, indices: torch.Tensor, src: str = "device") -> torch.Tensor:
+    return torch.nn.functional.embedding(indices, unit)
 
 
 def _wait(handle: torch.Tensor) -> torch.Tensor:
@@ -99,6 +106,7 @@ _kernels: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("swap_in", _swap_in),
     ("swap_out", _swap_out),
     ("all_gather", _all_gather),
+    ("gather_rows", _gather_rows),
     ("wait", _wait),
     ("release", _release),
     ("reduce_scatter", _reduce_scatter),
@@ -111,9 +119,10 @@ join = torch.ops.zinf.join.default
 swap_in = torch.ops.zinf.swap_in.default
 swap_out = torch.ops.zinf.swap_out.default
 all_gather = torch.ops.zinf.all_gather.default
+gather_rows = torch.ops.zinf.gather_rows.default
 wait = torch.ops.zinf.wait.default
 release = torch.ops.zinf.release.default
 reduce_scatter = torch.ops.zinf.reduce_scatter.default
 
-SCHEDULE_OPS = frozenset({swap_in, swap_out, all_gather, wait, release, reduce_scatter})
+SCHEDULE_OPS = frozenset({swap_in, swap_out, all_gather, gather_rows, wait, release, reduce_scatter})
 """What the executor performs itself; everything else in a graph is compute."""

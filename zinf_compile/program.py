@@ -104,6 +104,15 @@ class Wait:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Look rows of a unit up, which is never whole."""
+
+    unit: int
+    indices: int
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Release:
     """Drop a full unit."""
 
@@ -139,7 +148,7 @@ class Region:
     outputs: tuple[int, ...]
 
 
-Step = SwapIn | SwapOut | Gather | Wait | Release | Reduce | Region
+Step = SwapIn | SwapOut | Gather | Rows | Wait | Release | Reduce | Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,12 @@ def test_docstring_example() -> None:
     assert example_of(insert_gathers) == (lines_of(BEFORE), lines_of(AFTER))
 
 
+def test_rows_are_looked_up_in_what_is_hollow() -> None:
+    gm = graph_of("r = gather_rows(w, i); a = mm(r, w)", w=unit(4, 4), i=torch.zeros(2, dtype=torch.int64))
+    lines = text_of(insert_gathers(gm, keep_bytes=UNIT), gather="g", full="v").splitlines()
+    assert lines[:4] == ["r = gather_rows(w, i)", "g = all_gather(w)", "v = wait(g)", "a = mm(r, v)"]
+
+
 def test_a_unit_used_again_soon_is_kept() -> None:
     gm = graph_of("a = mm(x, w); b = mm(a, u); c = mm(b, w)", x=torch.empty(4, 4), w=unit(4, 4), u=unit(4, 4))
     assert text_of(insert_gathers(gm, keep_bytes=UNIT), gather="g", full="v", gather_1="h", full_1="z").split("\n")[4:] == [

@@ -52,6 +52,16 @@ def test_docstring_example() -> None:
     assert example_of(insert_swaps) == (lines_of(BEFORE), lines_of(AFTER))
 
 
+def test_rows_come_from_the_first_tier() -> None:
+    inputs = {"w": unit(4, 4), "i": torch.zeros(3, dtype=torch.int64)}
+    for params in (TWO_HOPS, ONE_HOP, ("host", "device")):
+        assert text_of(swapped("r = gather_rows(w, i); return (r,)", params=params, **inputs)).splitlines() == [
+            f'r = gather_rows(w, i, "{params[0]}")',
+            "return (r,)",
+        ]
+    assert "(w, i)" in text_of(swapped("r = gather_rows(w, i); return (r,)", **inputs))
+
+
 def test_where_the_device_is_host_memory_there_is_one_hop() -> None:
     lines = text_of(swapped(BEFORE, params=ONE_HOP, grads=ONE_HOP[::-1])).splitlines()
     assert lines[:2] == ['read = swap_in(w, "nvme", "device", 0)', "g = all_gather(read, 0)"]

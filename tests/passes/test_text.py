@@ -28,12 +28,13 @@ q = reduce_scatter(a, u, 0)
 m = swap_in(w, "nvme", "host", 3)
 n = swap_in(m, "host", "device")
 o = swap_out(r, "device", "nvme")
+j = gather_rows(w, i, "host")
 return (a, None, [c], 2)
 """
 
 
 def test_what_is_built_from_text_prints_as_that_text() -> None:
-    assert graph_text(graph_of(TEXT, w=unit(4, 4), u=unit(4, 4))) == TEXT
+    assert graph_text(graph_of(TEXT, w=unit(4, 4), u=unit(4, 4), i=torch.zeros(3, dtype=torch.int64))) == TEXT
 
 
 def test_sizes_stand_behind_transfers_only() -> None:
@@ -61,6 +62,14 @@ def test_a_swap_shows_the_bytes_of_one_ranks_shard() -> None:
     for world_size, shard in ((1, 140), (2, 72), (4, 36)):
         shown = [line.split("# ")[1] for line in graph_text(gm, sizes=True, world_size=world_size).splitlines()[:-1]]
         assert shown == [f"w {shard} B", "w 140 B", "w 140 B", f"w {shard} B"]
+
+
+def test_rows_show_the_bytes_of_as_many_as_are_named() -> None:
+    shown = [
+        graph_text(graph_of("r = gather_rows(w, i)", w=unit(30, 40), i=torch.zeros(count, dtype=torch.int64)), sizes=True)
+        for count in (5, 31)
+    ]
+    assert [text.splitlines()[0].split("# ")[1] for text in shown] == ["w up to 800 of 4,800 B", "w up to 4,800 of 4,800 B"]
 
 
 def test_what_the_partitioner_is_told_stands_behind_operators() -> None:

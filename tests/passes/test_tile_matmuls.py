@@ -107,18 +107,29 @@ def test_same_numbers(use: str, rows: int) -> None:
                 torch.testing.assert_close(other, one, rtol=1e-5, atol=6 * 6 * 2**-9 if use == "in another type" else 1e-5)
 
 
-def test_an_embedding_tied_to_the_head() -> None:
+@pytest.mark.parametrize(("tile_bytes", "rows", "looked_up", "parts"), [(2 * 16, 1, 0, 3), (8, 0, 12, 12)])
+def test_an_embedding_tied_to_the_head(tile_bytes: int, rows: int, looked_up: int, parts: int) -> None:
     words = torch.tensor([[1, 5, 5], [0, 4, 3]])
     graphs = traced(With(lambda w, i: F.linear(F.embedding(i, w, padding_idx=3), w), 6, 4), words)
     before = results(copied(graphs["joint"]))
-    after = tile_matmuls(cut(graphs["joint"], 2 * 16))
+    after = tile_matmuls(cut(graphs["joint"], tile_bytes))
     assert not left_alone(after)
     text = text_of(after)
-    assert text.count("embedding(") == 3
-    assert text.count("embedding_dense_backward(") == 3
+    assert text.count("gather_rows(w, ") == rows
+    assert text.count(" embedding(") == looked_up
+    assert text.count("embedding_dense_backward(") == parts
     for one, other in zip(before, results(after), strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(other, one)
+
+
+def test_rows_of_an_embedding() -> None:
+    gm = tiled(lambda w, x: F.embedding(x, w.bfloat16()), 6, 4, x=torch.tensor([5, 0]), kind="inference")
+    assert text_of(gm).splitlines() == [
+        "rows = gather_rows(w, x)",
+        "_to_copy_default = _to_copy(rows, dtype=torch.bfloat16)",
+        "return (_to_copy_default,)",
+    ]
 
 
 WHOLE = {

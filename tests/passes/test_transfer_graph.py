@@ -62,6 +62,15 @@ def test_a_gather_in_a_narrower_type_moves_its_bytes() -> None:
     assert bytes_of(transfers) == {"g": 2 * 12 * 2, "v": 0, "t": 2 * (7 * 5 + 2 * 5 + 2 * 7), "release(v)": 0, "r": 2 * 12 * 4}
 
 
+def test_rows_move_as_many_bytes_as_can_be_named() -> None:
+    gm = graph_of('r = gather_rows(w, i, "nvme")', w=unit(30, 40), i=torch.zeros(5, dtype=torch.int64))
+    traffic = measure_traffic(gm.graph, world_size=4)
+    assert (traffic.gathered, traffic.read, traffic.units, traffic.live) == (5 * 160 * 3 // 4, 5 * 160, 1, 0)
+    assert build_transfer_graph(gm.graph, world_size=4).nodes["r"] == {
+        "lane": "gather", "bytes": 5 * 160 * 3 // 4, "label": "gather_rows w",
+    }  # fmt: skip
+
+
 def test_a_stretch_counts_each_memory_once_and_views_not_at_all() -> None:
     text = "a = mul(x, x); b = t(a); c = mm(b, x); d = view(c, [16]); v = wait(all_gather(w)); e = mul(d, b); f = t(e)"
     transfers = transfers_of(f"{text.replace('mul(d, b)', 'mm(c, b)')}; return (f,)", x=torch.empty(4, 4), w=unit(3))

@@ -28,6 +28,8 @@ release(f)
 n = sym_size(w, 0)
 r = reduce_scatter(b, w, 0)
 s = reduce_scatter(a, u, 0)
+j = argmax(a, 1)
+k = gather_rows(w, j, "nvme")
 i = all_gather(w, 1)
 z = wait(i)
 c = mm(b, z)
@@ -61,6 +63,7 @@ ILLEGAL = {
     "compute reads a view of a hollow parameter": ("t = t(w); a = mm(x, t)", "t reads the hollow parameter w"),
     "a reduction takes a hollow parameter for a gradient": ("r = reduce_scatter(w, u)", "r reads the hollow parameter w"),
     "a gather of something else": ("g = all_gather(x); v = wait(g); release(v)", "g gathers x, which is not a parameter"),
+    "rows of something else": ("i = argmax(x, 1); r = gather_rows(x, i)", "r looks rows up in x, which is not a parameter"),
     "a handle nobody waits for": ("g = all_gather(w)", "the handle g must be used by one wait alone, found: nothing"),
     "a handle used by compute": (
         "g = all_gather(w); v = wait(g); a = mm(x, g); release(v)",

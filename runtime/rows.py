@@ -1,0 +1,192 @@
+"""Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from zinf_compile.lookup import Round, rounds_of_rows
+
+from .home import DriveHome
+from .lanes import wait_for_all
+from .meter import moving
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+Span = tuple[int, int]
+
+
+def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
+    """Return `embedding(unit, indices)`, of shape [*indices.shape, columns]; a collective operation.
+
+    Each row that a rank's indices name comes to it once, and no other does; from a drive come the blocks that hold such rows.
+    Raises `IndexError`, on all ranks, where one of them has an index out of range: nothing has moved then.
+    """
+    if unit.at_hand:
+        return torch.nn.functional.embedding(indices, unit.whole())
+    rows, columns = unit.shape
+    what = f"looking rows of {unit.name} up in {where}"
+    wanted, order = indices.reshape(-1).to("cpu", torch.int64).sort()
+    distinct, place = torch.unique_consecutive(wanted, return_inverse=True)
+    rounds = rounds_of_rows(unit.shape, unit.stride, unit.boxes)
+    borders = torch.tensor([part.first for part in rounds] + [rows])
+    ends = torch.searchsorted(distinct, borders).tolist()
+    outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows
+    counts = torch.tensor([int(outside), *(end - start for start, end in itertools.pairwise(ends))], dtype=torch.float64)
+    asked = unit.context.exchange(counts, what=f"rows of {unit.name} asked for")
+    if asked[:, 0].any():
+        raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
+    unit.settle()
+    found = torch.empty(wanted.numel(), columns, dtype=unit.dtype, device=unit.device)
+    tokens = torch.searchsorted(wanted, borders).tolist()
+    for number, part in enumerate(rounds):
+        if not asked[:, 1 + number].any():
+            continue
+        values = _Round(unit, part, distinct[ends[number] : ends[number + 1]]).run(what)
+        for start in range(tokens[number], tokens[number + 1], part.last - part.first):
+            some = slice(start, min(start + part.last - part.first, tokens[number + 1]))
+            taken = (place[some] - ends[number]).to(unit.device)
+            found.index_copy_(0, order[some].to(unit.device), values.index_select(0, taken))
+        del values
+    return found.view(*indices.shape, columns)
+
+
+def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexError:
+    context = unit.context
+    here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {context.rank})" if context.rank in ranks else ""
+    whose = f" on rank {', '.join(map(str, ranks))}{here}" if context.size > 1 else f": from {int(wanted[0])} to {int(wanted[-1])}"
+    return IndexError(f"index out of range in self: {unit.name} has {unit.shape[0]} rows, and indices lie beyond them{whose}")
+
+
+class _Round:
+    """What moves of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
+
+    def __init__(self, unit: Unit, part: Round, wanted: torch.Tensor) -> None:
+        self._unit, self._context = unit, unit.context
+        self._columns = unit.shape[1]
+        self._wanted = wanted
+        self._stretch = unit.stretches[part.tile]
+        self._span = (part.first * self._columns, part.last * self._columns)
+
+    def run(self, what: str) -> torch.Tensor:
+        """Return the rows this rank wants, one after the other."""
+        context, unit = self._context, self._unit
+        context.make_room(context.ledger, self._wanted.numel() * self._columns * unit.dtype.itemsize)
+        rows = context.gather_buffer(self._wanted.numel() * self._columns, unit.dtype, unit.device)
+        context.ledger.track("gathered", rows)
+        window, blocks = self._make_window()
+
+        def move() -> None:
+            requests = self._ask()
+            own = self._read(window, blocks, torch.cat(requests)) if blocks else window
+            sent = [self._pick(own, ids) for ids in requests]
+            received = [rows[slice(*self._place(peer))] for peer in range(context.size)]
+            count = sum(part.nbytes for peer, part in enumerate(received) if peer != context.rank)
+            with moving([context.meter], "from ranks", count):
+                context.gathers.exchange(sent, received)
+            context.meter.moved("from ranks", count)
+
+        context.finish(context.start(context.gather_lane, move), what)
+        return rows.view(-1, self._columns)
+
+    def _part_of(self, rank: int) -> Span:
+        """Return which elements of the round a rank has, as of the flat unit; an empty span where none."""
+        start, end = self._stretch.part_of(rank)
+        start = max(start, self._span[0])
+        return start, max(start, min(end, self._span[1]))
+
+    def _rows_within(self, ids: torch.Tensor, span: Span) -> Span:
+        """Return which of these rows, in order, have elements in a span."""
+        if span[0] == span[1]:
+            return 0, 0
+        return _between(ids, span[0] // self._columns, -(-span[1] // self._columns))
+
+    def _place(self, rank: int) -> Span:
+        """Return where, among the wanted rows, the elements come that a rank has: one after the other."""
+        span = self._part_of(rank)
+        first, last = self._rows_within(self._wanted, span)
+        if first == last:
+            return 0, 0
+        before = max(0, span[0] - int(self._wanted[first]) * self._columns)
+        behind = max(0, (int(self._wanted[last - 1]) + 1) * self._columns - span[1])
+        return first * self._columns + before, last * self._columns - behind
+
+    def _ask(self) -> list[torch.Tensor]:
+        """Exchange which rows each rank wants; return those that each wants of this one."""
+        context = self._context
+        mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(context.size)]
+        if context.size == 1:
+            return mine
+        device = self._unit.device
+        counts = torch.empty(context.size, dtype=torch.int64, device=device)
+        own = torch.tensor([ids.numel() for ids in mine], device=device)
+        context.gathers.exchange(list(own.split(1)), list(counts.split(1)))
+        requests = [torch.empty(count, dtype=torch.int64, device=device) for count in counts.tolist()]
+        context.gathers.exchange([ids.to(device) for ids in mine], requests)
+        return [ids.cpu() for ids in requests]
+
+    def _make_window(self) -> tuple[torch.Tensor, list[Span]]:
+        """Return this rank's part of the round; from a drive, memory for the blocks that hold it, and where these lie in it."""
+        unit, context = self._unit, self._context
+        start, end = self._part_of(context.rank)
+        shift = self._stretch.place - self._stretch.part_of(context.rank)[0]
+        if not isinstance(unit.home, DriveHome):
+            shard = unit.shard if unit.home is None else unit.resident
+            assert shard is not None, "what is on no drive is in memory"
+            return shard[start + shift : end + shift], []
+        blocks = unit.home.blocks(start + shift, end + shift) if end > start else []
+        if not blocks:
+            return torch.empty(0, dtype=unit.dtype), []
+        size = blocks[-1][1] - blocks[0][0]
+        if not context.bridge.unified:
+            return context.staged_buffer(size, unit.dtype), blocks
+        context.make_room(context.ledger, size * unit.dtype.itemsize)
+        buffer = context.bridge.host_buffer(size, unit.dtype)
+        context.ledger.track("gathered", buffer)
+        return buffer, blocks
+
+    def _read(self, buffer: torch.Tensor, blocks: list[Span], ids: torch.Tensor) -> torch.Tensor:
+        """Read the blocks with elements of these rows into their places; return this rank's part of the round."""
+        home = self._unit.home
+        assert isinstance(home, DriveHome)
+        start, end = self._part_of(self._context.rank)
+        shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
+        base, ids = blocks[0][0], ids.unique()
+        reads = []
+        try:
+            for first, last in blocks:
+                inside = max(first - shift, start), min(last - shift, end)
+                if len(range(*self._rows_within(ids, inside))):
+                    reads.append(home.read_block(first, buffer[first - base : last - base]))
+        finally:
+            wait_for_all(read.wait for read in reads)
+        return buffer[start + shift - base : end + shift - base]
+
+    def _pick(self, own: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return on the device, one after the other, what this rank has of some rows."""
+        start, end = self._part_of(self._context.rank)
+        columns = self._columns
+        first = -(-start // columns)  # rows from here on, and up to `last`, are here whole
+        last = max(first, end // columns)
+        lo, hi = _between(ids, first, last)
+        edges = [
+            [own[max(row * columns, start) - start : min((row + 1) * columns, end) - start] for row in some.tolist()]
+            for some in (ids[:lo], ids[hi:])
+        ]
+        whole = own[first * columns - start : last * columns - start].view(-1, columns) if hi > lo else own[:0].view(0, columns)
+        body = whole.index_select(0, (ids[lo:hi] - first).to(own.device)).view(-1)
+        picked = torch.cat([*edges[0], body, *edges[1]]) if edges[0] or edges[1] else body
+        if picked.device != self._unit.device:
+            self._context.meter.moved("host to device", picked.nbytes)
+            picked = picked.to(self._unit.device)
+        self._context.ledger.track("gathered", picked)
+        return picked
+
+
+def _between(ids: torch.Tensor, first: int, last: int) -> Span:
+    """Return where, among sorted numbers, those of [first, last) begin and end."""
+    start, end = torch.searchsorted(ids, torch.tensor([first, last])).tolist()
+    return start, end

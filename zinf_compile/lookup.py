@@ -1,0 +1,48 @@
+"""How rows of a large parameter are looked up: a part of a tile at a time, so that little is on its way at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .program import Slot
+from .tiling import Box
+
+ROUNDS_PER_TILE = 4
+
+
+class Round(NamedTuple):
+    """Rows [first, last) of a tile."""
+
+    tile: int
+    first: int
+    last: int
+
+
+def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[Box]) -> list[Round]:
+    """Return the rounds in which rows of a parameter that is cut into `boxes` are moved.
+
+    None where it is no matrix, or where tiles aren't whole rows that lie in memory one after the other.
+    """
+    if len(shape) != 2 or math.prod(shape) == 0 or tuple(stride) != (shape[1], 1):
+        return []
+    if any(columns != (0, shape[1]) for _, columns in boxes):
+        return []
+    return [part for tile, (rows, _) in enumerate(boxes) for part in _cut(tile, *rows)]
+
+
+def rows_on_their_way(slot: Slot) -> int:
+    """Return the most bytes that a round takes on one rank: the rows it wants, those it sends, and what is read of a tile."""
+    rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles)
+    if not rounds:
+        return 0
+    most = max(last - first for _, first, last in rounds)
+    tile = max(end - start for (start, end), _ in slot.tiles)
+    return (2 * most + tile) * (slot.bytes // slot.shape[0])
+
+
+def _cut(tile: int, start: int, end: int) -> Iterator[Round]:
+    step = -(-(end - start) // ROUNDS_PER_TILE)
+    for first in range(start, end, step):
+        yield Round(tile, first, min(end, first + step))
