@@ -136,7 +136,7 @@ def smallest(options: dict[str, Any], option: str, *, kind: type[nn.Module] = Ti
 
 @pytest.mark.parametrize(
     "away",
-    [more({}), {"params": "nvme"}, {"grads": "nvme"}, more({"optimizer": "nvme"}), ALL_AWAY],
+    [more({}), {"params": "nvme"}, more({"grads": "nvme"}), more({"optimizer": "nvme"}), ALL_AWAY],
     ids=lambda away: "+".join(away) or "none",
 )
 def test_the_smallest_cap_that_is_named_works_and_one_byte_less_does_not(away: dict[str, Any], tmp_path: Path) -> None:
@@ -146,9 +146,16 @@ def test_the_smallest_cap_that_is_named_works_and_one_byte_less_does_not(away: d
         train({**options, "device_memory": least - 1})
 
 
-@pytest.mark.parametrize("option", ["device_memory", "host_memory"])
-@pytest.mark.parametrize("apart", [False, True], ids=["unified", "apart"])
-@pytest.mark.parametrize("bucket", [256, more(40 << 10)])
+@pytest.mark.parametrize(
+    ("option", "apart", "bucket"),
+    [
+        ("device_memory", False, 256),
+        ("host_memory", True, 256),
+        more("host_memory", False, 256),
+        more("device_memory", True, 256),
+        *(more(option, apart, 40 << 10) for option in ("device_memory", "host_memory") for apart in (False, True)),
+    ],
+)
 def test_with_all_on_drives_the_smallest_cap_is_known_at_once_and_holds(
     option: str, apart: bool, bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_slow_drive_is_the_one_waited_for(own_memory: bool, tmp_path: Path, mo
 @pytest.mark.parametrize("update", ["host", "device"])
 def test_waits_of_a_step_are_those_of_its_states(update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from a drive, whatever is near it waits for."""
-    monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=1e6))
+    monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=2e5))  # so that no compute is as slow
     with played_by(FakeDevice()):
         found = zinf_compile.stats(train({"compute": "fx", "optimizer": "nvme", "update": update, "nvme": tmp_path}, 3))
     assert waited(found).keys() <= {"nvme to host", "host to nvme"}
