@@ -23,8 +23,9 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
 
     `params` and `grads` are the tiers on the way, such as ("nvme", "host", "device"); with fewer than two nothing moves. Each
     rank moves its own shard alone. Where a device is host memory there is one hop, ("nvme", "device"). Members of a group move
-    together; gathers that stand together stay so, behind all their swaps. What looks rows up fetches them itself, from the
-    first tier. Units without dimensions or without elements live on the device. Runs when all collectives stand where they stay: no hop moves one, and so where states live changes none.
+    together; gathers that stand together stay so, behind all their swaps. What looks rows up fetches them itself, from the first
+    tier. Units without dimensions or without elements live on the device. Runs when all collectives stand where they stay: no
+    hop moves one, and so where states live changes none.
     """
     for run in find_stages(gm.graph)[0]:
         for src, dst in itertools.pairwise(params):

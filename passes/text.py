@@ -18,9 +18,9 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     """Print the graph with short names.
 
     With `sizes`, schedule operators show the parameter's name and bytes: those it has whole, but in a swap those of the shard,
-    which is all that one of `world_size` ranks moves, and of rows that are looked up as many as are named. A part of a value that never exists whole shows which one it is, and its
-    bytes; and the graph begins with what a pass left alone, and why. With `policies`, other operators show what the partitioner
-    is told about them.
+    which is all that one of `world_size` ranks moves, and of rows that are looked up as many as are named. A part of a value that
+    never exists whole shows which one it is, and its bytes; and the graph begins with what a pass left alone, and why. With
+    `policies`, other operators show what the partitioner is told about them.
     """
     lines = [f"# {what}" for what in left_alone(gm)] if sizes else []
     for node in gm.graph.nodes:

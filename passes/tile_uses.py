@@ -122,7 +122,8 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
         return "an embedding scales by frequency, is sparse, or looks up columns"
     indices = node.args[1]
     assert isinstance(indices, fx.Node)
-    if rounds_of_rows(form.slot.shape, form.slot.stride, form.slot.tiles) and not (form.fixed or form.windows) and all(map(_keeps_rows, form.chain)):
+    whole_rows = rounds_of_rows(form.slot.shape, form.slot.stride, form.slot.tiles) and not (form.fixed or form.windows)
+    if whole_rows and all(map(_keeps_rows, form.chain)):
         found = emit(ops.gather_rows, form.unit, indices, name="rows")
         for cast in filter(is_cast, form.chain):
             found = emit(cast.target, found, *cast.args[1:], kwargs=cast.kwargs)

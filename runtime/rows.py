@@ -57,8 +57,10 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
 def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexError:
     context = unit.context
     here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {context.rank})" if context.rank in ranks else ""
-    whose = f" on rank {', '.join(map(str, ranks))}{here}" if context.size > 1 else f": from {int(wanted[0])} to {int(wanted[-1])}"
-    return IndexError(f"index out of range in self: {unit.name} has {unit.shape[0]} rows, and indices lie beyond them{whose}")
+    return IndexError(
+        f"index out of range in self: {unit.name} has {unit.shape[0]} rows, and indices lie beyond them on rank "
+        f"{', '.join(map(str, ranks))}{here}"
+    )
 
 
 class _Round:
@@ -159,7 +161,7 @@ class _Round:
         try:
             for first, last in blocks:
                 inside = max(first - shift, start), min(last - shift, end)
-                if len(range(*self._rows_within(ids, inside))):
+                if range(*self._rows_within(ids, inside)):
                     reads.append(home.read_block(first, buffer[first - base : last - base]))
         finally:
             wait_for_all(read.wait for read in reads)
