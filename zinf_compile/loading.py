@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +26,9 @@ from .tensor_files import TensorFiles
 
 _PIECES_ON_THE_WAY = 3
 """Written while the next is read."""
+
+_PIECES_AHEAD = 4
+"""Of the files, which the kernel reads before they are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,47 +72,97 @@ def load_values(
     model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
 ) -> None:
     """Bring parameters and buffers from the files to where they are kept, one after the other."""
-    for newborn, unit in zip(newborns, units, strict=True):
-        name = checkpoint.names[id(newborn)]
-        if newborn.is_contiguous():
-            nursery.forget(newborn)
-            _load_range(checkpoint.files, name, unit)
-        else:
-            whole = nursery.whole(newborn, fills=True)
-            whole.copy_(_read(checkpoint.files, name, whole.shape, whole.dtype))
-        newborn._zinf_birth.filled = newborn._zinf_birth.kept = True
+    files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
+    on_drives = _DriveLoader(files, [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)])
+    with contextlib.closing(on_drives):
+        for newborn, unit, name in zip(newborns, units, names, strict=True):
+            if not newborn.is_contiguous():
+                whole = nursery.whole(newborn, fills=True)
+                whole.copy_(_read(files, name, whole.shape, whole.dtype))
+            else:
+                nursery.forget(newborn)
+                if _streams(newborn, unit):
+                    on_drives.load_next()
+                else:
+                    _load_range(files, name, unit)
+            newborn._zinf_birth.filled = newborn._zinf_birth.kept = True
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
-            if buffer is not None and attribute not in module._non_persistent_buffers_set and name in checkpoint.files.tensors:
-                buffer.copy_(_read(checkpoint.files, name, buffer.shape, buffer.dtype))
+            if buffer is not None and attribute not in module._non_persistent_buffers_set and name in files.tensors:
+                buffer.copy_(_read(files, name, buffer.shape, buffer.dtype))
+
+
+def _streams(newborn: Newborn, unit: Unit) -> bool:
+    """Say whether a parameter's values go to a drive in the order in which they are stored."""
+    return newborn.is_contiguous() and isinstance(unit.home, DriveHome)
 
 
 def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
-    """Read this rank's elements; to a drive piece by piece, one being read while those before it are written."""
-    places = [stretch.place for stretch in unit.stretches]
-    if not isinstance(unit.home, DriveHome):
-        shard = unit.blank()
-        host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
-        for place, (start, end) in zip(places, unit.held, strict=True):
-            files.read(name, host[place : place + end - start], start=start)
-        unit.save(shard.copy_(host))
-        return
-    writing: collections.deque[Pending] = collections.deque()
-    try:
-        for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts):
+    """Read this rank's elements into memory."""
+    shard = unit.blank()
+    host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
+    for stretch, (start, end) in zip(unit.stretches, unit.held, strict=True):
+        files.read(name, host[stretch.place : stretch.place + end - start], start=start)
+    unit.save(shard.copy_(host))
+
+
+class _Piece(NamedTuple):
+    """A stretch [first, last) of a shard: its first `valid` elements are those of the stored tensor from `start` on."""
+
+    first: int
+    last: int
+    start: int
+    valid: int
+
+
+class _DriveLoader:
+    """Reads this rank's elements of parameters piece by piece: while one is read, those before it are written.
+
+    And the kernel reads those after it, of later parameters too.
+    """
+
+    def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]]) -> None:
+        self._files = files
+        self._units = iter([(name, unit, _pieces(unit)) for name, unit in units])
+        self._coming = iter([(name, piece) for name, unit in units for piece in _pieces(unit)])
+        self._writing: collections.deque[Pending] = collections.deque()
+        for _ in range(_PIECES_AHEAD):
+            self._read_ahead()
+
+    def load_next(self) -> None:
+        """Load the next of the parameters; the last pieces may still be written when this returns."""
+        name, unit, pieces = next(self._units)
+        for first, last, start, valid in pieces:
+            self._read_ahead()
+            if len(self._writing) == _PIECES_ON_THE_WAY:
+                self._writing.popleft().wait()
             piece = unit.context.bridge.host_buffer(last - first, unit.dtype)
-            stretch = bisect.bisect(places, first) - 1
-            start, end = unit.held[stretch]
-            start += first - places[stretch]
-            valid = max(0, min(last - first, end - start))
-            files.read(name, piece[:valid], start=start)
+            self._files.read(name, piece[:valid], start=start)
             piece[valid:].zero_()
-            if len(writing) == _PIECES_ON_THE_WAY:
-                writing.popleft().wait()
-            writing.append(unit.home.write_piece(first, piece))
-    finally:
-        wait_for_all(pending.wait for pending in writing)
+            assert isinstance(unit.home, DriveHome)
+            self._writing.append(unit.home.write_piece(first, piece))
+
+    def close(self) -> None:
+        """Return when all is written."""
+        wait_for_all(pending.wait for pending in self._writing)
+
+    def _read_ahead(self) -> None:
+        coming = next(self._coming, None)
+        if coming is not None:
+            name, piece = coming
+            self._files.expect(name, piece.valid, start=piece.start)
+
+
+def _pieces(unit: Unit) -> list[_Piece]:
+    places = [stretch.place for stretch in unit.stretches]
+    found = []
+    for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts):
+        stretch = bisect.bisect(places, first) - 1
+        start, end = unit.held[stretch]
+        start += first - places[stretch]
+        found.append(_Piece(first, last, start, max(0, min(last - first, end - start))))
+    return found
 
 
 def _read(files: TensorFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -71,6 +72,14 @@ class TensorFiles:
             if stored.dtype != tensor.dtype:
                 problems.append(f"type of {name}: {stored.dtype} in the checkpoint, {tensor.dtype} in the model")
         return problems
+
+    def expect(self, name: str, numel: int, *, start: int = 0) -> None:
+        """Let the kernel begin to read elements of a stored tensor that will be asked for."""
+        stored = self.tensors[name]
+        assert isinstance(stored.dtype, torch.dtype), "it was found to fit"
+        offset, size = stored.start + start * stored.dtype.itemsize, numel * stored.dtype.itemsize
+        with contextlib.suppress(OSError):  # an advice
+            os.posix_fadvise(self._fds[stored.path], offset, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, name: str, into: torch.Tensor, *, start: int = 0) -> None:
         """Fill a flat tensor of the host with elements of a stored one from number `start` on."""
