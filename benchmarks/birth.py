@@ -6,9 +6,10 @@
     python benchmarks/birth.py --readme birth.json          # measure nothing: write the README's table from kept numbers
 
 A GPT in bf16 made on meta is partitioned with all its parameters on the drive, from a seed and from files that were saved before
-and are out of the page cache; in turns with a store that writes the same shards from memory, which is the limit of both. PyTorch
-draws random numbers one by one on one core: what that takes alone is the limit of making a model from a seed that has the
-numbers of the model built whole.
+and are out of the page cache; in turns with a store that writes the same shards from memory, which is the limit of both. Files on
+the same drive are read besides: where it doesn't read and write at once at the rates of each alone, both times together are the
+limit. PyTorch draws random numbers one by one on one core: what that takes alone is the limit of making a model from a seed that
+has the numbers of the model built whole.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from zinf_compile.targets import GPT
 
 TARGET = 1.5
 """The largest ratio to writing that is good enough."""
+_READ_BYTES = 8 << 20
 
 
 def make(width: int) -> torch.nn.Module:
@@ -82,6 +84,19 @@ def from_files(width: int, folder: str, files: str) -> torch.nn.Module:
     return zinf_compile.partition(make(width), params="nvme", nvme=folder, checkpoint=files)
 
 
+def read_files(folder: str) -> None:
+    """Read a folder's files, the kernel a little ahead, and drop what is in them."""
+    room = memoryview(bytearray(_READ_BYTES))
+    for path in Path(folder).iterdir():
+        fd, offset = os.open(path, os.O_RDONLY), 0
+        os.posix_fadvise(fd, 0, 4 * _READ_BYTES, os.POSIX_FADV_WILLNEED)
+        while count := os.preadv(fd, [room], offset):
+            offset += count
+            os.posix_fadvise(fd, offset + 3 * _READ_BYTES, _READ_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, 0, offset, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
 def drop_cache(folder: str) -> None:
     """Take a folder's files out of the page cache."""
     for path in Path(folder).iterdir():
@@ -101,13 +116,15 @@ def timed(act: Callable[[], object]) -> float:
 
 def measure(width: int, drive: str, rounds: int) -> dict[str, Any]:
     """Take turns; return the seconds of each."""
-    seconds: dict[str, list[float]] = {"write": [], "seed": [], "draw": [], "files": []}
+    seconds: dict[str, list[float]] = {"write": [], "seed": [], "draw": [], "read": [], "files": []}
     with tempfile.TemporaryDirectory(dir=drive) as folder, tempfile.TemporaryDirectory(dir=drive) as files:
         zinf_compile.save_safetensors(from_seed(width, folder), files)
         for _ in range(rounds):
             seconds["write"].append(timed(lambda: write_shards(width, folder)))
             seconds["seed"].append(timed(lambda: from_seed(width, folder)))
             seconds["draw"].append(timed(lambda: draw(width)))
+            drop_cache(files)
+            seconds["read"].append(timed(lambda: read_files(files)))
             drop_cache(files)
             seconds["files"].append(timed(lambda: from_files(width, folder, files)))
     return {"width": width, "parameters": parameters_of(width), "rounds": rounds, "seconds": seconds}
@@ -118,6 +135,7 @@ def report(result: dict[str, Any]) -> str:
     medians = {name: statistics.median(values) for name, values in result["seconds"].items()}
     names = {
         "write": "the shards written from memory",
+        "read": "the files read and dropped",
         "files": "loaded from safetensors",
         "seed": "made from a seed",
         "draw": "its random numbers alone",
