@@ -79,12 +79,12 @@ def load_values(
             if not newborn.is_contiguous():
                 whole = nursery.whole(newborn, fills=True)
                 whole.copy_(_read(files, name, whole.shape, whole.dtype))
+            elif _streams(newborn, unit):
+                nursery.forget(newborn)
+                on_drives.load_next()
             else:
                 nursery.forget(newborn)
-                if _streams(newborn, unit):
-                    on_drives.load_next()
-                else:
-                    _load_range(files, name, unit)
+                _load_range(files, name, unit)
             newborn._zinf_birth.filled = newborn._zinf_birth.kept = True
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
@@ -124,8 +124,9 @@ class _DriveLoader:
 
     def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]]) -> None:
         self._files = files
-        self._units = iter([(name, unit, _pieces(unit)) for name, unit in units])
-        self._coming = iter([(name, piece) for name, unit in units for piece in _pieces(unit)])
+        planned = [(name, unit, _pieces(unit)) for name, unit in units]
+        self._units = iter(planned)
+        self._coming = ((name, piece) for name, _, pieces in planned for piece in pieces)
         self._writing: collections.deque[Pending] = collections.deque()
         for _ in range(_PIECES_AHEAD):
             self._read_ahead()
