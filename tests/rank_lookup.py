@@ -88,7 +88,7 @@ def _missing(model: Words, indices: torch.Tensor) -> int:
 
 
 def name_rows_that_are_none(rank: int, size: int, folder: str) -> list[str]:
-    """Let one rank name a row that isn't there; return what this one is told, then that it goes on."""
+    """Let one rank name a row that isn't there; return what this one is told. Raises where it can't go on afterwards."""
     torch.manual_seed(0)
     model = Words(40, 8)
     weight = model.words.weight.detach().clone()

@@ -65,10 +65,8 @@ def test_where_nothing_changes_nothing_happened(phase: str, number: int, tmp_pat
     if phase == "norm":
         for model in (ours, eager):
             (model(words(2, 0)) / MICRO_BATCHES).backward()
-    if phase in (
-        "forward",
-        "whole",
-    ):  # a read that begins by waiting for a write waits, when that is interrupted, for those begun before it
+    if phase in ("forward", "whole"):
+        # a read that begins by waiting for a write waits, when that is interrupted, for those begun before it
         zinf_compile.synchronize()
         store_of("parameter", ours, optimizer)
     with interrupting(*WAITS[wait], number) as began, pytest.raises(KeyboardInterrupt):

@@ -21,10 +21,6 @@ def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PIECE_NUMEL", chunks.PIECE_NUMEL)  # which helpers change
 
 
-def tiles(shape: tuple[int, ...], stride: tuple[int, ...], rows: int) -> tuple[Box, ...]:
-    return choose_tiles(shape, stride, 4, limit_bytes=rows * shape[-1] * 4, world_size=1)
-
-
 def test_rounds_are_quarters_of_tiles() -> None:
     boxes = (((0, 6), (0, 3)), ((6, 11), (0, 3)), ((11, 12), (0, 3)))
     rounds = rounds_of_rows((12, 3), (3, 1), boxes)
@@ -50,7 +46,7 @@ def test_where_rows_do_not_lie_in_tiles_there_are_none(
 def test_what_is_on_its_way_is_bounded_by_the_tile() -> None:
     slot = Slot(
         index=0, name="w", shape=(64, 8), stride=(8, 1), dtype=torch.float32, device=torch.device("cpu"),
-        requires_grad=True, tiles=tiles((64, 8), (8, 1), 16),
+        requires_grad=True, tiles=choose_tiles((64, 8), (8, 1), 4, limit_bytes=16 * 8 * 4, world_size=1),
     )  # fmt: skip
     assert rows_on_their_way(slot) == (2 * 4 + 16) * 8 * 4
 
