@@ -152,11 +152,11 @@ def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
     gather.kwargs = {"dtype": dtype}
 
 
-def rows_named(node: fx.Node) -> int:
-    """Return how many rows of its unit a `gather_rows` names at most, as far as that is known before it runs."""
-    indices = node.args[1]
+def rows_bytes(node: fx.Node) -> int:
+    """Return the bytes of the rows that a `gather_rows` names at most, as far as that is known before it runs."""
+    indices, unit = node.args[1], unit_of(node)
     assert isinstance(indices, fx.Node)
-    return min(hinted_numel(indices.meta["val"]), unit_of(node).shape[0])
+    return min(hinted_numel(indices.meta["val"]), unit.shape[0]) * (unit.bytes // unit.shape[0])
 
 
 def wire_bytes(node: fx.Node) -> int:
@@ -168,7 +168,9 @@ _GROUP_POSITION = {ops.all_gather: 1, ops.reduce_scatter: 2, ops.swap_in: 3}
 
 
 def group_of(node: fx.Node) -> int:
-    """Return the group number of an all_gather, reduce_scatter or swap_in."""
+    """Return the group number of an all_gather, reduce_scatter or swap_in; a gather_rows is alone."""
+    if node.target is ops.gather_rows:
+        return ops.LONE_GROUP
     position = _GROUP_POSITION[node.target]  # type: ignore[index]
     number = node.args[position] if len(node.args) > position else ops.LONE_GROUP
     assert isinstance(number, int)

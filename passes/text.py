@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile import ops
 
-from .facts import display_name, fake_value, left_alone, part_of, policy_of, rows_named, unit_of, wire_bytes
+from .facts import display_name, fake_value, left_alone, part_of, policy_of, rows_bytes, unit_of, wire_bytes
 from .traffic import bytes_moved
 
 
@@ -31,7 +31,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             unit, swap = unit_of(node), node.target in (ops.swap_in, ops.swap_out)
             size = f"{bytes_moved(node, world_size=world_size) if swap else wire_bytes(node):,}"
             if node.target is ops.gather_rows:
-                size = f"up to {rows_named(node) * (unit.bytes // unit.shape[0]):,} of {unit.bytes:,}"
+                size = f"up to {rows_bytes(node):,} of {unit.bytes:,}"
             line = f"{line:<60}  # {unit.name} {size} B"
         elif sizes and part_of(node):
             line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"

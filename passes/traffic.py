@@ -11,7 +11,7 @@ from torch import fx
 from zinf_compile import ops
 from zinf_compile.program import Slot
 
-from .facts import group_of, hop_of, rows_named, unit_of, wire_bytes, wire_type
+from .facts import group_of, hop_of, rows_bytes, unit_of, wire_bytes, wire_type
 from .verify import peak_gathered_bytes
 
 LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
@@ -50,7 +50,7 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
             moved[lane] += bytes_moved(node, world_size=world_size)
             units.add(unit_of(node).key)
             if node.target is ops.gather_rows and node.args[2:] and node.args[2] != "device":
-                moved[READ if node.args[2] == "nvme" else COPY_IN] += _rows_bytes(node)
+                moved[READ if node.args[2] == "nvme" else COPY_IN] += rows_bytes(node)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(
         units=len(units),
@@ -100,10 +100,10 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
     return tuple(
         Collective(
             _operator(node),
-            group_of(node) if node.target is not ops.gather_rows else ops.LONE_GROUP,
+            group_of(node),
             unit_of(node),
             wire_type(node),
-            wire_bytes(node) if node.target is not ops.gather_rows else _rows_bytes(node),
+            wire_bytes(node) if node.target is not ops.gather_rows else rows_bytes(node),
             bytes_moved(node, world_size=world_size),
         )
         for node in graph.nodes
@@ -139,14 +139,9 @@ def bytes_moved(node: fx.Node, *, world_size: int) -> int:
     Of rows that are looked up as many as the graph can name, all of them different.
     """
     if node.target is ops.gather_rows:
-        return _rows_bytes(node) * (world_size - 1) // world_size
+        return rows_bytes(node) * (world_size - 1) // world_size
     shard = math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize
     return shard if node.target in (ops.swap_in, ops.swap_out) else shard * (world_size - 1)
-
-
-def _rows_bytes(node: fx.Node) -> int:
-    unit = unit_of(node)
-    return rows_named(node) * (unit.bytes // unit.shape[0])
 
 
 def _operator(node: fx.Node) -> str:

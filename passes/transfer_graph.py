@@ -120,7 +120,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
             continue
         stretch = ""
         name = f"release({node.args[0]})" if node.target is ops.release else node.name
-        if lane != COMPUTE and node.target not in (ops.swap_out, ops.gather_rows) and group_of(node) != ops.LONE_GROUP:
+        if lane != COMPUTE and node.target is not ops.swap_out and group_of(node) != ops.LONE_GROUP:
             name = groups.setdefault((lane, group_of(node)), name)
         yield node, name, lane
 

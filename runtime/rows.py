@@ -72,6 +72,9 @@ class _Round:
         self._wanted = wanted
         self._stretch = unit.stretches[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
+        self._here = self._part_of(self._context.rank)
+        self._shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
+        """From an element's number in the flat unit to its place in this rank's shard."""
 
     def run(self, what: str) -> torch.Tensor:
         """Return the rows this rank wants, one after the other."""
@@ -133,13 +136,12 @@ class _Round:
     def _make_window(self) -> tuple[torch.Tensor, list[Span]]:
         """Return this rank's part of the round; from a drive, memory for the blocks that hold it, and where these lie in it."""
         unit, context = self._unit, self._context
-        start, end = self._part_of(context.rank)
-        shift = self._stretch.place - self._stretch.part_of(context.rank)[0]
+        start, end = self._here
         if not isinstance(unit.home, DriveHome):
             shard = unit.shard if unit.home is None else unit.resident
             assert shard is not None, "what is on no drive is in memory"
-            return shard[start + shift : end + shift], []
-        blocks = unit.home.blocks(start + shift, end + shift) if end > start else []
+            return shard[start + self._shift : end + self._shift], []
+        blocks = unit.home.blocks(start + self._shift, end + self._shift) if end > start else []
         if not blocks:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
@@ -154,8 +156,7 @@ class _Round:
         """Read the blocks with elements of these rows into their places; return this rank's part of the round."""
         home = self._unit.home
         assert isinstance(home, DriveHome)
-        start, end = self._part_of(self._context.rank)
-        shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
+        (start, end), shift = self._here, self._shift
         base, ids = blocks[0][0], ids.unique()
         reads = []
         try:
@@ -169,8 +170,7 @@ class _Round:
 
     def _pick(self, own: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return on the device, one after the other, what this rank has of some rows."""
-        start, end = self._part_of(self._context.rank)
-        columns = self._columns
+        (start, end), columns = self._here, self._columns
         first = -(-start // columns)  # rows from here on, and up to `last`, are here whole
         last = max(first, end // columns)
         lo, hi = _between(ids, first, last)

@@ -6,7 +6,7 @@
 | `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle    |
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
-| `zinf::gather_rows(unit, indices, src)`   | `embedding(unit, indices)`: the rows that are named, from all ranks' shards |
+| `zinf::gather_rows(unit, indices, src)`   | the rows of the unit that are named, from shards of all ranks              |
 | `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
 | `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
 
