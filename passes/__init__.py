@@ -10,6 +10,7 @@ from torch import fx
 
 from .add_in_place import add_in_place
 from .align_regions import align_regions
+from .chain_tiles import chain_tiles
 from .chunk_loss import CHUNK_BYTES, chunk_loss
 from .group_units import group_units
 from .insert_gathers import insert_gathers
@@ -27,6 +28,7 @@ from .sink_unit_views import sink_unit_views
 from .take_apart import take_apart
 from .tile_matmuls import tile_matmuls
 from .verify import verify
+from .write_in_place import write_in_place
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
@@ -55,6 +57,7 @@ def inference_passes(
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes),
         partial(take_apart, table=rules or {}),
         tile_matmuls,
+        chain_tiles,
     )
 
 
@@ -97,6 +100,7 @@ def graph_passes(
         partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
         add_in_place,
+        write_in_place,
     )
 
 

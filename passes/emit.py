@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .facts import fake_mode_of
+from .facts import fake_mode_of, unmark_region
 
 _OWN = ("val", "tensor_meta", "desc", "recompute", "ac_graph_id")
 """What a node's record says of itself; the rest says where in the user's program it comes from."""
@@ -47,6 +47,7 @@ class Emitter:
         with self._graph.inserting_after(self._last) if self._behind else self._graph.inserting_before(self._place):
             self._last = node = new_node(self._graph, self._mode, target, args, kwargs or {}, name)
         node.meta.update((key, value) for key, value in origin.meta.items() if key not in _OWN)
+        unmark_region(node)
         if "recompute" in origin.meta:  # what torch.utils.checkpoint decided of the whole counts for its parts
             node.meta["recompute"], node.meta["ac_graph_id"] = origin.meta["recompute"], origin.meta.get("ac_graph_id", 0)
         return node

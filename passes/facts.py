@@ -69,6 +69,18 @@ def starts_region(node: fx.Node) -> bool:
     return bool(node.meta.get(_REGION))
 
 
+def unmark_region(node: fx.Node) -> None:
+    """Say that no region starts at an operator."""
+    node.meta.pop(_REGION, None)
+
+
+def move_region_mark(node: fx.Node, to: fx.Node) -> None:
+    """Say that a region starts at another operator than it did, if one does."""
+    if starts_region(node):
+        unmark_region(node)
+        mark_region(to)
+
+
 def leave_whole(gm: fx.GraphModule, slot: Slot, reason: str) -> None:
     """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
     what = f"tiles of {slot.name}: {reason}"

@@ -53,7 +53,11 @@ def _line(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{node.name} = {arguments[0]}[{arguments[1]}]"
     call = f"{_target(node)}({', '.join(arguments)})"
-    return call if node.target is ops.release else f"{node.name} = {call}"
+    return f"{node.name} = {call}" if _gives_result(node) else call
+
+
+def _gives_result(node: fx.Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload) or bool(node.target._schema.returns)
 
 
 def _target(node: fx.Node) -> str:

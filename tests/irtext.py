@@ -147,7 +147,7 @@ def _operator(name: str) -> Callable[..., Any]:
     if name in _SCHEDULE:
         return _SCHEDULE[name]
     packet = getattr(torch.ops.aten if hasattr(torch.ops.aten, name) else torch.ops.prims, name)
-    overloads = [getattr(packet, o) for o in ("Tensor", "int", "default") if o in packet.overloads()]
+    overloads = [getattr(packet, o) for o in ("Tensor", "int", "dim_IntList", "default") if o in packet.overloads()]
     return next(o for o in overloads if "Tensor" in str(o._schema.arguments[0].type))  # `mul.int` is of two integers
 
 

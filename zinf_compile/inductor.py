@@ -27,9 +27,19 @@ from ._torch import (
 from .embedding_gradient import embedding_gradient
 from .errors import CompilationError
 from .forked import run_forked
+from .into import addmm_into, copy_into, mm_into
+from .passes.alias import is_view
 from .passes.lower import run_by_operator
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
+
+aten = torch.ops.aten
+
+_LIBRARY_CALLS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default, aten.baddbmm_.default}
+    | {mm_into, addmm_into, copy_into, aten.empty_strided.default}
+)
+"""What Inductor runs as eager PyTorch does, unless it is to look for faster kernels."""
 
 
 class SharedRegion:
@@ -88,6 +98,8 @@ class InductorRegions:
     def collect(self, region: fx.GraphModule, *, backward: bool) -> Compiled:
         """Take a region; what is returned may be called after `compile`."""
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
+            return run_by_operator(region)
+        if self._mode == "default" and all(map(_is_library_call, region.graph.nodes)):
             return run_by_operator(region)
         key = (backward, self._mode, torch.get_num_threads(), *structure(region))
         known = self._own if _belongs_to_its_graph(region) else _shared
@@ -178,6 +190,11 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
             wired = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
             key.append((node.op, str(node.target), repr(wired), _form(node.meta.get("val"))))
     return tuple(key)
+
+
+def _is_library_call(node: fx.Node) -> bool:
+    """Say whether nothing in a node is to be compiled: a region of such nodes, as a tile's product, is called faster as it is."""
+    return node.op in ("placeholder", "output") or node.target in _LIBRARY_CALLS or is_view(node)
 
 
 def _form(value: Any) -> Any:

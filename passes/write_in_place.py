@@ -1,0 +1,147 @@
+"""Write what the tiles of a matrix give where it belongs in the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.into import addmm_into, copy_into, mm_into
+
+from .alias import is_cast, is_view
+from .chains import is_elementwise, is_row_view
+from .emit import Emitter
+from .facts import fake_value, move_region_mark, positions, tile_of
+
+aten = torch.ops.aten
+
+_INTO = {aten.mm.default: mm_into, aten.addmm.default: addmm_into}
+_GROWN = frozenset({aten.addmm_.default})
+"""Adds a product to a sum in place."""
+
+Place = tuple[tuple[int, int, int], ...]
+"""A part of a whole: (dimension, start, end), each of what those before leave."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What a concatenation puts in one place: a value made from products, or a product and those that are added to it."""
+
+    place: Place
+    values: tuple[fx.Node, ...]
+
+
+def write_in_place(gm: fx.GraphModule) -> fx.GraphModule:
+    """Let products with tiles write into the matrix that is put together from them, in place of being copied there later.
+
+        before:  a = mm(x, w_tile_0);  b = mm(x, w_tile_1);  y = cat([a, b], 1)
+        after:   y = empty_strided([4, 8], [8, 1]);  a = slice(y, 1, 0, 4);  mm_into(a, x, w_tile_0)
+                 b = slice(y, 1, 4, 8);  mm_into(b, x, w_tile_1)
+
+    What element-wise operators make of a product is copied as soon as it is there. So no more than one part is in memory besides
+    the whole, and the bits are the same. Left alone are sizes known at run time only, and parts that others read.
+    """
+    place = positions(gm.graph)
+    for node in reversed(list(gm.graph.nodes)):  # what is put together from what was put together, first
+        if node.target is aten.cat.default and node.args and node.users:
+            parts = _parts(node, ())
+            if parts and all(isinstance(size, int) for size in fake_value(node).shape):
+                _write(gm.graph, node, sorted(parts, key=lambda part: place[part.values[0]]))
+    return gm
+
+
+def _parts(whole: fx.Node, place: Place) -> list[_Part]:
+    """Return what a concatenation consists of; nothing where that isn't made from products with tiles for it alone."""
+    tensors, dim = whole.args[0], whole.args[1] if len(whole.args) > 1 else 0
+    assert isinstance(tensors, (list, tuple))
+    assert isinstance(dim, int)
+    value = fake_value(whole)
+    dim %= value.dim()
+    found: list[_Part] = []
+    start = 0
+    for tensor in tensors:
+        assert isinstance(tensor, fx.Node)
+        part = fake_value(tensor)
+        if list(tensor.users) != [whole] or (part.dtype, part.dim()) != (value.dtype, value.dim()):
+            return []
+        here = (*place, (dim, start, start + part.shape[dim]))
+        if tensor.target is aten.cat.default and tensor.args:
+            inner = _parts(tensor, here)
+        else:
+            inner = [_Part(here, values)] if (values := _products(tensor) or _made_from_product(tensor)) else []
+        if not inner:
+            return []
+        found += inner
+        start += part.shape[dim]
+    return found
+
+
+def _products(total: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the product with a tile that a value is, and those that were added to it in place; nothing for other values."""
+    if total.target in _GROWN:
+        before = total.args[0]
+        assert isinstance(before, fx.Node)
+        first = _products(before) if list(before.users) == [total] else ()
+        return (*first, total) if first else ()
+    return (total,) if total.target in _INTO and any(map(_is_tile, total.all_input_nodes)) else ()
+
+
+def _made_from_product(value: fx.Node) -> tuple[fx.Node, ...]:
+    """Return the value, where element-wise operators make it of a product with a tile."""
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if _products(node):
+            return (value,)
+        if is_elementwise(node) or is_row_view(node):
+            stack += node.all_input_nodes
+    return ()
+
+
+def _is_tile(operand: fx.Node) -> bool:
+    while is_view(operand) or is_cast(operand) or operand.target in (ops.wait, ops.all_gather, ops.swap_in):
+        operand = operand.all_input_nodes[0]
+    return tile_of(operand) is not None
+
+
+def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
+    """Replace the parts of a concatenation, in the order in which they are computed."""
+    value = fake_value(whole)
+    memory: fx.Node | None = None
+    for part in parts:
+        for node in part.values:
+            product = node.target in _INTO or node.target in _GROWN
+            before, emit = node.prev, Emitter(graph, node, behind=not product)
+            if memory is None:
+                options = {"dtype": value.dtype, "device": value.device}
+                memory = emit(aten.empty_strided.default, [*value.shape], [*value.stride()], kwargs=options, name="whole")
+            piece = memory
+            for dim, start, end in part.place:
+                piece = emit(aten.slice.Tensor, piece, dim, start, end)
+            if not product:
+                emit(copy_into, piece, node)
+                continue
+            if node.target in _INTO:
+                emit(_INTO[node.target], piece, *node.args, kwargs=node.kwargs)
+            else:
+                total = node.args[0]
+                assert isinstance(total, fx.Node)
+                node.args = (piece, *node.args[1:])
+                _erase(graph, total)
+            move_region_mark(node, before.next)
+    assert memory is not None, "a concatenation has parts"
+    whole.replace_all_uses_with(memory)
+    _erase(graph, whole)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Remove a concatenation and the products that it was made from, now that others have taken their places."""
+    if not node.users and (node.target in _INTO or node.target is aten.cat.default):
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for source in inputs:
+            if source.target in _INTO or source.target is aten.cat.default:
+                _erase(graph, source)
