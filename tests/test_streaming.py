@@ -187,6 +187,20 @@ def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
     assert_same_states(again, second)
 
 
+def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(tmp_path: Path) -> None:
+    eager, ours = twins(TiedWords)
+    ours.compile(backend=BACKEND, options={"grads": "nvme", "nvme": tmp_path})
+    sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
+    train_step_on(sides, [eager, ours], plain_step, tokens(0), 0)
+    saved = copy.deepcopy(sides[1][1].state_dict())
+    for state in saved["state"].values():
+        state.update({name: value.mT.contiguous().mT for name, value in state.items() if value.dim() == 2})
+    sides[1][1].load_state_dict(saved)
+    for number in range(1, 4):
+        train_step_on(sides, [eager, ours], plain_step, tokens(number), number)
+    assert_same_states(sides[0][1], sides[1][1])
+
+
 def failing(states: StreamedStates, number: int) -> None:
     """Flip a bit of a chunk that the next step doesn't read first."""
     key = f"exp_avg of {states._chunks[number].name}"

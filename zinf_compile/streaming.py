@@ -329,11 +329,14 @@ class StreamedStates:
                     ) from error
 
     def _bring_home(self, optimizer: Optimizer, given: Mapping[ShardedParameter, Any]) -> None:
+        """Make states that were just loaded what a step changes in place: this rank's, in the memory of their tier."""
         for parameter, names in given.items():
             self._present.add(parameter)
-            if self.tier == "host" and not self._mover.bridge.unified and parameter._zinf_unit.device.type != "cpu":
-                for name in names:
-                    optimizer.state[parameter][name] = optimizer.state[parameter][name].cpu()
+            unit, state = parameter._zinf_unit, optimizer.state[parameter]
+            leaves = self.tier == "host" and not self._mover.bridge.unified and unit.device.type != "cpu"
+            for name in names:
+                value = shard_state(state[name], unit, name, optimizer)
+                state[name] = kept_state(value.cpu() if leaves else value, unit)
 
     def _slots_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
