@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -149,6 +150,18 @@ class Unit(Dense):
     def held(self) -> list[tuple[int, int]]:
         """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
         return [stretch.part_of(self.context.rank) for stretch in self.stretches]
+
+    @functools.cached_property
+    def layout(self) -> dict[str, Any]:
+        """Which elements this rank has, counted in the order of dimensions in memory, and what chose them: plain numbers."""
+        dims = [dim for dim, size in enumerate(self.shape) if size > 1]
+        return {
+            "rank": self.context.rank,
+            "ranks": self.context.size,
+            "tile": self.placement.tile,
+            "order": tuple(sorted(dims, key=lambda dim: -self.stride[dim])),
+            "elements": tuple(self.held),
+        }
 
     def whole(self) -> torch.Tensor:
         """On a single rank: the parameter's value, sharing memory with the shard but with a storage of its own.

@@ -11,6 +11,7 @@ from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile.runtime import chunks
+from zinf_compile.state_layout import LAYOUT
 
 
 def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
@@ -32,6 +33,6 @@ def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             whole.append([value.tolist() for value in zinf_compile.full_state_dict(model).values()])
             kept = optimizer.state_dict()["state"]
-            states.append({(n, name): t.tolist() for n, state in kept.items() for name, t in state.items()})
+            states.append({(n, name): v.tolist() for n, state in kept.items() for name, v in state.items() if name != LAYOUT})
         results.append((losses, whole, states))
     return results

@@ -15,6 +15,7 @@ from .runtime.chunk_slots import Slot
 from .runtime.chunks import Piece
 from .runtime.mover import Rooms
 from .runtime.unit import Unit
+from .state_layout import without_note
 
 if TYPE_CHECKING:
     from .streaming import StreamedStates
@@ -53,7 +54,8 @@ class ChunkStep:
             self.parts.append((parameter, part))
             self._pieces.append((piece, value))
             if owner.has(parameter):
-                small = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k not in chunk.states}
+                given = without_note(optimizer.state.get(parameter, {}))
+                small = {k: v for k, v in given.items() if k not in chunk.states}
                 small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k != MASTER}
 

@@ -32,6 +32,7 @@ from .probe import check_elementwise, states_kept
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
 from .streamed import drive_bytes, streamed_states
 from .streaming import StreamedStates, tear, torn
@@ -89,6 +90,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     with hollow[0]._zinf_unit.context.meter.waiting():
         finish_late(optimizer)
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
+    check_layouts(optimizer, [(p, optimizer.state[p]) for p in hollow if p in optimizer.state])
     _warn_of_local_gradients(optimizer, hollow[0])
     warn_of_short_updates(optimizer, hollow)
     with _stating(optimizer):
@@ -135,7 +137,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for parameter, shard in record.shards:
         state = stand_in.state.pop(shard, None)
         if state is not None:
-            optimizer.state[parameter] = {k: kept_state(v, parameter._zinf_unit) for k, v in state.items()}
+            unit = parameter._zinf_unit
+            optimizer.state[parameter] = noted({k: kept_state(v, unit) for k, v in state.items()}, unit)
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
     if record.streamed is not None:
@@ -302,7 +305,8 @@ def _fill(optimizer: Optimizer, record: _StandIn) -> None:
         shard.grad = local_gradient(parameter)
         if parameter in optimizer.state:
             unit = parameter._zinf_unit
-            record.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in optimizer.state[parameter].items()}
+            given = without_note(optimizer.state[parameter])
+            record.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
     if record.streamed is not None:
         record.optimizer.state.update(record.streamed.chunks[-1].state)
 

@@ -14,6 +14,7 @@ from .late_step import finish_late
 from .parameter import ShardedParameter
 from .precision import keep_precision, warn_of_rounding
 from .probe import states_kept
+from .state_layout import check_layouts
 from .streaming import StreamedStates, torn
 
 _streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
@@ -71,6 +72,9 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    given = state_dict.get("state", {})
+    parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    check_layouts(optimizer, [(p, given[i]) for i, p in parameters if isinstance(p, ShardedParameter) and i in given])
     finish_late(optimizer, tell=False)
 
 

@@ -30,6 +30,7 @@ from .runtime.placement import Placement
 from .runtime.store import Store
 from .runtime.unit import Unit
 from .shard_state import kept_state, shard_state
+from .state_layout import noted
 from .taken import Taken
 
 
@@ -206,6 +207,8 @@ class StreamedStates:
                             whole[parameter, name][piece.start : piece.end].copy_(part_of(views[name], piece))
         for (parameter, name), value in whole.items():
             optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
+        for parameter in present:
+            optimizer.state[parameter] = noted(optimizer.state[parameter], parameter._zinf_unit)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Take out of `optimizer.state` what `bring` put there."""
@@ -223,6 +226,8 @@ class StreamedStates:
         for name in [name for owner, name in self._making if owner is parameter]:
             value = self._making.pop((parameter, name))
             optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = noted(optimizer.state[parameter], parameter._zinf_unit)
         self._present.add(parameter)
 
     def bring_piece(self, parameter: ShardedParameter, piece: Piece, name: str, rooms: Rooms, optimizer: Optimizer) -> Any:
@@ -337,6 +342,7 @@ class StreamedStates:
             for name in names:
                 value = shard_state(state[name], unit, name, optimizer)
                 state[name] = kept_state(value.cpu() if leaves else value, unit)
+            optimizer.state[parameter] = noted(state, unit)
 
     def _slots_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""

@@ -1,0 +1,76 @@
+"""Which elements of a parameter a rank's states are of: noted beside the states, compared where states are loaded."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import UnsupportedOptimizerError
+from .parameter import ShardedParameter
+from .runtime.unit import Unit
+
+LAYOUT = "zinf_layout"
+"""Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
+
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
+    """Return local states with the note beside them; whole ones, which a single rank has, need none."""
+    return {**state, LAYOUT: unit.layout} if state and unit.context.size > 1 else state
+
+
+def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states as an optimizer knows them."""
+    return {name: value for name, value in state.items() if name != LAYOUT}
+
+
+def check_layouts(optimizer: Optimizer, states: Iterable[tuple[ShardedParameter, Mapping[str, Any]]]) -> None:
+    """Raise `UnsupportedOptimizerError` for states of other elements than this rank has; their number may be the same."""
+    for parameter, state in states:
+        unit = parameter._zinf_unit
+        found = state.get(LAYOUT)
+        if found is None:
+            _warn_of_unknown(optimizer, state, unit)
+            continue
+        own = unit.layout
+        if any(found[key] != own[key] for key in ("order", "elements")):
+            raise UnsupportedOptimizerError(
+                f"states of {type(optimizer).__name__} for parameter {unit.name}, shape {list(unit.shape)}, are of other "
+                f"elements than this rank has. Found: those of {_text(found)}. Accepted: those of {_text(own)}, or whole ones, "
+                f"of the parameter's shape. Compile the model as it was when they were saved, on {found['ranks']} ranks "
+                f"{_way(found)}, and give each rank what it saved itself; or join the states of all ranks to whole ones, which "
+                "load under any tile and on any number of ranks (README, Limits)"
+            )
+
+
+def _text(layout: Mapping[str, Any]) -> str:
+    cut = len(layout["elements"])
+    tiles = f"in {cut} tiles (option tile={layout['tile']:,})" if cut > 1 else "not in tiles"
+    order = "" if list(layout["order"]) == sorted(layout["order"]) else f", dimensions in memory in the order {layout['order']}"
+    return f"rank {layout['rank']} of {layout['ranks']}, {tiles}{order}"
+
+
+def _way(layout: Mapping[str, Any]) -> str:
+    if layout["tile"] is not None:
+        return f'with options={{"tile": {layout["tile"]}}}'
+    return "without tiles (where device_memory is given: with a tile as large as the largest parameter)"
+
+
+def _warn_of_unknown(optimizer: Optimizer, state: Mapping[str, Any], unit: Unit) -> None:
+    """Warn, once, of local states without a note, where tiles may have chosen their elements: earlier versions left none."""
+    local = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == (unit.shard_numel,)]
+    if local and len(unit.shape) > 1 and unit.context.size > 1 and optimizer not in _warned:
+        _warned.add(optimizer)
+        warnings.warn(
+            f"states of this {type(optimizer).__name__}, those for parameter {unit.name} for one, don't say which elements they "
+            f"are of, as those saved by an earlier version: they are taken for those of {_text(unit.layout)}. If they were "
+            "saved on another rank or under another option tile or device_memory, training goes on from wrong states: compile "
+            "the model as it was then",
+            stacklevel=4,
+        )
