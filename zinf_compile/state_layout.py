@@ -64,8 +64,9 @@ def _way(layout: Mapping[str, Any]) -> str:
 
 def _warn_of_unknown(optimizer: Optimizer, state: Mapping[str, Any], unit: Unit) -> None:
     """Warn, once, of local states without a note, where tiles may have chosen their elements: earlier versions left none."""
-    local = [v for v in state.values() if isinstance(v, torch.Tensor) and v.shape == (unit.shard_numel,)]
-    if local and len(unit.shape) > 1 and unit.context.size > 1 and optimizer not in _warned:
+    if unit.context.size == 1 or len(unit.shape) < 2 or optimizer in _warned:
+        return
+    if any(isinstance(value, torch.Tensor) and value.shape == (unit.shard_numel,) for value in state.values()):
         _warned.add(optimizer)
         warnings.warn(
             f"states of this {type(optimizer).__name__}, those for parameter {unit.name} for one, don't say which elements they "
