@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from irtext import example_of, graph_of, lines_of, results, text_of, unit
+from irtext import copied, example_of, graph_of, lines_of, results, text_of, traced, unit
+from torch import nn
 
 from zinf_compile.passes.chain_tiles import chain_tiles
+from zinf_compile.passes.facts import fake_value, mark_slot, parameters
+from zinf_compile.passes.tile_matmuls import tile_matmuls
+from zinf_compile.tiling import choose_tiles
 
 INPUTS = {
     "x": torch.empty(2, 4),
@@ -135,3 +141,48 @@ def test_graphs_without_tiles_are_left_alone() -> None:
     text = f"r = relu(z); {READ.replace('v_0', 'u').replace('v_1', 'u')}; return (s,)".replace("r, 1, 4, 8", "r, 1, 0, 4")
     inputs = {**INPUTS, "u": torch.empty(4, 4)}
     assert lines_of(text_of(chain_tiles(graph_of(text, **inputs)))) == lines_of(text)
+
+
+class Hidden(nn.Module):
+    """Two layers with an activation between them, the second one's weight as linear layers have it or turned."""
+
+    def __init__(self, activation: nn.Module, *, turned: bool) -> None:
+        super().__init__()
+        self.up, self.activation = nn.Linear(8, 32), activation
+        self.down = nn.Parameter(torch.randn(32, 8) if turned else torch.randn(8, 32))
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.activation(self.up(x))
+        return hidden @ self.down if self.turned else hidden @ self.down.t()
+
+
+def hidden_values(activation: nn.Module, *, turned: bool, kind: str) -> set[str]:
+    """Return which values are as large as all tokens' activations, in tiles of 8 of them; and check that they are right."""
+    gm = traced(Hidden(activation, turned=turned), torch.randn(2, 3, 8, requires_grad=True))[kind]
+    before = copied(gm)
+    for node, slot in list(parameters(gm.graph)):
+        tiles = choose_tiles(slot.shape, slot.stride, 4, limit_bytes=8 * 8 * 4, world_size=1)
+        mark_slot(node, dataclasses.replace(slot, tiles=tiles))
+    gm = chain_tiles(tile_matmuls(gm))
+    for computed, expected in zip(results(gm), results(before), strict=True):
+        torch.testing.assert_close(computed, expected)
+    large = [
+        n
+        for n in gm.graph.nodes
+        if n.op == "call_function" and fake_value(n).shape[-1:] == (32,) and fake_value(n).numel() == 192
+    ]
+    return {node.target.name().removeprefix("aten::").split(".")[0] for node in large}
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Sequential(nn.SiLU(), nn.Tanh())], ids=["relu", "gelu", "two"])
+@pytest.mark.parametrize("kind", ["inference", "joint"])
+def test_weights_cut_along_the_hidden_dimension_run_tile_by_tile_end_to_end(activation: nn.Module, kind: str) -> None:
+    assert hidden_values(activation, turned=True, kind=kind) == set()
+
+
+def test_linear_layers_have_one_activation_and_one_gradient_as_a_whole() -> None:
+    assert hidden_values(nn.ReLU(), turned=False, kind="inference") == {"cat", "view"}
+    assert hidden_values(nn.GELU(), turned=False, kind="inference") == {"cat", "view"}
+    assert hidden_values(nn.ReLU(), turned=False, kind="joint") == {"cat", "view", "mm", "addmm"}
+    assert hidden_values(nn.GELU(), turned=False, kind="joint") == {"cat", "view", "gelu", "mm", "addmm"}
