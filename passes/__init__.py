@@ -23,6 +23,7 @@ from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
 from .prefetch_swaps import prefetch_swaps
 from .recompute_unit_views import recompute_unit_views
+from .reduce_in_place import reduce_in_place
 from .sink_tile_gradients import sink_tile_gradients
 from .sink_unit_views import sink_unit_views
 from .take_apart import take_apart
@@ -101,6 +102,7 @@ def graph_passes(
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
         add_in_place,
         write_in_place,
+        reduce_in_place,
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from zinf_compile import ops
 from zinf_compile._torch import BoxedCodeGen
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Rows, Sight, Step, SwapIn, SwapOut, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Release, Room, Rows, Sight, Step, SwapIn, SwapOut, Wait
 
 from .alias import alias_closure, aliased_inputs
 from .facts import (
@@ -140,6 +140,7 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
         ops.swap_out: "swap out",
         ops.all_gather: "gather",
         ops.gather_rows: "rows",
+        ops.room: "room",
         ops.wait: "wait",
         ops.release: "release",
         ops.reduce_scatter: "reduce",
@@ -178,6 +179,8 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes), wire_type(nodes[0]))
     if kind == "rows":
         return Rows(at(nodes[0], 0), at(nodes[0], 1), register[nodes[0]])
+    if kind == "room":
+        return Room(at(nodes[0], 0), register[nodes[0]])
     if kind == "wait":
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
@@ -270,6 +273,8 @@ def _reads(step: Step) -> tuple[int, ...]:
             return (grad,)
         case Rows(unit, indices, _):
             return unit, indices
+        case Room(unit, _):
+            return (unit,)
         case Wait(handle, _):
             return (handle,)
         case Release(full):
@@ -286,7 +291,7 @@ def _writes(step: Step) -> tuple[int, ...]:
             return tuple(out for _, out in members)
         case SwapOut(_, _, _, out) | Rows(_, _, out):
             return (out,)
-        case Wait(_, out):
+        case Wait(_, out) | Room(_, out):
             return (out,)
         case Release():
             return ()

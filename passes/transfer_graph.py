@@ -111,7 +111,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
     groups: dict[tuple[str, int], str] = {}
     stretch = ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
+        if node.op in ("placeholder", "get_attr", "output") or node.target is ops.room:
             continue
         lane = lane_of(node) or COMPUTE
         if node.target not in ops.SCHEDULE_OPS:

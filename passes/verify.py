@@ -184,7 +184,7 @@ def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:
     for unit, slot in parameters(graph):
         for user in unit.users:
             named_only = user.target is ops.reduce_scatter and user.args[0] is not unit
-            moved = user.target in (ops.all_gather, ops.gather_rows, ops.swap_in)
+            moved = user.target in (ops.all_gather, ops.gather_rows, ops.swap_in, ops.room)
             if user.op == "output" or moved or user.target in METADATA_OPS or named_only:
                 continue
             broken.append(f"{user.name} reads the hollow parameter {slot.name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -18,7 +18,9 @@ from .facts import fake_value, move_region_mark, positions, tile_of
 
 aten = torch.ops.aten
 
-_INTO = {aten.mm.default: mm_into, aten.addmm.default: addmm_into}
+INTO: Mapping[object, torch._ops.OpOverload] = {aten.mm.default: mm_into, aten.addmm.default: addmm_into}
+"""The operators that write what others return."""
+
 _GROWN = frozenset({aten.addmm_.default})
 """Adds a product to a sum in place."""
 
@@ -86,7 +88,7 @@ def _products(total: fx.Node) -> tuple[fx.Node, ...]:
         assert isinstance(before, fx.Node)
         first = _products(before) if list(before.users) == [total] else ()
         return (*first, total) if first else ()
-    return (total,) if total.target in _INTO and any(map(_is_tile, total.all_input_nodes)) else ()
+    return (total,) if total.target in INTO and any(map(_is_tile, total.all_input_nodes)) else ()
 
 
 def _made_from_product(value: fx.Node) -> tuple[fx.Node, ...]:
@@ -113,7 +115,7 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
     memory: fx.Node | None = None
     for part in parts:
         for node in part.values:
-            product = node.target in _INTO or node.target in _GROWN
+            product = node.target in INTO or node.target in _GROWN
             before, emit = node.prev, Emitter(graph, node, behind=not product)
             if memory is None:
                 options = {"dtype": value.dtype, "device": value.device}
@@ -124,8 +126,8 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
             if not product:
                 emit(copy_into, piece, node)
                 continue
-            if node.target in _INTO:
-                emit(_INTO[node.target], piece, *node.args, kwargs=node.kwargs)
+            if node.target in INTO:
+                emit(INTO[node.target], piece, *node.args, kwargs=node.kwargs)
             else:
                 total = node.args[0]
                 assert isinstance(total, fx.Node)
@@ -139,9 +141,9 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
     """Remove a concatenation and the products that it was made from, now that others have taken their places."""
-    if not node.users and (node.target in _INTO or node.target is aten.cat.default):
+    if not node.users and (node.target in INTO or node.target is aten.cat.default):
         inputs = node.all_input_nodes
         graph.erase_node(node)
         for source in inputs:
-            if source.target in _INTO or source.target is aten.cat.default:
+            if source.target in INTO or source.target is aten.cat.default:
                 _erase(graph, source)

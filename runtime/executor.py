@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Rows, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.program import Gather, Program, Reduce, Region, Room, Rows, Sight, SwapIn, SwapOut, Wait
 
 from .context import Context
 from .gradient_room import AwayGradient
@@ -96,6 +96,8 @@ def execute(
             _start_gather(program, step, units, registers, context)
         elif isinstance(step, Reduce):
             _start_reduce(program, step, units, registers, context, tiled, leaves_for)
+        elif isinstance(step, Room):
+            registers[step.out] = _room(units[step.unit], context, tiled, leaves_for)
         elif isinstance(step, Rows):
             looked_in = units[step.unit]
             assert isinstance(looked_in, Unit), "rows are those of the parameter"
@@ -186,14 +188,14 @@ def _start_reduce(
     leaves_for: Collection[str],
 ) -> None:
     members = [units[slot] for _, slot, _, _ in step.members]
-    together = [
-        tiled.setdefault(u.unit, TileGradients(u.unit, leaves_for=leaves_for)) if isinstance(u, Tile) else None for u in members
-    ]
+    together = [_together(u, tiled, leaves_for) if isinstance(u, Tile) else None for u in members]
     if context.size == 1:
         for unit, whole, (grad, _, out, sight) in zip(members, together, step.members, strict=True):
             value = registers[grad]
             if whole is not None and whole.stays:
-                shard = whole.room(unit, value.dtype).copy_(unit.flat(value))  # type: ignore[arg-type]
+                shard = whole.room(unit, value.dtype)  # type: ignore[arg-type]
+                if value.data_ptr() != shard.data_ptr():
+                    shard.copy_(unit.flat(value))
             else:
                 shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
                 context.ledger.track("grads", shard)
@@ -239,6 +241,21 @@ def _start_reduce(
         else:
             whole.reduced(reduction)
         registers[out] = _Reduced(unit, shard, reduction, whole)
+
+
+def _room(tile: Unit | Tile, context: Context, tiled: dict[Unit, TileGradients], leaves_for: Collection[str]) -> torch.Tensor:
+    """Return memory for a tile's gradient: where it will stay, if it is as it is reduced."""
+    assert isinstance(tile, Tile), "others' gradients are where they are computed"
+    whole = _together(tile, tiled, leaves_for)
+    if context.size == 1 and whole.stays:
+        return tile.logical(whole.room(tile, tile.dtype))
+    return torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
+
+
+def _together(tile: Tile, tiled: dict[Unit, TileGradients], leaves_for: Collection[str]) -> TileGradients:
+    if tile.unit not in tiled:
+        tiled[tile.unit] = TileGradients(tile.unit, leaves_for=leaves_for)
+    return tiled[tile.unit]
 
 
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:

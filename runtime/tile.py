@@ -29,6 +29,7 @@ class Tile(Dense):
         self._text = box_text(box, unit.shape)
         self.stretch = unit.stretches[number]
         self.context: Context = unit.context
+        self._whole: torch.Tensor | None = None
 
     @property
     def unit(self) -> Unit:
@@ -88,4 +89,7 @@ class Tile(Dense):
 
     def whole(self) -> torch.Tensor:
         """On a single rank: the tile's values, sharing memory with the shard but with a storage of its own."""
-        return self.logical(torch.utils.dlpack.from_dlpack(self.shard))
+        shard = self.shard
+        if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved, as a unit's may be
+            self._whole = self.logical(torch.utils.dlpack.from_dlpack(shard))
+        return self._whole

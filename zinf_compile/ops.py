@@ -18,6 +18,7 @@ it. Handles and results have the logical shape of the parameter, so that the gra
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
 stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
 rows are looked up, `zinf::gather_rows` moves these alone, from the tier `src`: what it returns is there when it returns.
+`zinf::room(unit)` is memory for the full gradient of a tile, to be written and reduced: where the shard will be, if it can.
 
 A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
 parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
@@ -50,6 +51,7 @@ _library.define("all_gather(Tensor unit, int group=-1, *, ScalarType? dtype=None
 _library.define("tile(Tensor unit, int[] start, int[] end) -> Tensor")
 _library.define("join(Tensor[] parts, Tensor unit) -> Tensor")
 _library.define('gather_rows(Tensor unit, Tensor indices, str src="device") -> Tensor')
+_library.define("room(Tensor unit) -> Tensor")
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
 _library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
@@ -69,6 +71,10 @@ def _all_gather(unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dty
 
 def _gather_rows(unit: torch.Tensor, indices: torch.Tensor, src: str = "device") -> torch.Tensor:
     return torch.nn.functional.embedding(indices, unit)
+
+
+def _room(unit: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(unit.size(), unit.stride(), dtype=unit.dtype, device=unit.device)
 
 
 def _wait(handle: torch.Tensor) -> torch.Tensor:
@@ -107,6 +113,7 @@ _kernels: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("swap_out", _swap_out),
     ("all_gather", _all_gather),
     ("gather_rows", _gather_rows),
+    ("room", _room),
     ("wait", _wait),
     ("release", _release),
     ("reduce_scatter", _reduce_scatter),
@@ -120,6 +127,7 @@ swap_in = torch.ops.zinf.swap_in.default
 swap_out = torch.ops.zinf.swap_out.default
 all_gather = torch.ops.zinf.all_gather.default
 gather_rows = torch.ops.zinf.gather_rows.default
+room = torch.ops.zinf.room.default
 wait = torch.ops.zinf.wait.default
 release = torch.ops.zinf.release.default
 reduce_scatter = torch.ops.zinf.reduce_scatter.default

@@ -113,6 +113,15 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """Take memory for the full gradient of a tile."""
+
+    unit: int
+    """Register of the tile."""
+    out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Release:
     """Drop a full unit."""
 
@@ -148,7 +157,7 @@ class Region:
     outputs: tuple[int, ...]
 
 
-Step = SwapIn | SwapOut | Gather | Rows | Wait | Release | Reduce | Region
+Step = SwapIn | SwapOut | Gather | Rows | Room | Wait | Release | Reduce | Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,64 @@
+"""Compute the gradients of tiles where their shards will be."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zinf_compile import ops
+
+from .alias import aliased_inputs
+from .emit import Emitter, new_node
+from .facts import fake_mode_of, fake_value, move_region_mark, starts_region, tile_of
+from .write_in_place import INTO
+
+
+def reduce_in_place(gm: fx.GraphModule) -> fx.GraphModule:
+    """Let a product that is a tile's gradient write into memory that the runtime chooses.
+
+        before:  t = t(d);  g = mm(t, x);  s = reduce_scatter(g, w_tile_0)
+        after:   r = room(w_tile_0);  t = t(d);  mm_into(r, t, x);  s = reduce_scatter(r, w_tile_0)
+
+    On one process this is the tile's part of the gradient of the whole parameter, to which it was copied before. Left alone is
+    what others read, and what has to be laid out or converted first.
+    """
+    for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]:
+        grad, unit = reduction.args[:2]
+        assert isinstance(grad, fx.Node)
+        assert isinstance(unit, fx.Node)
+        made = _made_by_product(grad)
+        if tile_of(unit) is None or not made or not _form(grad) == _form(made[-1]) == _form(unit):
+            continue
+        product = made[-1]
+        with gm.graph.inserting_before(_start_of_region(product)):
+            room = new_node(gm.graph, fake_mode_of(product), ops.room, (unit,), {}, "room")
+        into = Emitter(gm.graph, product)(INTO[product.target], room, *product.args, kwargs=product.kwargs)
+        move_region_mark(product, into)
+        reduction.args = (room, *reduction.args[1:])
+        for node in made:
+            gm.graph.erase_node(node)
+    return gm
+
+
+def _made_by_product(grad: fx.Node) -> list[fx.Node]:
+    """Return the views that a gradient is of a product, and the product, if nobody else reads them; else nothing."""
+    made = [grad]
+    while len(made[-1].users) == 1:
+        if made[-1].target in INTO:
+            return made
+        sources = aliased_inputs(made[-1])
+        if len(sources) != 1:
+            break
+        made.append(sources[0])
+    return []
+
+
+def _form(node: fx.Node) -> tuple[object, ...]:
+    value = fake_value(node)
+    return tuple(value.shape), value.stride(), value.dtype
+
+
+def _start_of_region(node: fx.Node) -> fx.Node:
+    before = node.prev
+    while not starts_region(node) and before.op == "call_function" and before.target not in (*ops.SCHEDULE_OPS, ops.room):
+        node, before = before, before.prev
+    return node
