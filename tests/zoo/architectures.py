@@ -158,10 +158,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "marian": _translates(SEQ2SEQ),
     "blenderbot": _translates(SEQ2SEQ),
     "m2m_100": _translates(SEQ2SEQ, encoder_layerdrop=0.0, decoder_layerdrop=0.0),
-    "switch_transformers": _translates(
-        T5, num_decoder_layers=2, num_experts=3, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-        breaks="it loops over the experts in use",
-        as_aot_eager="the gradients of a value that several graphs use are added up in another order"),
     "led": _translates(
         SEQ2SEQ, attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
         breaks="it logs that it pads its input, and reads whether any attention is global"),
@@ -258,7 +254,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2": _scans(GROUPED, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
 }  # fmt: skip
 
+AMPLIFYING = {"levit", "mobilenet_v1", "mobilenet_v2", "efficientnet"}
+"""Many batch normalisations over a handful of values each: what a linear layer's backward rounds otherwise, they raise by more
+than the comparison allows for (seen: 1.01 to 4.4 times that). Not trained in tiles, nor with their losses in chunks."""
+
 SKIPPED: dict[str, str] = {
+    "switch_transformers": "loops over the experts in use; Dynamo leaves the frame around that, and so the head, to eager",
     "vilt": "resizes its position embeddings to the mask of each picture in a list comprehension, which Dynamo leaves to eager",
 }
 """Architectures that were tried and don't train without a fallback, and why."""

@@ -8,7 +8,7 @@ import pytest
 
 from zinf_compile.backend import GraphCompiler
 
-from .architectures import ARCHITECTURES, WORDS
+from .architectures import AMPLIFYING, ARCHITECTURES, WORDS
 from .building import case
 from .test_compiled import sgd
 from .train import train_without_fallback
@@ -21,11 +21,15 @@ WHOLE = {
     "its logits don't come from a linear layer",  # whisper's ctc loss, a graph that begins with the logits
 }
 
+CHUNKED = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES if name not in AMPLIFYING
+]
+
 
 # What Dynamo says about code that it can trace and does.
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES])
+@pytest.mark.parametrize("name", CHUNKED)
 def test_an_architecture_trains_with_its_loss_in_chunks(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,16 +6,12 @@ import pytest
 
 from zinf_compile.backend import GraphCompiler
 
-from .architectures import ARCHITECTURES, WORDS
+from .architectures import AMPLIFYING, ARCHITECTURES, WORDS
 from .building import case
 from .test_compiled import sgd
 from .train import train_without_fallback
 
 FAST = ["gpt2", "llama", "t5"]
-
-AMPLIFYING = {"levit", "mobilenet_v1", "mobilenet_v2", "efficientnet"}
-"""Many batch normalisations over a handful of values each: what a linear layer's backward rounds otherwise, they raise by more
-than the comparison allows for (seen: 1.2 to 4.4 times that). Not trained in tiles here."""
 
 TILE = 1024
 """Bytes; a row of these models has at most a quarter of that."""
