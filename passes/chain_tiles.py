@@ -12,6 +12,7 @@ from zinf_compile import ops
 from .chains import Chains, Span, is_elementwise, is_row_view, is_slice, is_sum, part_of_row, source_of, span_of, turned
 from .emit import Emitter
 from .facts import fake_value, positions
+from .tile_forms import SAME
 
 aten = torch.ops.aten
 
@@ -88,11 +89,11 @@ class _Parts:
         return emit(aten.slice.Tensor, node, fake_value(node).dim() - 1, *span, like=node)
 
     def _compute(self, node: fx.Node, span: Span, emit: Emitter) -> fx.Node:
+        if node.target in SAME:
+            return self._part(source_of(node), span, emit)
         if is_row_view(node):
-            args = list(node.args)
-            if len(args) > 1:
-                args[1] = [*args[1][:-1], span[1] - span[0]]  # type: ignore[index, misc]
-            return emit(node.target, self._part(source_of(node), span, emit), *args[1:], like=node)
+            sizes = [*node.args[1][:-1], span[1] - span[0]]  # type: ignore[index, misc]
+            return emit(node.target, self._part(source_of(node), span, emit), sizes, like=node)
         size = fake_value(node).shape[-1]
 
         def part(operand: fx.Node) -> fx.Node:

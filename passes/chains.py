@@ -21,6 +21,9 @@ Span = tuple[int, int]
 
 NO_SPANS: frozenset[Span] = frozenset()
 
+MOST_PARTS = 64
+"""Of one value: each is a few operators more in the graph, which take memory while it is compiled, as much as thin parts save."""
+
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _TURNS = frozenset({aten.t.default, aten.permute.default, aten.transpose.int})
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
@@ -60,7 +63,8 @@ class Chains:
         touching = [end == start for (_, end), (start, _) in itertools.pairwise(spans)]
         apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         complete = spans and (spans[0][0], spans[-1][1]) == (0, value.shape[-1]) and all(touching)
-        return frozenset(spans) if all(found) and apart and (complete or len(found) == len(node.users)) else NO_SPANS
+        understood = all(found) and apart and (complete or len(found) == len(node.users))
+        return frozenset(spans) if understood and len(spans) <= MOST_PARTS else NO_SPANS
 
     def _read_by(self, user: fx.Node, node: fx.Node) -> frozenset[Span]:
         if user.op != "call_function":
@@ -86,8 +90,9 @@ def _find_assembled(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[Span]]
             borders.setdefault(result, set()).add(frozenset(_borders(node)))
     for result, between in made.items():
         operands = {source for node in between for source in node.all_input_nodes if _is_like(source, node)}
-        if operands - {result} <= between and len(borders[result]) == 1 and _is_factor(result):
-            yield result, next(iter(borders[result]))
+        first, *others = borders[result]
+        if operands - {result} <= between and not others and len(first) <= MOST_PARTS and _is_factor(result):
+            yield result, first
 
 
 def _follow(row: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, set[fx.Node]]:

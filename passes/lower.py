@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +38,13 @@ RegionCompiler = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]
 
 
 def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Run a region operator by operator, with eager PyTorch's own kernels."""
+    """Run a region operator by operator, with eager PyTorch's own kernels. The graph is kept no longer, if that can be."""
     region.graph.set_codegen(BoxedCodeGen())
     region.recompile()
-    forward: Callable[[list[Any]], Sequence[Any]] = region.forward
-    return forward
+    if any(node.op == "get_attr" for node in region.graph.nodes):
+        forward: Callable[[list[Any]], Sequence[Any]] = region.forward
+        return forward
+    return partial(type(region).forward, None)  # a large parameter has a thousand tiles, each with a region
 
 
 def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run_by_operator) -> Program:

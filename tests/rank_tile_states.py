@@ -31,11 +31,11 @@ TILE = 1024
 
 
 class Tall(nn.Module):
-    """Of its products only one is in tiles, whose outputs these split: they change no bit."""
+    """Of its products only one is in tiles, whose outputs these split: they change no bit. (A bias would be summed in parts.)"""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(16, 64)
+        self.up = nn.Linear(16, 64, bias=False)
         self.down = nn.Linear(64, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

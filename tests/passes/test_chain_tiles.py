@@ -7,6 +7,7 @@ import torch
 from irtext import copied, example_of, graph_of, lines_of, results, text_of, traced, unit
 from torch import nn
 
+from zinf_compile.passes import chains
 from zinf_compile.passes.chain_tiles import chain_tiles
 from zinf_compile.passes.facts import fake_value, mark_slot, parameters
 from zinf_compile.passes.tile_matmuls import tile_matmuls
@@ -186,3 +187,9 @@ def test_linear_layers_have_one_activation_and_one_gradient_as_a_whole() -> None
     assert hidden_values(nn.GELU(), turned=False, kind="inference") == {"cat", "view"}
     assert hidden_values(nn.ReLU(), turned=False, kind="joint") == {"cat", "view", "mm", "addmm"}
     assert hidden_values(nn.GELU(), turned=False, kind="joint") == {"cat", "view", "gelu", "mm", "addmm"}
+
+
+def test_many_parts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "MOST_PARTS", 1)
+    text = f"{ROW}; r = relu(h); {READ}; return (s,)"
+    assert after(text) == lines_of(text)
