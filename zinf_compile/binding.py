@@ -152,6 +152,7 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
                 context.ledger.track("params", unit.shard)
             hollow_out(parameter, unit)
             stop_averaging(parameter)
+    context.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     average_the_rest([parameter for parameter, _ in distinct], context)
 
 

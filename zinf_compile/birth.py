@@ -103,6 +103,7 @@ def partition(
         for birth, newborn, unit in zip(births, newborns, units, strict=True):
             born(newborn, unit)
             birth.done = True
+        context.gather_memory.clear()  # see `binding.partition`
     return model
 
 

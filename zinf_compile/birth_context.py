@@ -117,6 +117,7 @@ class _Building:
         context.agree(compared, what="comparing the ranks' models, which every rank builds alike")
         for newborn, unit in born_with:
             born(newborn, unit)
+        context.gather_memory.clear()  # see `binding.partition`
         for root, _ in models:
             for module in root.modules():
                 for name, buffer in module._buffers.items():
