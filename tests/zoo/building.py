@@ -9,7 +9,7 @@ import transformers as hf
 from models import Case
 from torch import nn
 
-from .architectures import ARCHITECTURES
+from .architectures import AMPLIFYING, ARCHITECTURES
 from .inputs import INPUTS
 
 
@@ -40,3 +40,16 @@ def case(name: str) -> Case:
     """Return one row's model and data."""
     keywords = INPUTS[ARCHITECTURES[name].inputs]
     return Case(lambda: build(name), lambda step, rank=0: (keywords(step),))
+
+
+def rounded_little(name: str) -> Case:
+    """Return the same, in double precision where the model amplifies rounding: the comparison still allows for that of fp32."""
+    single = case(name)
+    if name not in AMPLIFYING:
+        return single
+
+    def batch(step: int, rank: int = 0) -> tuple[Any, ...]:
+        (inputs,) = single.batch(step, rank)
+        return ({key: value.double() if value.is_floating_point() else value for key, value in inputs.items()},)
+
+    return Case(lambda: single.build().double(), batch)

@@ -6,8 +6,8 @@ import pytest
 
 from zinf_compile.backend import GraphCompiler
 
-from .architectures import AMPLIFYING, ARCHITECTURES, WORDS
-from .building import case
+from .architectures import ARCHITECTURES, WORDS
+from .building import rounded_little
 from .test_compiled import sgd
 from .train import train_without_fallback
 
@@ -17,9 +17,7 @@ TILE = 1024
 """Bytes; a row of these models has at most a quarter of that."""
 
 
-TRAINED = [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES if name not in AMPLIFYING
-]
+TRAINED = [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in ARCHITECTURES]
 
 
 # What Dynamo says about code that it can trace and does.
@@ -30,6 +28,11 @@ def test_an_architecture_trains_in_tiles(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * WORDS * 7)
     row = ARCHITECTURES[name]
     alive = train_without_fallback(
-        case(name), as_aot_eager=bool(row.as_aot_eager), fullgraph=not row.breaks, optimizer=sgd, chunk_loss=True, tile=TILE
+        rounded_little(name),
+        as_aot_eager=bool(row.as_aot_eager),
+        fullgraph=not row.breaks,
+        optimizer=sgd,
+        chunk_loss=True,
+        tile=TILE,
     )
     assert alive > 0.5
