@@ -9,5 +9,6 @@
 namespace zinf {
 
 void bind_engine(nanobind::module_& m);
+void bind_mersenne(nanobind::module_& m);
 
 }  // namespace zinf

@@ -1,4 +1,4 @@
-"""The native part of zinf-compile: its I/O engine and what that asks of the kernel."""
+"""The native part of zinf-compile: its I/O engine, what that asks of the kernel, and random numbers."""
 
 from os import PathLike
 from typing import final
@@ -135,3 +135,27 @@ def crc32c_at(address: int, bytes: int, value: int = 0) -> int:
 
 def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC32C of two runs of bytes put together, from the CRC32C of each and the second one's length."""
+
+@final
+class Mersenne:
+    """A stream of MT19937's numbers."""
+
+    def __init__(self, words: int, used: int) -> None: ...
+    def copy(self) -> Mersenne:
+        """Return another stream of the same numbers."""
+
+    @property
+    def used(self) -> int:
+        """How many of the state's 624 numbers are used up."""
+
+    def write_state(self, words: int) -> None:
+        """Write the state as 624 64-bit integers to an address."""
+
+    def skip(self, count: int) -> None:
+        """Pass over as many numbers."""
+
+    def uniform(self, into: int, count: int, half: bool, from_: float, to: float) -> None:
+        """Write numbers in [from_, to) to an address: as bfloat16 if `half`, as float32 otherwise."""
+
+    def normal(self, into: int, count: int, half: bool, mean: float, deviation: float) -> None:
+        """Write normal numbers in the same way; `count` is a multiple of 16."""

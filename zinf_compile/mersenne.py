@@ -1,0 +1,47 @@
+"""The random numbers that a generator of PyTorch on the CPU will draw: any of them, without those before."""
+
+from __future__ import annotations
+
+import torch
+
+from ._csrc import Mersenne
+
+_WORDS, _STATE_BYTES = 624, 5056
+_LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
+"""Where PyTorch's form of a state has what it needs to go on: see CPUGeneratorImplStateLegacy in its sources."""
+
+
+class Stream:
+    """What a generator would draw after a state."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        """Begin where `generator.get_state()` says. Raises `ValueError` for a state of another form."""
+        if state.dtype != torch.uint8 or state.shape != (_STATE_BYTES,):
+            raise ValueError(f"the state of a CPU generator has {_STATE_BYTES} bytes, not {list(state.shape)} {state.dtype}")
+        self._rest = state
+        words = state[_STATE].clone()
+        left = int(state[_LEFT].view(torch.int32))
+        self._native = Mersenne(words.data_ptr(), _WORDS + 1 - left)
+
+    def state(self) -> torch.Tensor:
+        """Return what `generator.set_state` takes to go on here."""
+        state = self._rest.clone()
+        self._native.write_state(state[_STATE].data_ptr())
+        state[_LEFT].view(torch.int32).fill_(_WORDS + 1 - self._native.used)
+        state[_NEXT].view(torch.int64).fill_(self._native.used)
+        return state
+
+    def ahead(self, count: int) -> Stream:
+        """Return the stream after as many of its numbers."""
+        other = Stream.__new__(Stream)
+        other._rest, other._native = self._rest, self._native.copy()
+        other._native.skip(count)
+        return other
+
+    def uniform(self, into: torch.Tensor, from_: float, to: float) -> None:
+        """Fill a flat tensor, float32 or bfloat16, as `uniform_` does, and go on after it."""
+        self._native.uniform(into.data_ptr(), into.numel(), into.dtype == torch.bfloat16, from_, to)
+
+    def normal(self, into: torch.Tensor, mean: float, std: float) -> None:
+        """Fill a flat tensor of 16, 32 ... elements, float32 or bfloat16, as `normal_` does, and go on after it."""
+        self._native.normal(into.data_ptr(), into.numel(), into.dtype == torch.bfloat16, mean, std)
