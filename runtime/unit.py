@@ -14,7 +14,7 @@ from zinf_compile.tiling import Box, borders_of
 
 from .dense import Dense
 from .home import Home
-from .lanes import Pending
+from .lanes import Done, Pending
 from .partition import cut_stretches, shard_numel
 from .placement import ON_DEVICE, Placement
 from .tile import Tile
@@ -129,8 +129,12 @@ class Unit(Dense):
 
     def save(self, shard: torch.Tensor) -> None:
         """Keep what `blank` returned."""
+        self.start_saving(shard).wait()
+
+    def start_saving(self, shard: torch.Tensor) -> Pending:
+        """Start to keep what `blank` returned, or host memory of its size; it may not change meanwhile."""
         if self.home is None:
-            return
+            return Done()
         if self.updates is not None:
             self.updates.replace(self)
         bridge = self.context.bridge
@@ -139,7 +143,7 @@ class Unit(Dense):
             host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
             bridge.to_host(shard, host, None).wait()
             shard = host
-        self.home.write(shard).wait()
+        return self.home.write(shard)
 
     @property
     def valid(self) -> int:

@@ -238,6 +238,26 @@ def test_a_view_that_somebody_holds_stays_the_value() -> None:
     assert_born(build, built_inside)
 
 
+def test_a_view_held_while_later_modules_are_made_stays_the_value_on_a_drive(tmp_path: Path) -> None:
+    held: list[torch.Tensor] = []
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                for view in held:
+                    view.add_(1)  # what was put away, and may be on its way to the drive
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+            held.append(module.weight.data)
+
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(5)])
+    zinf_compile.partition(model, init=initialise, params="nvme", nvme=tmp_path)
+    for number, value in enumerate(zinf_compile.full_state_dict(model).values()):
+        if not number % 2:
+            assert torch.equal(value, torch.full((300, 300), 5.0 - number // 2))
+
+
 @pytest.mark.parametrize("birth", [made_on_meta, built_inside])
 @pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[-1]], ids=str)
 def test_the_smallest_cap_is_that_of_a_model_partitioned_at_its_first_call(

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from faults import failing
 from models import CASES, Mlp
 from rank_birth import assert_born, built_inside, built_whole, compare, made_on_meta
+from tiers import context_of
 from torch import nn
 from torch.nn.modules import module as modules
 from transformer_models import vit
@@ -252,3 +254,23 @@ def assert_refused(
     assert [dict(vars(p)) for _, p in before] == attributes
     if again:
         made_on_meta(Mlp)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_drive_that_fails_while_values_are_on_their_way_to_it_leaves_the_model_on_meta(number: int, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20), nn.Linear(20, 10))
+
+    engine = context_of(made_on_meta(CASES["mlp"].build)).engine
+    with torch.device("meta"):
+        model = build()
+    parameters = list(model.parameters())
+    with failing(engine, "write", number) as began, pytest.raises(StoreError, match="cannot write bytes") as raised:
+        zinf_compile.partition(model, params="nvme", nvme=tmp_path)
+    assert raised.value.errno == errno.EIO
+    assert began[-1] >= number
+    for before, after in zip(parameters, model.parameters(), strict=True):
+        assert before is after
+        assert type(after) is nn.Parameter
+        assert after.is_meta
+    zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -18,6 +19,7 @@ from .binding import reject_unsupported
 from .budget import check_shards, plan_later
 from .checkpoint import plain
 from .config import Config
+from .draws import SoonerDraws
 from .errors import RankMismatchError, UnsupportedModelError
 from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, replaced_when_tied, steps_of
 from .limits import warn_of_caps
@@ -82,13 +84,14 @@ def partition(
         with together(context, "reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
-        nursery = Nursery(context.host_ledger, compare=context.size > 1)
+        nursery = Nursery(context.host_ledger, compare=context.size > 1, room=_largest_module_bytes(births))
         undo.callback(nursery.drop)
         buffers = undo.enter_context(MetaBuffers(model))
         newborns = undo.enter_context(_newborns(births, units, nursery))
-        for module, step in steps:
-            step()
-            _take_replaced(module, births)
+        with SoonerDraws():
+            for module, step in steps:
+                step()
+                _take_replaced(module, births)
         nursery.finish()
         if files is not None:
             load_values(model, files, newborns, units, nursery)
@@ -149,6 +152,14 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
     for expected in found.values():
         expected.owners.sort(key=lambda owner: (names[id(owner[0])], owner[1]) in replaced)
     return list(found.values())
+
+
+def _largest_module_bytes(births: Sequence[_Expected]) -> int:
+    """Return the bytes of the parameters of the module that has the most."""
+    sizes: collections.Counter[int] = collections.Counter()
+    for birth in births:
+        sizes.update({id(module): birth.stand_in.nbytes for module, _ in birth.owners})
+    return max(sizes.values())
 
 
 def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:

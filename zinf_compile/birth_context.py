@@ -173,7 +173,7 @@ class _Building:
             if unit.tiles and context.size > 1:  # its shard isn't a stretch of the whole
                 whole = torch.empty(unit.numel, dtype=unit.dtype)
                 place.load(whole)
-                InUnit(unit).save(whole)
+                InUnit(unit).save(whole).wait()
             else:
                 unit.save(place.hand_over(unit.blank()))
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]

@@ -2,8 +2,8 @@
 
 PyTorch draws number after number on one core: a model of billions of parameters takes longer to be given its first values than
 to be written to a drive. What each element becomes depends on numbers of MT19937 whose place in the sequence is known. So parts
-of a tensor are drawn at the same time, each from the state that the numbers before it leave; and of the types that models are made
-in by loops of our own, which use a processor's wide registers.
+of a tensor are drawn at the same time, each from the state that the numbers before it leave; where it has the type that most
+models have, by loops of our own, which use a processor's wide registers.
 
 Nobody has promised us PyTorch's numbers. That the loops give the same, bit by bit, is seen in a million of them before the first
 use, and in the first elements of each tensor; that a part took the numbers it should, in the state it leaves. Where not, PyTorch
@@ -58,7 +58,8 @@ class SoonerDraws(TorchDispatchMode):
 
 def _is_large(tensor: torch.Tensor) -> bool:
     return (
-        tensor.numel() >= _LEAST_NUMEL
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.numel() >= _LEAST_NUMEL
         and tensor.device.type == "cpu"
         and tensor.dtype in _WORDS
         and tensor.is_contiguous()

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,17 +19,18 @@ from .checkpoint import state_names
 from .errors import CheckpointError
 from .newborn import Newborn, Nursery
 from .runtime import chunks
+from .runtime.buffers import BufferPool
 from .runtime.context import Context
 from .runtime.home import DriveHome
 from .runtime.lanes import Pending, wait_for_all
 from .runtime.unit import Unit
-from .tensor_files import TensorFiles
+from .tensor_files import Reading, TensorFiles
 
 _PIECES_ON_THE_WAY = 3
 """Written while the next is read."""
 
-_PIECES_AHEAD = 4
-"""Of the files, which the kernel reads before they are asked for."""
+_PIECES_AHEAD = 2
+"""Read while the one before them goes to where it is written from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ def load_values(
 ) -> None:
     """Bring parameters and buffers from the files to where they are kept, one after the other."""
     files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
-    on_drives = _DriveLoader(files, [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)])
+    streamed = [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)]
+    on_drives = _DriveLoader(files, streamed, units[0].context)
     with contextlib.closing(on_drives):
         for newborn, unit, name in zip(newborns, units, names, strict=True):
             if not newborn.is_contiguous():
@@ -117,42 +120,47 @@ class _Piece(NamedTuple):
 
 
 class _DriveLoader:
-    """Reads this rank's elements of parameters piece by piece: while one is read, those before it are written.
+    """Reads this rank's elements of parameters piece by piece, of later parameters too, while those before them are written."""
 
-    And the kernel reads those after it, of later parameters too.
-    """
-
-    def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]]) -> None:
+    def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
-        planned = [(name, unit, _pieces(unit)) for name, unit in units]
-        self._units = iter(planned)
-        self._coming = ((name, piece) for name, _, pieces in planned for piece in pieces)
-        self._writing: collections.deque[Pending] = collections.deque()
-        for _ in range(_PIECES_AHEAD):
-            self._read_ahead()
+        self._engine = context.engine
+        self._pool = BufferPool(sys.maxsize, account=lambda change: context.host_ledger.add("staged", change))
+        self._coming = ((name, unit, piece) for name, unit in units for piece in _pieces(unit))
+        self._counts = collections.deque(len(_pieces(unit)) for _, unit in units)
+        self._reading: collections.deque[tuple[Unit, _Piece, Reading]] = collections.deque()
+        self._writing: collections.deque[tuple[Pending, torch.Tensor]] = collections.deque()
 
     def load_next(self) -> None:
         """Load the next of the parameters; the last pieces may still be written when this returns."""
-        name, unit, pieces = next(self._units)
-        for first, last, start, valid in pieces:
+        for _ in range(self._counts.popleft()):
             self._read_ahead()
+            unit, piece, reading = self._reading.popleft()
             if len(self._writing) == _PIECES_ON_THE_WAY:
-                self._writing.popleft().wait()
-            piece = unit.context.bridge.host_buffer(last - first, unit.dtype)
-            self._files.read(name, piece[:valid], start=start)
-            piece[valid:].zero_()
+                self._wait_for_oldest()
+            room = self._pool.take((piece.last - piece.first) * unit.dtype.itemsize)
+            assert room is not None, "nothing caps the pool"
+            source = room[: (piece.last - piece.first) * unit.dtype.itemsize].view(unit.dtype)
+            reading.finish(source[: piece.valid])
+            source[piece.valid :].zero_()
             assert isinstance(unit.home, DriveHome)
-            self._writing.append(unit.home.write_piece(first, piece))
+            self._writing.append((unit.home.write_piece(piece.first, source), room))
 
     def close(self) -> None:
         """Return when all is written."""
-        wait_for_all(pending.wait for pending in self._writing)
+        wait_for_all(pending.wait for pending, _ in self._writing)
+        self._pool.clear()
+
+    def _wait_for_oldest(self) -> None:
+        pending, room = self._writing.popleft()
+        pending.wait()
+        self._pool.give_back(room)
 
     def _read_ahead(self) -> None:
-        coming = next(self._coming, None)
-        if coming is not None:
-            name, piece = coming
-            self._files.expect(name, piece.valid, start=piece.start)
+        while len(self._reading) <= _PIECES_AHEAD and (coming := next(self._coming, None)) is not None:
+            name, unit, piece = coming
+            reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._engine, pool=self._pool)
+            self._reading.append((unit, piece, reading))
 
 
 def _pieces(unit: Unit) -> list[_Piece]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -13,9 +15,11 @@ import torch
 from torch import nn
 
 from ._torch import no_torch_function, tree_leaves, tree_map
+from .draws import SoonerDraws
 from .errors import UnsupportedModelError
 from .parameter import hollow_tensor, reads_metadata
 from .runtime.buffers import private_memory
+from .runtime.lanes import Pending
 from .runtime.ledger import Ledger
 
 _FILLS = frozenset(
@@ -33,8 +37,8 @@ class Place(Protocol):
     def load(self, into: torch.Tensor) -> None:
         """Fill a flat tensor of the host with the whole value. On several ranks all do so together."""
 
-    def save(self, whole: torch.Tensor) -> None:
-        """Keep this rank's part of a flat tensor of the host, which is the same on all ranks."""
+    def save(self, whole: torch.Tensor) -> Pending:
+        """Start to keep this rank's part of a flat tensor of the host, which is the same on all ranks and may not change."""
 
 
 @dataclasses.dataclass
@@ -91,13 +95,19 @@ class Newborn(nn.Parameter):
 
 
 class Nursery:
-    """Holds the values that are whole: those of one module, and those of others that somebody still has a view of."""
+    """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
 
-    def __init__(self, ledger: Ledger, *, compare: bool) -> None:
+    What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
+    more than `room` bytes.
+    """
+
+    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0) -> None:
         self._ledger = ledger
+        self._room = room
         self._compare = compare
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
+        self._leaving: collections.deque[tuple[_Open, Pending]] = collections.deque()
         self._closed = False
         self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
         """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
@@ -138,25 +148,25 @@ class Nursery:
     def close(self, *, but: int | None = None) -> None:
         """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
         for key, opened in list(self._open.items()):
-            newborn = opened.newborn()
-            if newborn is None:  # replaced by another while it was here
+            birth = opened.birth()  # None: it was replaced by another while it was here
+            if birth is None or (birth.owner != but and self._put_away(birth, opened)):
                 del self._open[key]
-            elif newborn._zinf_birth.owner != but:
-                self._put_away(newborn._zinf_birth, opened)
-                if opened.let_go():
-                    del self._open[key]
 
     def finish(self) -> None:
-        """Put away everything: of what somebody still has a view of, what it is now."""
+        """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
         self.close()
         self._open.clear()
+        while self._leaving:
+            self._leaving.popleft()[1].wait()
 
     def drop(self) -> None:
         """Forget everything; from now on there are no values."""
         self._closed = True
         self._open.clear()
+        self._leaving.clear()
 
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
+        self._make_room(newborn.nbytes)
         birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger)
         flat = opened.flat
         if birth.place is not None and birth.kept and not fills:
@@ -166,16 +176,33 @@ class Nursery:
         self._open[id(newborn)] = opened
         return opened
 
-    def _put_away(self, birth: Birth, opened: _Open) -> None:
-        if birth.place is None:
-            return
+    def _put_away(self, birth: Birth, opened: _Open) -> bool:
+        """Keep a value; say whether nobody has a view of it."""
+        alone = opened.is_alone()
         flat = opened.flat
+        if birth.place is None:
+            del flat
+            return opened.let_go()
         if not birth.filled:
             birth.filled = not (_has_nan(flat.dtype) and bool(torch.isnan(flat).any()))
         if self._compare:
             birth.checksum = _checksum(flat)
-        birth.place.save(flat)
+        saving = birth.place.save(flat)
         birth.kept = True
+        if alone:
+            self._leaving.append((opened, saving))
+            return True
+        saving.wait()  # whoever has a view may change it at any time
+        del flat
+        return opened.let_go()
+
+    def _make_room(self, size: int) -> None:
+        """Wait until there is room for as many bytes more, or nothing is on its way."""
+        held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
+        while self._leaving and held + size > self._room:
+            opened, saving = self._leaving.popleft()
+            held -= opened.size
+            saving.wait()
 
 
 class _Open:
@@ -183,30 +210,48 @@ class _Open:
 
     def __init__(self, newborn: Newborn, ledger: Ledger, value: torch.Tensor | None = None) -> None:
         """Take memory of its own; or that of a `value`, where this is all there is in it."""
-        self.newborn = weakref.ref(newborn)
+        self._newborn = weakref.ref(newborn)
         self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
-        size = numel * newborn.dtype.itemsize
+        self.size = size = numel * newborn.dtype.itemsize
+        self._memory: mmap.mmap | None = None
         if value is not None and value.untyped_storage().nbytes() == size:
             self.flat = value.as_strided((numel,), (1,))
         else:
-            memory = private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE)
-            whole = torch.frombuffer(memory, dtype=torch.uint8)[:size].view(newborn.dtype)
-            self.flat = whole if value is None else whole.copy_(value.as_strided((numel,), (1,)))
+            self._memory = private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            self.flat = self._view(self._memory, newborn.dtype)
+            if value is not None:
+                self.flat.copy_(value.as_strided((numel,), (1,)))
         ledger.add("staged", size)
         weakref.finalize(self, ledger.add, "staged", -size).atexit = False
+
+    def birth(self) -> Birth | None:
+        """Return what is known of the parameter, while there is one."""
+        newborn = self._newborn()
+        return None if newborn is None else newborn._zinf_birth
 
     def value(self) -> torch.Tensor:
         """Return the value in its shape."""
         return self.flat.as_strided(self._shape, self._stride)
 
+    def is_alone(self) -> bool:
+        """Say whether the memory is its own, and nobody else has a tensor on it."""
+        dtype = self.flat.dtype
+        if self._memory is None or not self.let_go():
+            return False
+        self.flat = self._view(self._memory, dtype)
+        return True
+
     def let_go(self) -> bool:
-        """Drop the memory, unless somebody holds a tensor on it: say whether it is gone."""
+        """Drop the value, unless somebody holds a tensor on it: say whether it is gone."""
         storage, count, dtype = weakref.ref(self.flat.untyped_storage()), self.flat.numel(), self.flat.dtype
         del self.flat
         held = storage()
         if held is not None:
             self.flat = torch.empty(0, dtype=dtype).set_(held, 0, (count,), (1,))
         return held is None
+
+    def _view(self, memory: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8)[: self.size].view(dtype)
 
 
 def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -226,7 +271,8 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     def value_of(item: Any) -> Any:
         return wholes[id(item)] if isinstance(item, Newborn) else item
 
-    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    with SoonerDraws() if fills else contextlib.nullcontext():
+        result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
     if fills:
         first._zinf_birth.filled = True  # type: ignore[union-attr]
     for newborn in newborns:

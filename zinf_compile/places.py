@@ -11,6 +11,7 @@ import torch
 from .errors import StoreError
 from .newborn import Place
 from .runtime.context import Context
+from .runtime.lanes import Done, Pending
 from .runtime.partition import shard_numel, shard_range
 from .runtime.scratch_file import ScratchFile
 from .runtime.unit import Unit
@@ -66,13 +67,12 @@ class InUnit:
             with filled_on(unit.device, into, unit.context) as full:
                 gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
 
-    def save(self, whole: torch.Tensor) -> None:
+    def save(self, whole: torch.Tensor) -> Pending:
         """See `Place.save`."""
         unit = self._unit
         if unit.home is not None and unit.context.size == 1:
-            unit.home.write(whole).wait()
-        else:
-            unit.save(part_of_unit(whole, unit.blank(), unit))
+            return unit.home.write(whole)
+        return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 
 
 class InMemory:
@@ -86,12 +86,13 @@ class InMemory:
         """See `Place.load`."""
         gather(self._shard, into, self._context, self._name)
 
-    def save(self, whole: torch.Tensor) -> None:
+    def save(self, whole: torch.Tensor) -> Pending:
         """See `Place.save`."""
         numel = shard_numel(whole.numel(), self._context.size)
         if (self._shard.numel(), self._shard.dtype) != (numel, whole.dtype):
             self._shard = torch.empty(numel, dtype=whole.dtype)
         part_of(whole, self._shard, self._context)
+        return Done()
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
         """Fill a shard with this rank's part, and keep that no longer; return the shard."""
@@ -153,13 +154,14 @@ class InNotebook:
             shard = into.new_empty(shard_numel(into.numel(), self._context.size))
             gather(self.hand_over(shard), into, self._context, self._name)
 
-    def save(self, whole: torch.Tensor) -> None:
+    def save(self, whole: torch.Tensor) -> Pending:
         """See `Place.save`."""
         start, end = shard_range(whole.numel(), self._context.size, self._context.rank)
         part = whole[start:end].view(torch.uint8)
         if part.numel() != self._size:
             self._start, self._size = self._notebook.take(part.numel()), part.numel()
         self._notebook.write(part, self._start)
+        return Done()
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
         """Fill a shard with this rank's part; return the shard."""
@@ -169,16 +171,20 @@ class InNotebook:
         return shard if shard.device.type == "cpu" else shard.copy_(data.view(shard.dtype))
 
 
-def read_at(fd: int, into: torch.Tensor, offset: int) -> int:
-    """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends."""
+def read_at(fd: int, into: torch.Tensor, offset: int, *, keep: bool = False) -> int:
+    """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends.
+
+    `keep`: leave in the page cache what was read.
+    """
     view, start = memoryview(into.numpy().data), offset
     while view:
         count = os.preadv(fd, [view], offset)
         if not count:
             break
         view, offset = view[count:], offset + count
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
+    if not keep:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
     return offset - start
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -15,7 +14,11 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
+from .file_reads import FileRead
 from .places import read_at
+from .runtime.aio import Engine
+from .runtime.buffers import BufferPool
+from .runtime.file import File
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -24,6 +27,8 @@ _DTYPES = {
 }  # fmt: skip
 _MOST_HEADER_BYTES = 100_000_000
 """What the format allows."""
+_MOST_OPEN = 4
+"""Files that the I/O engine has descriptors of its own of."""
 INDEX = "model.safetensors.index.json"
 """Says which of several files has which tensor."""
 
@@ -40,6 +45,18 @@ class Stored:
     """Its first byte in the file."""
 
 
+class Reading:
+    """Elements of a stored tensor that are being read."""
+
+    def __init__(self, read: FileRead, stored: Stored, name: str, offset: int) -> None:
+        self._read, self._stored, self._name, self._offset = read, stored, name, offset
+
+    def finish(self, into: torch.Tensor) -> None:
+        """Fill a flat tensor of the host. Raises `CheckpointError` where the file ends before."""
+        got = self._read.finish(into.view(torch.uint8))
+        _check_length(got, into.nbytes, self._stored, self._name, self._offset)
+
+
 class TensorFiles:
     """The tensors of a safetensors file, of those that an index names, or of a folder with either. Not one is read yet.
 
@@ -49,6 +66,7 @@ class TensorFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fds: dict[Path, int] = {}
+        self._opened: dict[Path, File] = {}
         self.tensors: dict[str, Stored] = {}
         try:
             for file, wanted in _files(self.path).items():
@@ -73,13 +91,13 @@ class TensorFiles:
                 problems.append(f"type of {name}: {stored.dtype} in the checkpoint, {tensor.dtype} in the model")
         return problems
 
-    def expect(self, name: str, numel: int, *, start: int = 0) -> None:
-        """Let the kernel begin to read elements of a stored tensor that will be asked for."""
+    def begin(self, name: str, numel: int, *, start: int, engine: Engine, pool: BufferPool) -> Reading:
+        """Start to read elements of a stored tensor from number `start` on, by way of buffers of a pool that has room."""
         stored = self.tensors[name]
         assert isinstance(stored.dtype, torch.dtype), "it was found to fit"
         offset, size = stored.start + start * stored.dtype.itemsize, numel * stored.dtype.itemsize
-        with contextlib.suppress(OSError):  # an advice
-            os.posix_fadvise(self._fds[stored.path], offset, size, os.POSIX_FADV_WILLNEED)
+        read = FileRead(engine, self._open(stored.path), self._fds[stored.path], offset, size, pool)
+        return Reading(read, stored, name, offset)
 
     def read(self, name: str, into: torch.Tensor, *, start: int = 0) -> None:
         """Fill a flat tensor of the host with elements of a stored one from number `start` on."""
@@ -88,16 +106,21 @@ class TensorFiles:
             return
         offset = stored.start + start * into.dtype.itemsize
         got = read_at(self._fds[stored.path], into.view(torch.uint8), offset)
-        if got < into.nbytes:
-            raise CheckpointError(
-                f"{stored.path} ends within tensor {name}: {into.nbytes:,} bytes wanted at offset {offset:,}, {got:,} are there. "
-                "The file changed while it was read; the model is on meta as before"
-            )
+        _check_length(got, into.nbytes, stored, name, offset)
 
     def close(self) -> None:
         """Close the files."""
+        self._opened.clear()
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+    def _open(self, path: Path) -> File:
+        """Return a file as the I/O engine reads it; the last few stay open."""
+        file = self._opened.pop(path, None) or File(self._fds[path])
+        self._opened[path] = file
+        while len(self._opened) > _MOST_OPEN:
+            del self._opened[next(iter(self._opened))]
+        return file
 
     def _add(self, path: Path, wanted: set[str] | None) -> None:
         try:
@@ -126,6 +149,14 @@ class TensorFiles:
             problems += [f"{name} is missing, which the index says is in it" for name in sorted(wanted - header.keys())]
         if problems:
             raise CheckpointError(f"{path} is damaged or was not written to its end: {'; '.join(problems)}. Fetch it again")
+
+
+def _check_length(got: int, wanted: int, stored: Stored, name: str, offset: int) -> None:
+    if got < wanted:
+        raise CheckpointError(
+            f"{stored.path} ends within tensor {name}: {wanted:,} bytes wanted at offset {offset:,}, {got:,} are there. "
+            "The file changed while it was read; the model is on meta as before"
+        )
 
 
 def _files(path: Path) -> dict[Path, set[str] | None]:

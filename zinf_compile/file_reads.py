@@ -1,0 +1,75 @@
+"""Stretches of files on their way into memory: from the page cache where they are in it, past it from the drive otherwise.
+
+What the kernel reads for a process that follows it through a file comes at half the rate of a drive that is asked for several
+megabytes at a time, and pushes out of memory what others have there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import torch
+
+from ._csrc import address_of
+from .places import read_at
+from .runtime.aio import Engine, Request
+from .runtime.buffers import BufferPool
+from .runtime.file import File
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileRead:
+    """Some bytes of a file, on their way into memory of the host."""
+
+    def __init__(self, engine: Engine, file: File, fd: int, offset: int, size: int, pool: BufferPool) -> None:
+        """Start to read past the page cache what isn't in it. `fd`: the same file's, buffered; `pool` must have room."""
+        self._fd, self._offset = fd, offset
+        self._pool = pool
+        self._room: torch.Tensor | None = None
+        self._direct: Request | None = None
+        self._skip, self._count = offset % file.alignment, 0
+        """Of what is read past the page cache, what comes before the bytes asked for, and how many of these are in it."""
+        if file.direct and not is_cached(fd, offset, size):
+            first, last = offset - self._skip, -(-(offset + size) // file.alignment) * file.alignment
+            last = min(last, os.fstat(fd).st_size // file.alignment * file.alignment)
+            if last > offset:
+                self._room = pool.take(last - first)
+                assert self._room is not None, "there is always room in the pool"
+                self._direct = engine.read(file, first, self._room[: last - first])
+                self._count = min(size, last - offset)
+
+    def finish(self, into: torch.Tensor) -> int:
+        """Fill a tensor of as many bytes; return how many there were: fewer where the file ends. Raises `OSError`."""
+        if self._direct is not None and self._room is not None:
+            try:
+                self._direct.wait()
+                into[: self._count].copy_(self._room[self._skip : self._skip + self._count])
+            except OSError as error:
+                if error.errno != errno.EIO or os.fstat(self._fd).st_size >= self._offset + self._count:
+                    raise
+                self._count = 0  # the file has become shorter: the page cache says by how much
+            self._pool.give_back(self._room)
+            self._room = self._direct = None
+        rest = into[self._count :]
+        return self._count + (read_at(self._fd, rest, self._offset + self._count, keep=True) if rest.numel() else 0)
+
+
+def is_cached(fd: int, offset: int, size: int) -> bool:
+    """Say whether all of a stretch of a file is in the page cache."""
+    start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    length = offset + size - start
+    flags = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    try:
+        with (
+            mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start) as mapped,
+            memoryview(mapped) as view,
+        ):
+            address = ctypes.c_void_p(address_of(view, writable=False))
+            failed = _libc.mincore(address, ctypes.c_size_t(length), flags)
+    except (OSError, ValueError):  # not to be mapped, or shorter than that
+        return False
+    return not failed and b"\0" not in bytes(flags)
