@@ -26,11 +26,11 @@ from .runtime.lanes import Pending, wait_for_all
 from .runtime.unit import Unit
 from .tensor_files import Reading, TensorFiles
 
-_PIECES_ON_THE_WAY = 3
-"""Written while the next is read."""
+_BYTES_ON_THE_WAY = 40 << 20
+"""Written while the next piece is brought; one piece at least, however large."""
 
-_PIECES_AHEAD = 2
-"""Read while the one before them goes to where it is written from."""
+_BYTES_AHEAD = 16 << 20
+"""Read while the piece before them is brought to where it is written from; one piece at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,10 @@ class _Piece(NamedTuple):
     start: int
     valid: int
 
+    def size(self, unit: Unit) -> int:
+        """Return its bytes."""
+        return (self.last - self.first) * unit.dtype.itemsize
+
 
 class _DriveLoader:
     """Reads this rank's elements of parameters piece by piece, of later parameters too, while those before them are written."""
@@ -130,21 +134,26 @@ class _DriveLoader:
         self._counts = collections.deque(len(_pieces(unit)) for _, unit in units)
         self._reading: collections.deque[tuple[Unit, _Piece, Reading]] = collections.deque()
         self._writing: collections.deque[tuple[Pending, torch.Tensor]] = collections.deque()
+        self._ahead = self._on_the_way = 0
+        """Bytes of both."""
 
     def load_next(self) -> None:
         """Load the next of the parameters; the last pieces may still be written when this returns."""
         for _ in range(self._counts.popleft()):
             self._read_ahead()
             unit, piece, reading = self._reading.popleft()
-            if len(self._writing) == _PIECES_ON_THE_WAY:
+            size = piece.size(unit)
+            self._ahead -= size
+            while self._writing and self._on_the_way + size > _BYTES_ON_THE_WAY:
                 self._wait_for_oldest()
-            room = self._pool.take((piece.last - piece.first) * unit.dtype.itemsize)
+            room = self._pool.take(size)
             assert room is not None, "nothing caps the pool"
-            source = room[: (piece.last - piece.first) * unit.dtype.itemsize].view(unit.dtype)
+            source = room[:size].view(unit.dtype)
             reading.finish(source[: piece.valid])
             source[piece.valid :].zero_()
             assert isinstance(unit.home, DriveHome)
             self._writing.append((unit.home.write_piece(piece.first, source), room))
+            self._on_the_way += room.nbytes
 
     def close(self) -> None:
         """Return when all is written."""
@@ -154,13 +163,15 @@ class _DriveLoader:
     def _wait_for_oldest(self) -> None:
         pending, room = self._writing.popleft()
         pending.wait()
+        self._on_the_way -= room.nbytes
         self._pool.give_back(room)
 
     def _read_ahead(self) -> None:
-        while len(self._reading) <= _PIECES_AHEAD and (coming := next(self._coming, None)) is not None:
+        while (not self._reading or self._ahead < _BYTES_AHEAD) and (coming := next(self._coming, None)) is not None:
             name, unit, piece = coming
             reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._engine, pool=self._pool)
             self._reading.append((unit, piece, reading))
+            self._ahead += piece.size(unit)
 
 
 def _pieces(unit: Unit) -> list[_Piece]:
