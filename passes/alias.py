@@ -25,6 +25,15 @@ HIDDEN_VIEWS = frozenset(
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 """Copies that change the data type only: cheaper made again than kept."""
 
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+"""They arrange elements in other dimensions."""
+
+MOVES = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
+"""They change the order of dimensions."""
+
+ALIASES = frozenset({aten.detach.default, aten.alias.default})
+"""Other names of a value."""
+
 METADATA_OPS = frozenset(
     {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.size.default}
 )

@@ -9,10 +9,10 @@ from torch import fx
 
 from zinf_compile import ops
 
+from .alias import ALIASES
 from .chains import Chains, Span, is_elementwise, is_row_view, is_slice, is_sum, part_of_row, source_of, span_of, turned
 from .emit import Emitter
 from .facts import fake_value, positions
-from .tile_forms import SAME
 
 aten = torch.ops.aten
 
@@ -89,7 +89,7 @@ class _Parts:
         return emit(aten.slice.Tensor, node, fake_value(node).dim() - 1, *span, like=node)
 
     def _compute(self, node: fx.Node, span: Span, emit: Emitter) -> fx.Node:
-        if node.target in SAME:
+        if node.target in ALIASES:
             return self._part(source_of(node), span, emit)
         if is_row_view(node):
             sizes = [*node.args[1][:-1], span[1] - span[0]]  # type: ignore[index, misc]

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from zinf_compile import ops
-
-from .alias import is_cast, is_view
+from .alias import ALIASES, MOVES, VIEWS, is_cast
+from .cats import parts_of_cat
 from .facts import fake_value, positions
-from .tile_forms import SAME
+from .tile_forms import is_of_tile
 
 aten = torch.ops.aten
 
@@ -24,8 +23,6 @@ NO_SPANS: frozenset[Span] = frozenset()
 MOST_PARTS = 64
 """Of one value: each is a few operators more in the graph, which take memory while it is compiled, as much as thin parts save."""
 
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-_TURNS = frozenset({aten.t.default, aten.permute.default, aten.transpose.int})
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 
 
@@ -60,10 +57,9 @@ class Chains:
             return NO_SPANS
         found = [self._read_by(user, node) for user in node.users if not is_sum(user)]
         spans = sorted(set().union(*found))
-        touching = [end == start for (_, end), (start, _) in itertools.pairwise(spans)]
-        apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
-        complete = spans and (spans[0][0], spans[-1][1]) == (0, value.shape[-1]) and all(touching)
-        understood = all(found) and apart and (complete or len(found) == len(node.users))
+        gaps = [start - end for (_, end), (start, _) in itertools.pairwise(spans)]
+        complete = spans and (spans[0][0], spans[-1][1]) == (0, value.shape[-1]) and not any(gaps)
+        understood = all(found) and min(gaps, default=0) >= 0 and (complete or len(found) == len(node.users))
         return frozenset(spans) if understood and len(spans) <= MOST_PARTS else NO_SPANS
 
     def _read_by(self, user: fx.Node, node: fx.Node) -> frozenset[Span]:
@@ -87,7 +83,7 @@ def _find_assembled(graph: fx.Graph) -> Iterator[tuple[fx.Node, frozenset[Span]]
         if _is_row(node):
             result, between = _follow(node, place)
             made.setdefault(result, set()).update(between)
-            borders.setdefault(result, set()).add(frozenset(_borders(node)))
+            borders.setdefault(result, set()).add(frozenset((start, end) for _, start, end in parts_of_cat(node)[1]))
     for result, between in made.items():
         operands = {source for node in between for source in node.all_input_nodes if _is_like(source, node)}
         first, *others = borders[result]
@@ -118,19 +114,13 @@ def _is_row(node: fx.Node) -> bool:
     """Say whether a node puts products with tiles together along the last dimension."""
     if node.target is not aten.cat.default or len(node.args) < 2 or node.args[1] not in (-1, fake_value(node).dim() - 1):
         return False
-    return all(part.target in _PRODUCTS and any(map(_is_tile, part.all_input_nodes)) for part in node.all_input_nodes)
-
-
-def _is_tile(operand: fx.Node) -> bool:
-    while is_view(operand) or is_cast(operand):
-        operand = operand.all_input_nodes[0]
-    return operand.target is ops.tile
+    return all(part.target in _PRODUCTS and any(map(is_of_tile, part.all_input_nodes)) for part in node.all_input_nodes)
 
 
 def _is_factor(node: fx.Node) -> bool:
     """Say whether a product with a tile reads a value."""
     return any(
-        _is_factor(user) if is_row_view(user) else user.target in _PRODUCTS and any(map(_is_tile, user.all_input_nodes))
+        _is_factor(user) if is_row_view(user) else user.target in _PRODUCTS and any(map(is_of_tile, user.all_input_nodes))
         for user in node.users
     )
 
@@ -139,14 +129,6 @@ def _is_like(source: fx.Node, node: fx.Node) -> bool:
     """Say whether a node's input is of its result's sizes."""
     value = source.meta["val"]
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == fake_value(node).shape
-
-
-def _borders(row: fx.Node) -> Iterator[Span]:
-    start = 0
-    for part in row.args[0]:  # type: ignore[union-attr]
-        end = start + fake_value(part).shape[-1]  # type: ignore[arg-type]
-        yield start, end
-        start = end
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -158,7 +140,7 @@ def source_of(node: fx.Node) -> fx.Node:
 
 def turned(node: fx.Node) -> fx.Node:
     """Return the matrix of which a value is the transpose; the value itself where it is none."""
-    if node.target not in _TURNS or fake_value(node).dim() != 2:
+    if node.target not in MOVES or fake_value(node).dim() != 2:
         return node
     return node if node.target is aten.permute.default and node.args[1] == [0, 1] else source_of(node)
 
@@ -193,9 +175,9 @@ def is_sum(node: fx.Node) -> bool:
 
 def is_row_view(node: fx.Node) -> bool:
     """Say whether a node has its input's elements, at most its dimensions but for the last one in another arrangement."""
-    if node.target in SAME:
+    if node.target in ALIASES:
         return True
-    sizes = node.args[1] if node.target in _VIEWS else None
+    sizes = node.args[1] if node.target in VIEWS else None
     return (
         isinstance(sizes, (list, tuple)) and bool(sizes) and fake_value(node).shape[-1] == fake_value(source_of(node)).shape[-1]
     )
@@ -211,5 +193,4 @@ def is_elementwise(node: fx.Node) -> bool:
 
 def part_of_row(row: fx.Node, span: Span) -> fx.Node | None:
     """Return the product that is a stretch of those put together; None where there is none."""
-    parts = dict(zip(_borders(row), row.args[0], strict=True))  # type: ignore[arg-type]
-    return parts.get(span)
+    return next((part for part, *place in parts_of_cat(row)[1] if tuple(place) == span), None)

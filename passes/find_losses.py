@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
+from .alias import ALIASES, VIEWS
 from .facts import fake_value
-from .logits import ALIASES, VIEWS, UnknownLogitsError, axis_after
+from .logits import UnknownLogitsError, axis_after
 from .loss_terms import NLL_BACKWARD, class_weights, is_number
 from .read_logits import Logits, comes_from_product, read_logits
 from .read_loss_backward import Backward, read_backward

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from .alias import is_cast
+from .alias import ALIASES, MOVES, VIEWS, is_cast
 from .facts import fake_value
 from .insert_nodes import Inserter
 
 aten = torch.ops.aten
 
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-ALIASES = frozenset({aten.detach.default, aten.alias.default})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default})
 SLICES = frozenset({aten.slice.Tensor, aten.slice_backward.default})
 SELECTS = frozenset({aten.select.int, aten.select_backward.default})
-MOVES = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 RESIZES = frozenset({aten.unsqueeze.default, aten.squeeze.dim})
 ROW_OPS = VIEWS | ALIASES | COPIES | SLICES | SELECTS | MOVES | RESIZES
 """They choose and move rows (tokens); the numbers of a row stay together, in order."""

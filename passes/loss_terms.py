@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
+from .alias import VIEWS
 from .facts import fake_value
-from .logits import PRODUCTS, SCALAR_OPS, VIEWS, UnknownLogitsError, axis_after
+from .logits import PRODUCTS, SCALAR_OPS, UnknownLogitsError, axis_after
 
 aten = torch.ops.aten
 

@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from torch import fx
 
+from .alias import MOVES
 from .facts import fake_value
-from .logits import MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
+from .logits import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
 from .loss_terms import class_weights
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .alias import is_cast
+from .alias import ALIASES, MOVES, is_cast
 from .facts import fake_value
-from .logits import ALIASES, MOVES, ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
+from .logits import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
 from .loss_terms import Term, terms_of
 from .read_logits import Logits, untransposed
 

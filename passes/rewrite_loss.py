@@ -11,11 +11,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.loss_ops import class_targets, take_scaled
 
-from .alias import is_cast
+from .alias import MOVES, is_cast
 from .facts import fake_value, mark_region, positions
 from .find_losses import NLL, SUMS, HeadLoss
 from .insert_nodes import Inserter
-from .logits import MOVES, UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
+from .logits import UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
 from .loss_sweeps import AllClasses, Sweep, Swept, Tile, sweep_once
 from .loss_two_sweeps import sweep_twice
 from .loss_values import TokenValues

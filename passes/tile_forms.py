@@ -12,14 +12,11 @@ from zinf_compile import ops
 from zinf_compile.program import Slot
 from zinf_compile.tiling import Box
 
-from .alias import is_cast
+from .alias import ALIASES, is_cast, is_view
 from .emit import Emitter
-from .facts import recompute
+from .facts import recompute, tile_of
 
 aten = torch.ops.aten
-
-SAME = frozenset({aten.detach.default, aten.alias.default})
-"""Other names of a value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Form:
     def step(self, node: fx.Node) -> Form | None:
         """Return the form of what an operator makes of the value; None where it isn't one."""
         chain = (*self.chain, node)
-        if is_cast(node) or node.target in SAME:
+        if is_cast(node) or node.target in ALIASES:
             return dataclasses.replace(self, chain=chain)
         rank = len(self.dims)
         match node.target, node.args[1:]:
@@ -116,6 +113,13 @@ def emit_tile(unit: fx.Node, box: Box, emit: Emitter) -> fx.Node:
     tile = emit(ops.tile, unit, start, end, name=f"{unit.name}_tile")
     recompute(tile)
     return tile
+
+
+def is_of_tile(operand: fx.Node) -> bool:
+    """Say whether a value is a view of a tile, in whatever type: of one named, or of one that is gathered by itself."""
+    while is_view(operand) or is_cast(operand) or operand.target in (ops.wait, ops.all_gather, ops.swap_in):
+        operand = operand.all_input_nodes[0]
+    return operand.target is ops.tile or tile_of(operand) is not None
 
 
 def box_of(tile: fx.Node) -> tuple[fx.Node, Box]:

@@ -12,6 +12,7 @@ from zinf_compile.loss_ops import take_scaled
 from zinf_compile.tiling import Box, tile_shape
 
 from .alias import is_cast
+from .cats import parts_of_cat
 from .emit import Emitter
 from .facts import fake_value
 from .tile_forms import integers
@@ -154,18 +155,11 @@ def _selection(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
 
 def _part_of_cat(node: fx.Node, box: Box) -> fx.Node | None:
     """Return the part of a concatenation that a box is; None where it is none."""
-    shape = list(fake_value(node).shape)
-    (dim,) = integers(node.args[1:2]) or (0,)
-    start = 0
-    parts = node.args[0]
-    assert isinstance(parts, (list, tuple))
-    for part in parts:  # the same one may stand there more than once
-        assert isinstance(part, fx.Node)
-        size = fake_value(part).shape[dim]
-        here = tuple((start, start + size) if d == dim % len(shape) else (0, length) for d, length in enumerate(shape))
+    shape, (dim, parts) = fake_value(node).shape, parts_of_cat(node)
+    for part, start, end in parts:
+        here = tuple((start, end) if d == dim else (0, length) for d, length in enumerate(shape))
         if here == box and tuple(fake_value(part).shape) == tile_shape(box):
             return part
-        start += size
     return None
 
 

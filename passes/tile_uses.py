@@ -11,10 +11,10 @@ from zinf_compile import ops
 from zinf_compile.lookup import rounds_of_rows
 from zinf_compile.tiling import Box
 
-from .alias import is_cast
+from .alias import ALIASES, is_cast
 from .emit import Emitter
 from .facts import fake_value
-from .tile_forms import SAME, Form
+from .tile_forms import Form
 
 aten = torch.ops.aten
 
@@ -149,7 +149,7 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.No
 
 
 def _keeps_rows(step: fx.Node) -> bool:
-    return is_cast(step) or step.target in SAME
+    return is_cast(step) or step.target in ALIASES
 
 
 def _spans(tiles: Sequence[tuple[int, Box]], dim: int) -> list[Span]:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile.into import addmm_into, copy_into, mm_into
 
-from .alias import is_cast, is_view
+from .cats import parts_of_cat
 from .chains import is_elementwise, is_row_view
 from .emit import Emitter
-from .facts import fake_value, move_region_mark, positions, tile_of
+from .facts import fake_value, move_region_mark, positions
+from .tile_forms import is_of_tile
 
 aten = torch.ops.aten
 
@@ -57,19 +57,13 @@ def write_in_place(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _parts(whole: fx.Node, place: Place) -> list[_Part]:
     """Return what a concatenation consists of; nothing where that isn't made from products with tiles for it alone."""
-    tensors, dim = whole.args[0], whole.args[1] if len(whole.args) > 1 else 0
-    assert isinstance(tensors, (list, tuple))
-    assert isinstance(dim, int)
-    value = fake_value(whole)
-    dim %= value.dim()
+    value, (dim, stretches) = fake_value(whole), parts_of_cat(whole)
     found: list[_Part] = []
-    start = 0
-    for tensor in tensors:
-        assert isinstance(tensor, fx.Node)
+    for tensor, start, end in stretches:
         part = fake_value(tensor)
         if list(tensor.users) != [whole] or (part.dtype, part.dim()) != (value.dtype, value.dim()):
             return []
-        here = (*place, (dim, start, start + part.shape[dim]))
+        here = (*place, (dim, start, end))
         if tensor.target is aten.cat.default and tensor.args:
             inner = _parts(tensor, here)
         else:
@@ -77,7 +71,6 @@ def _parts(whole: fx.Node, place: Place) -> list[_Part]:
         if not inner:
             return []
         found += inner
-        start += part.shape[dim]
     return found
 
 
@@ -88,7 +81,7 @@ def _products(total: fx.Node) -> tuple[fx.Node, ...]:
         assert isinstance(before, fx.Node)
         first = _products(before) if list(before.users) == [total] else ()
         return (*first, total) if first else ()
-    return (total,) if total.target in INTO and any(map(_is_tile, total.all_input_nodes)) else ()
+    return (total,) if total.target in INTO and any(map(is_of_tile, total.all_input_nodes)) else ()
 
 
 def _made_from_product(value: fx.Node) -> tuple[fx.Node, ...]:
@@ -101,12 +94,6 @@ def _made_from_product(value: fx.Node) -> tuple[fx.Node, ...]:
         if is_elementwise(node) or is_row_view(node):
             stack += node.all_input_nodes
     return ()
-
-
-def _is_tile(operand: fx.Node) -> bool:
-    while is_view(operand) or is_cast(operand) or operand.target in (ops.wait, ops.all_gather, ops.swap_in):
-        operand = operand.all_input_nodes[0]
-    return tile_of(operand) is not None
 
 
 def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:

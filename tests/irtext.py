@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from torch._subclasses import FakeTensorMode
 from zinf_compile import ops
 from zinf_compile.backend import GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.passes.facts import mark_slot
+from zinf_compile.passes.facts import mark_slot, mark_tile, parameters
 from zinf_compile.passes.text import graph_text
 from zinf_compile.program import Program, Slot
+from zinf_compile.tiling import choose_tiles
 
 _SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*ops.SCHEDULE_OPS, ops.tile, ops.join)}
 
@@ -77,6 +79,21 @@ def graph_of(text: str, **inputs: torch.Tensor) -> fx.GraphModule:
             nodes[name] = value
     graph.output(returned)
     return fx.GraphModule(nn.Module(), graph)
+
+
+def cut(gm: fx.GraphModule, tile_bytes: int) -> fx.GraphModule:
+    """Say that the parameters are cut into tiles."""
+    for node, found in list(parameters(gm.graph)):
+        tiles = choose_tiles(found.shape, found.stride, found.dtype.itemsize, limit_bytes=tile_bytes, world_size=1)
+        mark_slot(node, dataclasses.replace(found, tiles=tiles))
+    return gm
+
+
+def each_a_tile(gm: fx.GraphModule) -> fx.GraphModule:
+    """Say that the parameters are tiles, of one of which nothing else is known."""
+    for number, (node, found) in enumerate(list(parameters(gm.graph))):
+        mark_tile(node, node, dataclasses.replace(found, tile=number))
+    return gm
 
 
 def text_of(gm: fx.GraphModule, **renamed: str) -> str:

@@ -11,7 +11,7 @@ from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile.runtime import chunks
-from zinf_compile.state_layout import LAYOUT
+from zinf_compile.state_layout import without_note
 
 
 def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
@@ -33,6 +33,6 @@ def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             whole.append([value.tolist() for value in zinf_compile.full_state_dict(model).values()])
             kept = optimizer.state_dict()["state"]
-            states.append({(n, name): v.tolist() for n, state in kept.items() for name, v in state.items() if name != LAYOUT})
+            states.append({(n, name): v.tolist() for n, state in kept.items() for name, v in without_note(state).items()})
         results.append((losses, whole, states))
     return results

@@ -120,7 +120,8 @@ def _cut(sizes: Sequence[int], most: int, multiple: int) -> list[Box]:
     even = -(-sizes[0] // count)
     rows = -(-even // step) * step
     for together in PRODUCT_ROWS:
-        more = -(-even // math.lcm(step, together)) * math.lcm(step, together)
+        multiple_of = math.lcm(step, together)
+        more = -(-even // multiple_of) * multiple_of
         if more <= min(most // row, even + even // 8):
             rows = more
             break

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from irtext import copied, example_of, graph_of, lines_of, results, text_of, traced, unit
+from irtext import copied, cut, example_of, graph_of, lines_of, results, text_of, traced, unit
 from torch import nn
 
 from zinf_compile.passes import chains
 from zinf_compile.passes.chain_tiles import chain_tiles
-from zinf_compile.passes.facts import fake_value, mark_slot, parameters
+from zinf_compile.passes.facts import fake_value
 from zinf_compile.passes.tile_matmuls import tile_matmuls
-from zinf_compile.tiling import choose_tiles
 
 INPUTS = {
     "x": torch.empty(2, 4),
@@ -162,10 +159,7 @@ def hidden_values(activation: nn.Module, *, turned: bool, kind: str) -> set[str]
     """Return which values are as large as all tokens' activations, in tiles of 8 of them; and check that they are right."""
     gm = traced(Hidden(activation, turned=turned), torch.randn(2, 3, 8, requires_grad=True))[kind]
     before = copied(gm)
-    for node, slot in list(parameters(gm.graph)):
-        tiles = choose_tiles(slot.shape, slot.stride, 4, limit_bytes=8 * 8 * 4, world_size=1)
-        mark_slot(node, dataclasses.replace(slot, tiles=tiles))
-    gm = chain_tiles(tile_matmuls(gm))
+    gm = chain_tiles(tile_matmuls(cut(gm, 8 * 8 * 4)))
     for computed, expected in zip(results(gm), results(before), strict=True):
         torch.testing.assert_close(computed, expected)
     large = [

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from irtext import example_of, graph_of, lines_of, text_of, unit
+from irtext import cut, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import joined_outputs, mark_slot, parameters, tile_of
+from zinf_compile.passes.facts import joined_outputs, parameters, tile_of
 from zinf_compile.passes.lift_tiles import lift_tiles
-from zinf_compile.tiling import choose_tiles
 
 BEFORE = """
 a = tile(w, [0, 0], [4, 8])
@@ -26,11 +23,7 @@ return (y, s, r)
 
 def graph() -> fx.GraphModule:
     inputs = {"w": unit(8, 8), "x": torch.empty(2, 4), "g": torch.empty(4, 8), "r": torch.empty(4, 8)}
-    gm = graph_of(BEFORE, **inputs)
-    for node, slot in list(parameters(gm.graph)):
-        tiles = choose_tiles(slot.shape, slot.stride, 4, limit_bytes=128, world_size=1)
-        mark_slot(node, dataclasses.replace(slot, tiles=tiles))
-    return gm
+    return cut(graph_of(BEFORE, **inputs), 128)
 
 
 def test_docstring_example() -> None:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from irtext import example_of, graph_of, lines_of, text_of, unit
+from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import mark_region, mark_tile, parameters
+from zinf_compile.passes.facts import mark_region
 from zinf_compile.passes.reduce_in_place import reduce_in_place
 
 INPUTS = {**{name: torch.empty(4, 4) for name in ("x", "d")}, "w_tile_0": unit(4, 4), "w_tile_1": unit(4, 4)}
@@ -15,9 +13,7 @@ INPUTS = {**{name: torch.empty(4, 4) for name in ("x", "d")}, "w_tile_0": unit(4
 
 def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
     gm = graph_of(text, **INPUTS)
-    for number, (node, slot) in enumerate(list(parameters(gm.graph)) if tiles else ()):
-        mark_tile(node, node, dataclasses.replace(slot, tile=number))
-    return gm
+    return each_a_tile(gm) if tiles else gm
 
 
 def test_docstring_example() -> None:

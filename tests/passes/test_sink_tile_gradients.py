@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import dataclasses
-
 import torch
-from irtext import example_of, graph_of, lines_of, text_of, unit
+from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import mark_tile, parameters, slot_of
 from zinf_compile.passes.sink_tile_gradients import sink_tile_gradients
 
 INPUTS = {
@@ -22,10 +19,7 @@ r = reduce_scatter(g_0, w_tile_0); s = reduce_scatter(g_1, w_tile_1)
 
 def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
     gm = graph_of(text, **INPUTS)
-    for number, (node, slot) in enumerate(list(parameters(gm.graph)) if tiles else ()):
-        mark_tile(node, node, dataclasses.replace(slot, tile=number))
-        assert slot_of(node) is not None
-    return gm
+    return each_a_tile(gm) if tiles else gm
 
 
 def test_docstring_example() -> None:

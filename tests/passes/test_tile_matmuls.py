@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from irtext import copied, results, text_of, traced
+from irtext import copied, cut, results, text_of, traced
 from torch import fx, nn
 from torch.nn import functional as F
 
 from zinf_compile.passes import graph_passes, run_passes, verify
-from zinf_compile.passes.facts import left_alone, mark_slot, parameters
+from zinf_compile.passes.facts import left_alone
 from zinf_compile.passes.tile_matmuls import tile_matmuls
-from zinf_compile.tiling import choose_tiles
 
 
 class With(nn.Module):
@@ -27,14 +25,6 @@ class With(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.function(self.w, x)
-
-
-def cut(gm: fx.GraphModule, tile_bytes: int) -> fx.GraphModule:
-    """Say that parameters are cut into tiles."""
-    for node, slot in list(parameters(gm.graph)):
-        tiles = choose_tiles(slot.shape, slot.stride, slot.dtype.itemsize, limit_bytes=tile_bytes, world_size=1)
-        mark_slot(node, dataclasses.replace(slot, tiles=tiles))
-    return gm
 
 
 def tiled(function: Callable[..., Any], *shape: int, x: torch.Tensor, rows: int = 2, kind: str = "joint") -> fx.GraphModule:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from irtext import example_of, graph_of, lines_of, text_of, unit
+from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import mark_region, mark_tile, parameters, starts_region
+from zinf_compile.passes.facts import mark_region, starts_region
 from zinf_compile.passes.write_in_place import write_in_place
 
 INPUTS = {
@@ -20,9 +18,7 @@ INPUTS = {
 
 def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
     gm = graph_of(text, **INPUTS)
-    for number, (node, slot) in enumerate(list(parameters(gm.graph)) if tiles else ()):
-        mark_tile(node, node, dataclasses.replace(slot, tile=number))
-    return gm
+    return each_a_tile(gm) if tiles else gm
 
 
 def after(text: str) -> list[str]:
