@@ -41,12 +41,27 @@ class GatherMemory:
         size = numel * dtype.itemsize
         if size < mmap.PAGESIZE:
             return torch.empty(numel, dtype=dtype)
-        length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        view = self.lend_view(size)
+        assert view is not None, "there is always new memory"
+        return torch.frombuffer(view, dtype=dtype, count=numel)  # holds the view as long as there is a tensor on it
+
+    def reserve(self, size: int) -> None:
+        """Make the arena at least so large now; nothing is lent."""
+        with self._lock:
+            assert not self._lent_bytes, "an arena in use stays as it is"
+            if self._size < size:
+                self._renew(size)
+
+    def lend_view(self, size: int, *, fresh: bool = True) -> memoryview | None:
+        """Return at least so many bytes, which come back when the view is dropped; None where only `fresh` ones are left."""
+        length = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             most = max(self._most_lent_bytes, self._lent_bytes + length)
             if not self._lent_bytes and self._size < most:
                 self._renew(most)
             start = self._take(length)
+            if start is None and not fresh:
+                return None
             if start is None:
                 view = memoryview(private_memory(length))
             else:
@@ -56,7 +71,7 @@ class GatherMemory:
             self._leases[number] = weakref.ref(view, lambda _: self._come_back(number, start, length))
             self._lent_bytes += length
             self._most_lent_bytes = most
-        return torch.frombuffer(view, dtype=dtype, count=numel)  # holds the view as long as there is a tensor on it
+        return view
 
     def held_bytes(self) -> int:
         """Return the bytes of the arena and of what is lent beside it."""

@@ -81,9 +81,13 @@ def _draw_by_loops(func: Any, flat: torch.Tensor, settings: Sequence[float]) -> 
     last = flat.numel() // _GROUP * _GROUP - _GROUP
     cuts = _cut(_COMPARED_FIRST, last)
     with ThreadPoolExecutor(len(cuts)) as pool:
-        streams = [stream.ahead(start - _COMPARED_FIRST) for start, _ in cuts]
-        list(pool.map(lambda part, cut: draw(part, flat[slice(*cut)], *settings), streams, cuts))
-    generator.set_state(streams[-1].state())
+        drawn = []
+        for start, end in cuts:  # the first part is drawn while the second one's state is found
+            part = stream.ahead(start - _COMPARED_FIRST)
+            drawn.append(pool.submit(draw, part, flat[start:end], *settings))
+        for future in drawn:
+            future.result()
+    generator.set_state(part.state())
     func(flat[last:], *settings)
     return True
 

@@ -19,6 +19,7 @@ from .draws import SoonerDraws
 from .errors import UnsupportedModelError
 from .parameter import hollow_tensor, reads_metadata
 from .runtime.buffers import private_memory
+from .runtime.gather_memory import GatherMemory
 from .runtime.lanes import Pending
 from .runtime.ledger import Ledger
 
@@ -108,6 +109,7 @@ class Nursery:
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
         self._leaving: collections.deque[tuple[_Open, Pending]] = collections.deque()
+        self._memory = GatherMemory()
         self._closed = False
         self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
         """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
@@ -157,17 +159,18 @@ class Nursery:
         self.close()
         self._open.clear()
         while self._leaving:
-            self._leaving.popleft()[1].wait()
+            self._wait_for_oldest()
+        self._memory.clear()
 
     def drop(self) -> None:
         """Forget everything; from now on there are no values."""
         self._closed = True
         self._open.clear()
         self._leaving.clear()
+        self._memory.clear()
 
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
-        self._make_room(newborn.nbytes)
-        birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger)
+        birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
         flat = opened.flat
         if birth.place is not None and birth.kept and not fills:
             birth.place.load(flat)
@@ -196,31 +199,40 @@ class Nursery:
         del flat
         return opened.let_go()
 
-    def _make_room(self, size: int) -> None:
-        """Wait until there is room for as many bytes more, or nothing is on its way."""
-        held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
-        while self._leaving and held + size > self._room:
-            opened, saving = self._leaving.popleft()
-            held -= opened.size
-            saving.wait()
+    def _take_memory(self, size: int) -> memoryview:
+        """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
+        if not self._open and not self._leaving:
+            self._memory.reserve(self._room)
+        while self._leaving:
+            held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
+            view = self._memory.lend_view(size, fresh=False) if held + size <= self._room else None
+            if view is not None:
+                return view
+            self._wait_for_oldest()
+        fresh = self._memory.lend_view(size)
+        assert fresh is not None, "there is always new memory"
+        return fresh
+
+    def _wait_for_oldest(self) -> None:
+        self._leaving.popleft()[1].wait()
 
 
 class _Open:
     """A value in memory."""
 
-    def __init__(self, newborn: Newborn, ledger: Ledger, value: torch.Tensor | None = None) -> None:
-        """Take memory of its own; or that of a `value`, where this is all there is in it."""
+    def __init__(self, newborn: Newborn, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
+        """Take memory that is lent; or a value's, copied where this is not all there is in it."""
         self._newborn = weakref.ref(newborn)
         self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
         self.size = size = numel * newborn.dtype.itemsize
-        self._memory: mmap.mmap | None = None
-        if value is not None and value.untyped_storage().nbytes() == size:
-            self.flat = value.as_strided((numel,), (1,))
+        self._memory = source if isinstance(source, memoryview) else None
+        if isinstance(source, memoryview):
+            self.flat = self._view(source, newborn.dtype)
+        elif source.untyped_storage().nbytes() == size:
+            self.flat = source.as_strided((numel,), (1,))
         else:
-            self._memory = private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE)
-            self.flat = self._view(self._memory, newborn.dtype)
-            if value is not None:
-                self.flat.copy_(value.as_strided((numel,), (1,)))
+            whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), newborn.dtype)
+            self.flat = whole.copy_(source.as_strided((numel,), (1,)))
         ledger.add("staged", size)
         weakref.finalize(self, ledger.add, "staged", -size).atexit = False
 
@@ -250,7 +262,7 @@ class _Open:
             self.flat = torch.empty(0, dtype=dtype).set_(held, 0, (count,), (1,))
         return held is None
 
-    def _view(self, memory: mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, memory: memoryview | mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)[: self.size].view(dtype)
 
 
