@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from training import BACKEND, adamw, assert_same, plain_step
 from transformer_models import gpt2, llama
 
 import zinf_compile
+from zinf_compile import draws
 from zinf_compile.errors import CheckpointError, RankMismatchError, StoreWarning
+from zinf_compile.mersenne import Stream
 from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime import chunks
 
 SEED = 3
 
@@ -159,3 +163,71 @@ def _train(rank: int, options: dict[str, Any]) -> None:
         optimizer = adamw(model.parameters())
         losses.append([plain_step(model, optimizer, case.batch(step, rank)).item() for step in range(3)])
     assert losses[0] == losses[1] == losses[2]
+
+
+@contextlib.contextmanager
+def noticing_small_ones() -> Iterator[None]:
+    """Let values that are drawn be noted, and go to drives in pieces, though they are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "_LEAST_NUMEL", 100)
+        patch.setattr(draws, "_COMPARED_FIRST", 32)
+        patch.setattr(chunks, "PIECE_NUMEL", 300)
+        yield
+
+
+def promised_on_ranks(rank: int, size: int, folder: str) -> bool:
+    """Check values that are noted to be drawn on these ranks: which, how many of them here, and that the ranks agree."""
+    warnings.filterwarnings("ignore", category=StoreWarning)
+    away = {"params": "nvme", "nvme": folder, "timeout_s": 60}
+    with noticing_small_ones():
+        for build in (CASES["attention"].build, CASES["tied"].build, llama, gpt2):
+            for options in ({"timeout_s": 60}, away, {**away, "tile": "512 B"}):
+                whole = built_whole(build)
+                random = torch.get_rng_state()
+                compare(whole, made_on_meta(build, **options))
+                assert torch.equal(torch.get_rng_state(), random)
+        _make_own_part(size, away)
+        _differ(rank, away)
+        _draw_in_different_ways(rank, away)
+    return True
+
+
+def _make_own_part(size: int, options: dict[str, Any]) -> None:
+    drawn: list[int] = []
+
+    def counting(stream: Stream, into: torch.Tensor, *settings: float) -> None:
+        drawn.append(into.numel())
+        Stream.uniform(stream, into, *settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(draws._LOOPS, draws._UNIFORM, counting)
+        made_on_meta(lambda: nn.Linear(100, 500, bias=False), **options)
+    assert sum(drawn) < 50_000 / size + 5_000, "and some groups on borders"
+
+
+def _differ(rank: int, options: dict[str, Any]) -> None:
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=1.0 + rank)
+
+    with torch.device("meta"):
+        model = nn.Linear(30, 30)
+    with pytest.raises(RankMismatchError, match="weight"):
+        zinf_compile.partition(model, init=initialise, **options)
+
+
+def _draw_in_different_ways(rank: int, options: dict[str, Any]) -> None:
+    """On rank 0 alone the loops make PyTorch's numbers: then nobody notes anything, as who reads a value asks the others."""
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.add_(1)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 30))
+
+    whole = built_whole(build).apply(initialise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "_loops_agree", lambda func, dtype: rank == 0)
+        compare(whole, made_on_meta(build, init=initialise, **options))

@@ -19,9 +19,9 @@ from .binding import reject_unsupported
 from .budget import check_shards, plan_later
 from .checkpoint import plain
 from .config import Config
-from .draws import SoonerDraws
+from .draws import SoonerDraws, is_made_by_loops, loops_agree
 from .errors import RankMismatchError, UnsupportedModelError
-from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, replaced_when_tied, steps_of
+from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
 from .limits import warn_of_caps
 from .loading import load_values, open_files
 from .meta_buffers import MetaBuffers
@@ -30,6 +30,7 @@ from .optimizer import install
 from .parameter import ShardedParameter, hollow_out, hollow_tensor
 from .places import InUnit
 from .program import Slot
+from .promises import Promises
 from .runtime.context import Context, context_for
 from .runtime.partitioning import make_units
 from .runtime.unit import Unit
@@ -84,7 +85,12 @@ def partition(
         with together(context, "reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
-        nursery = Nursery(context.host_ledger, compare=context.size > 1, room=_largest_module_bytes(births))
+        nursery = Nursery(
+            context.host_ledger,
+            compare=context.size > 1,
+            room=(room := _largest_module_bytes(births)),
+            promises=_promises(model, births, context, room, again=init is not None or checkpoint is not None),
+        )
         undo.callback(nursery.drop)
         buffers = undo.enter_context(MetaBuffers(model))
         newborns = undo.enter_context(_newborns(births, units, nursery))
@@ -160,6 +166,21 @@ def _largest_module_bytes(births: Sequence[_Expected]) -> int:
     for birth in births:
         sizes.update({id(module): birth.stand_in.nbytes for module, _ in birth.owners})
     return max(sizes.values())
+
+
+def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, again: bool) -> Promises | None:
+    """Return what notes how values are drawn; None where that must not differ between ranks, or is not worth it.
+
+    `again`: most are drawn again, or replaced, once they were drawn, as are those of models of transformers.
+    """
+    dtypes = {b.stand_in.dtype for b in births if is_made_by_loops(b.stand_in.numel(), b.stand_in.dtype)}
+    if not dtypes:
+        return None
+    what = "comparing the ranks' ways to draw random numbers"
+    if not all(context.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
+        return None
+    at_once = not again and not any(map(initialises_all, model.modules()))
+    return Promises(context.host_ledger, most_bytes=room, at_once=at_once)
 
 
 def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:

@@ -12,10 +12,12 @@ draws.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -50,10 +52,15 @@ class SoonerDraws(TorchDispatchMode):
     ) -> Any:
         """Draw what is large; do anything else as it is."""
         if func in _LOOPS and not kwargs and _is_large(args[0]):
-            flat, settings = args[0].detach().view(-1), (*args[1:], *_SETTINGS[func][len(args) - 1 :])
+            flat, settings = args[0].detach().view(-1), settings_of(func, args)
             if _draw_by_loops(func, flat, settings) or _draw_in_parts(func, flat, settings):
                 return args[0]
         return func(*args, **(kwargs or {}))
+
+
+def settings_of(func: Any, args: Sequence[Any]) -> tuple[float, ...]:
+    """Return what an operator is given beside its tensor."""
+    return (*args[1:], *_SETTINGS[func][len(args) - 1 :])
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
@@ -67,29 +74,103 @@ def _is_large(tensor: torch.Tensor) -> bool:
     )
 
 
-def _draw_by_loops(func: Any, flat: torch.Tensor, settings: Sequence[float]) -> bool:
-    """Let PyTorch draw the first elements, for comparison, and the last, 16 to 31; say whether the rest was drawn."""
-    if flat.dtype not in _LOOP_DTYPES or not all(map(math.isfinite, settings)) or not _loops_agree(func, flat.dtype):
-        return False
-    generator, draw = torch.default_generator, _LOOPS[func]
-    before, compared = generator.get_state(), torch.empty(_COMPARED_FIRST, dtype=flat.dtype)
-    stream = Stream(before)
-    draw(stream, compared, *settings)
-    if not torch.equal(func(flat[:_COMPARED_FIRST], *settings), compared):
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """What `normal_` or `uniform_` would make of a flat tensor: any part of it can be made at any time."""
+
+    func: Any
+    settings: tuple[float, ...]
+    dtype: torch.dtype
+    stream: Stream
+    """Before the first element."""
+    last: int
+    """A multiple of `_GROUP`: the first element that PyTorch has made already, as it doesn't make the last ones as the others."""
+    tail: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return self.last + self.tail.numel()
+
+    def whole(self, flat: torch.Tensor) -> None:
+        """Fill the tensor, with as many threads as PyTorch has."""
+        cuts = _cut(0, self.numel)
+        with ThreadPoolExecutor(len(cuts)) as pool:  # the first part is made while the second one's place is found
+            makers = self.parts(start for start, _ in cuts)
+            made = [pool.submit(make, flat[slice(*cut)]) for make, cut in zip(makers, cuts, strict=True)]
+            for future in made:
+                future.result()
+
+    def parts(self, starts: Iterable[int]) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Yield, for parts that begin at these elements, one after the other, what fills a tensor with it; any thread may."""
+        stream, before = self.stream, 0
+        for start in starts:
+            first = min(start, self.last) // _GROUP * _GROUP
+            stream, before = stream.ahead(first - before), first
+            yield functools.partial(self._make, stream.ahead(0), start)
+
+    def identity(self) -> int:
+        """Return what is equal for equal tensors."""
+        what = f"{self.func} {self.settings} {self.dtype} {self.numel} ".encode()
+        return int.from_bytes(hashlib.blake2b(what + bytes(self.stream.state().numpy()), digest_size=8).digest(), "little")
+
+    def _make(self, stream: Stream, start: int, into: torch.Tensor) -> None:
+        draw, end = _LOOPS[self.func], start + into.numel()
+        group = torch.empty(_GROUP, dtype=self.dtype)
+        place, until = start, min(end, self.last)
+        while place < until:
+            skip = place % _GROUP
+            count = min(_GROUP - skip, until - place) if skip or until - place < _GROUP else (until - place) // _GROUP * _GROUP
+            part = into[place - start : place - start + count]
+            if count % _GROUP:  # within a group
+                draw(stream, group, *self.settings)
+                part.copy_(group[skip : skip + count])
+            else:
+                draw(stream, part, *self.settings)
+            place += count
+        if end > self.last:
+            from_, to = max(start, self.last), end
+            into[from_ - start : to - start].copy_(self.tail[from_ - self.last : to - self.last])
+
+
+def is_made_by_loops(numel: int, dtype: torch.dtype) -> bool:
+    """Say whether a contiguous tensor is one that the loops may make."""
+    return numel >= _LEAST_NUMEL and dtype in _LOOP_DTYPES
+
+
+def loops_agree(dtype: torch.dtype) -> bool:
+    """Say whether here the loops make what PyTorch does."""
+    return all(_loops_agree(func, dtype) for func in _LOOPS)
+
+
+def plan_fill(func: Any, numel: int, dtype: torch.dtype, settings: Sequence[float]) -> Fill | None:
+    """Return what `func` would make of a flat tensor, and let the generator go on after it; None where it must be made now.
+
+    The first elements, and the last 16 to 31, are made by PyTorch, for comparison and because they are made in another way.
+    """
+    if func not in _LOOPS or not is_made_by_loops(numel, dtype) or not all(map(math.isfinite, settings)):
+        return None
+    if not _loops_agree(func, dtype):
+        return None
+    generator = torch.default_generator
+    before = generator.get_state()
+    stream, compared = Stream(before), torch.empty(_COMPARED_FIRST, dtype=dtype)
+    _LOOPS[func](stream.ahead(0), compared, *settings)
+    if not torch.equal(func(torch.empty_like(compared), *settings), compared):
         generator.set_state(before)
-        return False
-    last = flat.numel() // _GROUP * _GROUP - _GROUP
-    cuts = _cut(_COMPARED_FIRST, last)
-    with ThreadPoolExecutor(len(cuts)) as pool:
-        drawn = []
-        for start, end in cuts:  # the first part is drawn while the second one's state is found
-            part = stream.ahead(start - _COMPARED_FIRST)
-            drawn.append(pool.submit(draw, part, flat[start:end], *settings))
-        for future in drawn:
-            future.result()
-    generator.set_state(part.state())
-    func(flat[last:], *settings)
-    return True
+        return None
+    last = numel // _GROUP * _GROUP - _GROUP
+    generator.set_state(stream.ahead(last).state())
+    tail = func(torch.empty(numel - last, dtype=dtype), *settings)
+    return Fill(func, tuple(settings), dtype, stream, last, tail)
+
+
+def _draw_by_loops(func: Any, flat: torch.Tensor, settings: Sequence[float]) -> bool:
+    """Fill a tensor by loops of our own; say whether that was done."""
+    fill = plan_fill(func, flat.numel(), flat.dtype, settings)
+    if fill is not None:
+        fill.whole(flat)
+    return fill is not None
 
 
 @functools.cache
@@ -135,4 +216,4 @@ def _cut(start: int, end: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*range(start, start + count * step, step), end]))
 
 
-__all__ = ["SoonerDraws"]
+__all__ = ["Fill", "SoonerDraws", "is_made_by_loops", "loops_agree", "plan_fill", "settings_of"]

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import dataclasses
 import os
 import re
-import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .checkpoint import state_names
+from .drive_pieces import Piece, PieceWriter, pieces_of
 from .errors import CheckpointError
 from .newborn import Newborn, Nursery
-from .runtime import chunks
-from .runtime.buffers import BufferPool
 from .runtime.context import Context
 from .runtime.home import DriveHome
-from .runtime.lanes import Pending, wait_for_all
 from .runtime.unit import Unit
 from .tensor_files import Reading, TensorFiles
-
-_BYTES_ON_THE_WAY = 40 << 20
-"""Written while the next piece is brought; one piece at least, however large."""
 
 _BYTES_AHEAD = 16 << 20
 """Read while the piece before them is brought to where it is written from; one piece at least."""
@@ -110,79 +102,37 @@ def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
     unit.save(shard.copy_(host))
 
 
-class _Piece(NamedTuple):
-    """A stretch [first, last) of a shard: its first `valid` elements are those of the stored tensor from `start` on."""
-
-    first: int
-    last: int
-    start: int
-    valid: int
-
-    def size(self, unit: Unit) -> int:
-        """Return its bytes."""
-        return (self.last - self.first) * unit.dtype.itemsize
-
-
 class _DriveLoader:
     """Reads this rank's elements of parameters piece by piece, of later parameters too, while those before them are written."""
 
     def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
         self._engine = context.engine
-        self._pool = BufferPool(sys.maxsize, account=lambda change: context.host_ledger.add("staged", change))
-        self._coming = ((name, unit, piece) for name, unit in units for piece in _pieces(unit))
-        self._counts = collections.deque(len(_pieces(unit)) for _, unit in units)
-        self._reading: collections.deque[tuple[Unit, _Piece, Reading]] = collections.deque()
-        self._writing: collections.deque[tuple[Pending, torch.Tensor]] = collections.deque()
-        self._ahead = self._on_the_way = 0
-        """Bytes of both."""
+        self._writer = PieceWriter(context.host_ledger)
+        self._coming = ((name, unit, piece) for name, unit in units for piece in pieces_of(unit))
+        self._counts = collections.deque(len(pieces_of(unit)) for _, unit in units)
+        self._reading: collections.deque[tuple[Unit, Piece, Reading]] = collections.deque()
+        self._ahead = 0
+        """Bytes of these."""
 
     def load_next(self) -> None:
         """Load the next of the parameters; the last pieces may still be written when this returns."""
         for _ in range(self._counts.popleft()):
             self._read_ahead()
             unit, piece, reading = self._reading.popleft()
-            size = piece.size(unit)
-            self._ahead -= size
-            while self._writing and self._on_the_way + size > _BYTES_ON_THE_WAY:
-                self._wait_for_oldest()
-            room = self._pool.take(size)
-            assert room is not None, "nothing caps the pool"
-            source = room[:size].view(unit.dtype)
-            reading.finish(source[: piece.valid])
-            source[piece.valid :].zero_()
-            assert isinstance(unit.home, DriveHome)
-            self._writing.append((unit.home.write_piece(piece.first, source), room))
-            self._on_the_way += room.nbytes
+            self._ahead -= piece.valid * unit.dtype.itemsize
+            self._writer.write(unit, piece, reading.finish)
 
     def close(self) -> None:
         """Return when all is written."""
-        wait_for_all(pending.wait for pending, _ in self._writing)
-        self._pool.clear()
-
-    def _wait_for_oldest(self) -> None:
-        pending, room = self._writing.popleft()
-        pending.wait()
-        self._on_the_way -= room.nbytes
-        self._pool.give_back(room)
+        self._writer.close()
 
     def _read_ahead(self) -> None:
         while (not self._reading or self._ahead < _BYTES_AHEAD) and (coming := next(self._coming, None)) is not None:
             name, unit, piece = coming
-            reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._engine, pool=self._pool)
+            reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._engine, pool=self._writer.pool)
             self._reading.append((unit, piece, reading))
-            self._ahead += piece.size(unit)
-
-
-def _pieces(unit: Unit) -> list[_Piece]:
-    places = [stretch.place for stretch in unit.stretches]
-    found = []
-    for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts):
-        stretch = bisect.bisect(places, first) - 1
-        start, end = unit.held[stretch]
-        start += first - places[stretch]
-        found.append(_Piece(first, last, start, max(0, min(last - first, end - start))))
-    return found
+            self._ahead += piece.valid * unit.dtype.itemsize
 
 
 def _read(files: TensorFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,11 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import no_torch_function, tree_leaves, tree_map
-from .draws import SoonerDraws
+from .draws import Fill, SoonerDraws, is_made_by_loops, settings_of
+from .drive_pieces import PieceWriter
 from .errors import UnsupportedModelError
 from .parameter import hollow_tensor, reads_metadata
+from .promises import Promises
 from .runtime.buffers import private_memory
 from .runtime.gather_memory import GatherMemory
 from .runtime.lanes import Pending
@@ -32,6 +35,10 @@ _FILLS = frozenset(
 """Functions that overwrite all of their first argument: what it was before need not be brought."""
 
 
+_DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
+"""Those of `_FILLS` that draw all of it by one operator of which it can be noted what it would make."""
+
+
 class Place(Protocol):
     """Where a value is kept between the times when it is needed whole."""
 
@@ -40,6 +47,9 @@ class Place(Protocol):
 
     def save(self, whole: torch.Tensor) -> Pending:
         """Start to keep this rank's part of a flat tensor of the host, which is the same on all ranks and may not change."""
+
+    def fill(self, fill: Fill, writer: PieceWriter) -> bool:
+        """Start to keep this rank's part of what is to be drawn, piece by piece; say whether that can be done here."""
 
 
 @dataclasses.dataclass
@@ -99,12 +109,14 @@ class Nursery:
     """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
 
     What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
-    more than `room` bytes.
+    more than `room` bytes. A value that is only drawn is none yet, where there are `promises`: it is made when somebody reads it,
+    or at the end; to a drive it goes in pieces, of which each rank makes its own.
     """
 
-    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0) -> None:
+    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, promises: Promises | None = None) -> None:
         self._ledger = ledger
         self._room = room
+        self._promises = promises
         self._compare = compare
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
@@ -116,15 +128,22 @@ class Nursery:
 
     def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+        self._reject_if_closed(newborn)
         opened = self._open.get(id(newborn))
-        if self._closed:
-            raise UnsupportedModelError(
-                f"parameter {newborn._zinf_birth.name} was being partitioned when an error ended that: build the model anew"
-            )
         if opened is None:
             self.close(but=newborn._zinf_birth.owner)
             opened = self._bring(newborn, fills=fills)
         return opened.value()
+
+    def may_promise(self, newborn: Newborn) -> bool:
+        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
+        large = is_made_by_loops(newborn.numel(), newborn.dtype)
+        return self._promises is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
+
+    def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+        """Note which operator draws a value, for when it is needed; say whether that could be done."""
+        self._reject_if_closed(newborn)
+        return self._promises is not None and self._promises.note(newborn, func, settings)
 
     def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
@@ -139,6 +158,7 @@ class Nursery:
                 self.whole(newborn, fills=True).copy_(value)
             else:
                 self.close(but=birth.owner)
+                self._take_promise(newborn)
                 newborn.data = hollow_tensor(value)
                 self._open[id(newborn)] = _Open(newborn, self._ledger, value)
         birth.filled = True
@@ -146,6 +166,7 @@ class Nursery:
     def forget(self, newborn: Newborn) -> None:
         """Drop a value that is about to be replaced where it is kept."""
         self._open.pop(id(newborn), None)
+        self._take_promise(newborn)
 
     def close(self, *, but: int | None = None) -> None:
         """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
@@ -158,6 +179,9 @@ class Nursery:
         """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
         self.close()
         self._open.clear()
+        for newborn in self._promises.finish() if self._promises is not None else ():
+            self.whole(newborn)
+            self.close()
         while self._leaving:
             self._wait_for_oldest()
         self._memory.clear()
@@ -166,18 +190,34 @@ class Nursery:
         """Forget everything; from now on there are no values."""
         self._closed = True
         self._open.clear()
+        if self._promises is not None:
+            self._promises.drop()
         self._leaving.clear()
         self._memory.clear()
 
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
         birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
         flat = opened.flat
-        if birth.place is not None and birth.kept and not fills:
+        promised = self._take_promise(newborn)
+        if fills:
+            pass
+        elif promised is not None:
+            promised.whole(flat)
+        elif birth.place is not None and birth.kept:
             birth.place.load(flat)
-        elif not fills and _has_nan(flat.dtype):
+        elif _has_nan(flat.dtype):
             flat.fill_(math.nan)  # by which is seen what no initialiser touches
         self._open[id(newborn)] = opened
         return opened
+
+    def _take_promise(self, newborn: Newborn) -> Fill | None:
+        return None if self._promises is None else self._promises.take(newborn)
+
+    def _reject_if_closed(self, newborn: Newborn) -> None:
+        if self._closed:
+            raise UnsupportedModelError(
+                f"parameter {newborn._zinf_birth.name} was being partitioned when an error ended that: build the model anew"
+            )
 
     def _put_away(self, birth: Birth, opened: _Open) -> bool:
         """Keep a value; say whether nobody has a view of it."""
@@ -201,7 +241,7 @@ class Nursery:
 
     def _take_memory(self, size: int) -> memoryview:
         """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
-        if not self._open and not self._leaving:
+        if self._promises is None and not self._open and not self._leaving:  # else large values are rarely whole
             self._memory.reserve(self._room)
         while self._leaving:
             held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
@@ -266,8 +306,23 @@ class _Open:
         return torch.frombuffer(memory, dtype=torch.uint8)[: self.size].view(dtype)
 
 
-def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = getattr(func, "__name__", "")
+class _Promising(TorchDispatchMode):
+    """Context in which of a newborn that is drawn it is only noted how."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note it, or do it."""
+        first = args[0] if args else None
+        if not isinstance(first, Newborn):
+            return func(*args, **(kwargs or {}))
+        if not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
+            return first
+        return _on_whole(func, args, kwargs or {}, promises=False)
+
+
+def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, promises: bool = True) -> Any:
+    name = getattr(func, "__name__", "").partition(".")[0]
     newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Newborn)]
     first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
     if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
@@ -277,6 +332,9 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
             _assign(first, args[1])
         return None
     fills = name in _FILLS and isinstance(first, Newborn) and sum(item is first for item in newborns) == 1
+    if promises and fills and name in _DRAWS and len(newborns) == 1 and newborns[0]._zinf_birth.nursery.may_promise(newborns[0]):
+        with no_torch_function(), _Promising():
+            return func(*args, **kwargs)
     with torch.no_grad():
         wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
 

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 
 import torch
 
+from .draws import Fill
+from .drive_pieces import PieceWriter, pieces_of
 from .errors import StoreError
 from .newborn import Place
 from .runtime.context import Context
+from .runtime.home import DriveHome
 from .runtime.lanes import Done, Pending
 from .runtime.partition import shard_numel, shard_range
 from .runtime.scratch_file import ScratchFile
@@ -74,6 +77,15 @@ class InUnit:
             return unit.home.write(whole)
         return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 
+    def fill(self, fill: Fill, writer: PieceWriter) -> bool:
+        """See `Place.fill`."""
+        if not isinstance(self._unit.home, DriveHome):
+            return False
+        pieces = pieces_of(self._unit)
+        for piece, make in zip(pieces, fill.parts(piece.start for piece in pieces), strict=True):
+            writer.write(self._unit, piece, make)
+        return True
+
 
 class InMemory:
     """Host memory."""
@@ -93,6 +105,10 @@ class InMemory:
             self._shard = torch.empty(numel, dtype=whole.dtype)
         part_of(whole, self._shard, self._context)
         return Done()
+
+    def fill(self, fill: Fill, writer: PieceWriter) -> bool:
+        """See `Place.fill`."""
+        return False
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
         """Fill a shard with this rank's part, and keep that no longer; return the shard."""
@@ -162,6 +178,10 @@ class InNotebook:
             self._start, self._size = self._notebook.take(part.numel()), part.numel()
         self._notebook.write(part, self._start)
         return Done()
+
+    def fill(self, fill: Fill, writer: PieceWriter) -> bool:
+        """See `Place.fill`."""
+        return False
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
         """Fill a shard with this rank's part; return the shard."""

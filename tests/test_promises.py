@@ -1,0 +1,118 @@
+"""Values that are noted to be drawn, and made later: the same bits, each rank its own pieces, each written once."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_birth
+import torch
+from faults import failing
+from marks import more
+from models import CASES
+from rank_birth import REBUILT, assert_born, built_whole, compare, made_on_meta, noticing_small_ones
+from ranks import run_ranks
+from tiers import context_of
+from torch import nn
+from transformer_models import bert, gpt2, llama, t5
+
+import zinf_compile
+from zinf_compile.errors import StoreError
+from zinf_compile.promises import Promises
+from zinf_compile.runtime.home import DriveHome
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Yield the names of what is noted."""
+    names: list[str] = []
+    note = Promises.note
+
+    def noting(self: Promises, newborn: Any, *arguments: Any) -> bool:
+        done = note(self, newborn, *arguments)
+        names.extend([newborn._zinf_birth.name] if done else [])
+        return done
+
+    monkeypatch.setattr(Promises, "note", noting)
+    with noticing_small_ones():
+        yield names
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {**REBUILT, "gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("options", [{}, {"params": "nvme"}, {"params": "nvme", "tile": "512 B"}], ids=["here", "drive", "tiles"])
+def test_a_model_has_the_numbers_of_one_built_whole(name: str, options: dict[str, Any], noted: list[str], tmp_path: Path) -> None:
+    place = {"nvme": tmp_path} if options else {}
+    assert_born(MODELS[name], functools.partial(made_on_meta, **options, **place))
+    large = [p for p in MODELS[name]().parameters() if p.numel() >= 100 and p.dim() > 1]
+    assert noted or not large
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_what_is_drawn_may_be_read_changed_and_drawn_again(tier: str, tmp_path: Path) -> None:
+    def change(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            with torch.no_grad():
+                module.weight.mul_(2)
+                nn.init.normal_(module.weight, std=float(module.weight.std()))
+                module.weight[:2].zero_()
+        if isinstance(module, nn.Embedding):
+            nn.init.uniform_(module.weight, -1, 1)
+            nn.init.normal_(module.weight, std=0.1)
+        if isinstance(module, nn.Sequential):
+            nn.init.kaiming_uniform_(module[1].weight)
+            module[2].weight.data.add_(module[1].weight[:12, :12].sum())
+            nn.init.trunc_normal_(module[3].weight)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 12), nn.Linear(12, 40), nn.Linear(40, 30), nn.Linear(30, 20))
+
+    whole = built_whole(build).apply(change)
+    random = torch.get_rng_state()
+    ours = made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {}))
+    assert torch.equal(torch.get_rng_state(), random)
+    compare(whole, ours)
+
+
+@pytest.mark.parametrize("build", [gpt2, lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])], ids=["again", "once"])
+def test_each_piece_is_written_once(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: collections.Counter[tuple[int, int]] = collections.Counter()
+    write = DriveHome.write_piece
+
+    def count(self: DriveHome, start: int, source: torch.Tensor) -> Any:
+        written[self._index, start] += 1
+        return write(self, start, source)
+
+    monkeypatch.setattr(DriveHome, "write_piece", count)
+    made_on_meta(build, params="nvme", nvme=tmp_path)
+    assert len(written) > 4
+    assert set(written.values()) == {1}
+
+
+@pytest.mark.parametrize("number", [0, 2, 7])
+def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[str], tmp_path: Path) -> None:
+    engine = context_of(made_on_meta(CASES["mlp"].build)).engine
+    noted.clear()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)])
+    with failing(engine, "write", number), pytest.raises(StoreError, match="cannot write bytes") as raised:
+        zinf_compile.partition(model, params="nvme", nvme=tmp_path)
+    assert raised.value.errno == errno.EIO
+    assert noted
+    assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
+    zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [2, 3, more(4)])
+def test_ranks_make_their_own_pieces_of_the_same_model(world_size: int, tmp_path: Path) -> None:
+    assert all(run_ranks(rank_birth.promised_on_ranks, world_size, str(tmp_path)))

@@ -1,0 +1,69 @@
+"""Values that are only drawn: made when somebody reads them, or on their way to a drive, where each rank makes its own pieces."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .draws import Fill, plan_fill
+from .drive_pieces import BYTES_ON_THE_WAY, PieceWriter
+from .runtime.ledger import Ledger
+
+if TYPE_CHECKING:
+    from .newborn import Newborn
+
+
+class Promises:
+    """Notes how newborns are drawn. Those of one module at a time may be drawn again; those before go to their drives."""
+
+    def __init__(self, ledger: Ledger, *, most_bytes: int, at_once: bool) -> None:
+        """`at_once`: begin to write while others are noted; False where most are drawn again, later."""
+        self._at_once = at_once
+        self._noted: dict[int, tuple[weakref.ref[Newborn], Fill]] = {}
+        self._on_their_way: set[int] = set()
+        self._writer = PieceWriter(ledger, most_bytes=min(most_bytes, BYTES_ON_THE_WAY), threads=torch.get_num_threads())
+
+    def note(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+        """Note which operator draws a newborn; say whether that could be done."""
+        fill = plan_fill(func, newborn.numel(), newborn.dtype, settings)
+        if fill is None:
+            return False
+        self.take(newborn)
+        self._noted[id(newborn)] = weakref.ref(newborn), fill
+        newborn._zinf_birth.filled = True
+        if self._at_once:
+            self._send(but=newborn._zinf_birth.owner)
+        return True
+
+    def take(self, newborn: Newborn) -> Fill | None:
+        """Return what was noted of a newborn whose value is about to be made or replaced; its place is no longer written to."""
+        _, fill = self._noted.pop(id(newborn), (None, None))
+        if id(newborn) in self._on_their_way:
+            self._writer.drain()
+            self._on_their_way.clear()
+        return fill
+
+    def finish(self) -> list[Newborn]:
+        """Return when all is kept that can be made piece by piece; return the newborns that can't."""
+        self._send(but=None)
+        self._writer.close()
+        left = [newborn for reference, _ in self._noted.values() if (newborn := reference()) is not None]
+        return [newborn for newborn in left if newborn._zinf_birth.place is not None]
+
+    def drop(self) -> None:
+        """Forget everything. What is being written is written to its end."""
+        self._noted.clear()
+        self._writer.abandon()
+
+    def _send(self, *, but: int | None) -> None:
+        for key, (reference, fill) in list(self._noted.items()):
+            newborn = reference()
+            birth = None if newborn is None else newborn._zinf_birth
+            if birth is None or birth.place is None or birth.owner == but or not birth.place.fill(fill, self._writer):
+                continue
+            birth.checksum, birth.kept = fill.identity(), True
+            self._on_their_way.add(key)
+            del self._noted[key]
