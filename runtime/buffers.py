@@ -80,6 +80,7 @@ class BufferPool:
         """Who has a buffer and is under way, the oldest first; whoever needs one may finish it."""
         self._idle: list[torch.Tensor] = []
         self._account = account
+        self._closed = False
 
     def limit(self, cap_bytes: int) -> None:
         """Let the pool hold no more than that from now on; idle buffers beyond it are dropped."""
@@ -121,6 +122,8 @@ class BufferPool:
     def give_back(self, buffer: torch.Tensor) -> None:
         """Take back what `take` returned; nothing may use it any more."""
         with self.lock:
+            if self._closed:
+                return
             self._idle.append(buffer)
             self.returned.notify_all()
 
@@ -129,6 +132,13 @@ class BufferPool:
         with self.lock:
             self._count(-sum(buffer.numel() for buffer in self._idle))
             self._idle.clear()
+
+    def close(self) -> None:
+        """Count nothing any more: whoever still has a buffer keeps it."""
+        with self.lock:
+            self._count(-self.bytes)
+            self._idle.clear()
+            self._closed = True
 
     def _count(self, change: int) -> None:
         self.bytes += change

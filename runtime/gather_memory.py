@@ -46,10 +46,9 @@ class GatherMemory:
         return torch.frombuffer(view, dtype=dtype, count=numel)  # holds the view as long as there is a tensor on it
 
     def reserve(self, size: int) -> None:
-        """Make the arena at least so large now; nothing is lent."""
+        """Make the arena at least so large now, if nothing is lent."""
         with self._lock:
-            assert not self._lent_bytes, "an arena in use stays as it is"
-            if self._size < size:
+            if not self._lent_bytes and self._size < size:
                 self._renew(size)
 
     def lend_view(self, size: int, *, fresh: bool = True) -> memoryview | None:

@@ -132,7 +132,7 @@ class Unit(Dense):
         self.start_saving(shard).wait()
 
     def start_saving(self, shard: torch.Tensor) -> Pending:
-        """Start to keep what `blank` returned, or host memory of its size; it may not change meanwhile."""
+        """Start to keep what `blank` returned; it may not change meanwhile."""
         if self.home is None:
             return Done()
         if self.updates is not None:

@@ -238,6 +238,39 @@ def test_a_view_that_somebody_holds_stays_the_value() -> None:
     assert_born(build, built_inside)
 
 
+def test_what_has_no_nan_and_is_initialised_in_part_is_zero_elsewhere(tmp_path: Path) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(64, 64, dtype=torch.int32), requires_grad=False)
+
+        def reset_parameters(self) -> None:
+            self.table.data[0] = 1
+
+    for options in ({}, {"params": "nvme", "nvme": tmp_path}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 64), Table(), nn.Linear(64, 64), Table())
+        zinf_compile.partition(model, **options)  # type: ignore[arg-type]
+        state = zinf_compile.full_state_dict(model)
+        assert all(int(state[f"{number}.table"].sum()) == 64 for number in (1, 3))
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_parameters_may_be_replaced_while_somebody_holds_their_values(tier: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+        old = model[0].weight.detach()
+        model[0].weight = nn.Parameter(torch.cat([old, old]))
+        nn.init.normal_(model[1].weight)
+        gone: Any = nn.Linear(30, 30)
+        held, gone = gone.weight.data, None
+        model[1].weight.data.mul_(2)
+        model[1].bias.data.add_(held.sum())
+        return model
+
+    assert_born(build, functools.partial(built_inside, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {})))
+
+
 def test_a_view_held_while_later_modules_are_made_stays_the_value_on_a_drive(tmp_path: Path) -> None:
     held: list[torch.Tensor] = []
 

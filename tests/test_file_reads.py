@@ -93,6 +93,26 @@ def test_what_is_in_it_stays_there_and_is_not_read_from_the_drive(opened: Opened
     assert is_cached(opened.fd, 0, SIZE)
 
 
+def test_of_somebody_elses_file_nothing_is_taken_to_be_cached(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.pread(direct(opened).fd, SIZE, 0)
+    monkeypatch.setattr(os, "geteuid", lambda: os.fstat(opened.fd).st_uid + 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert not is_cached(opened.fd, 0, SIZE)
+    assert opened.read(5000, 200_000) == CONTENT[5000:205_000]
+
+
+def test_without_a_way_past_the_page_cache_nothing_stays_in_it_that_was_not_there(tmp_path: Path) -> None:
+    opened = Opened(tmp_path / "file")
+    with File(tmp_path / "file", direct=False) as buffered:
+        opened.file = buffered
+        opened.drop()
+        assert opened.read(3, 200_000) == CONTENT[3:200_003]
+        assert opened.engine.bytes_read == 0
+    assert not is_cached(opened.fd, 8192, 100_000)
+    opened.engine.close()
+    os.close(opened.fd)
+
+
 def test_of_a_file_that_became_shorter_there_is_what_is_left(tmp_path: Path) -> None:
     for length in (0, 5000, 100_000, 8192):
         opened = Opened(tmp_path / f"{length}")

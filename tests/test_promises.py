@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,37 @@ def test_what_is_drawn_may_be_read_changed_and_drawn_again(tier: str, tmp_path: 
     compare(whole, ours)
 
 
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_what_is_drawn_may_be_replaced(tier: str, tmp_path: Path) -> None:
+    def change(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data = torch.full_like(module.weight, 3.0)
+        if isinstance(module, nn.Embedding):
+            module.weight = nn.Parameter(torch.full((50, 12), 5.0))
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 12), nn.Linear(12, 40), nn.Linear(40, 30))
+
+    whole = built_whole(build).apply(change)
+    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {})))
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_what_fails_to_fill_a_value_leaves_what_it_was(tier: str, tmp_path: Path) -> None:
+    def change(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            with pytest.raises(RuntimeError), torch.no_grad():
+                module.weight.copy_(torch.zeros(7))
+            with pytest.raises(RuntimeError):
+                nn.init.normal_(module.weight, std=-1.0)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 40), nn.Linear(40, 30))
+
+    whole = built_whole(build).apply(change)
+    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {})))
+
+
 @pytest.mark.parametrize("build", [gpt2, lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])], ids=["again", "once"])
 def test_each_piece_is_written_once(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -100,14 +132,17 @@ def test_each_piece_is_written_once(build: Callable[[], nn.Module], monkeypatch:
 
 @pytest.mark.parametrize("number", [0, 2, 7])
 def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[str], tmp_path: Path) -> None:
-    engine = context_of(made_on_meta(CASES["mlp"].build)).engine
+    context = context_of(made_on_meta(CASES["mlp"].build))
     noted.clear()
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)])
-    with failing(engine, "write", number), pytest.raises(StoreError, match="cannot write bytes") as raised:
+    with failing(context.engine, "write", number), pytest.raises(StoreError, match="cannot write bytes") as raised:
         zinf_compile.partition(model, params="nvme", nvme=tmp_path)
     assert raised.value.errno == errno.EIO
     assert noted
+    del raised
+    gc.collect()
+    assert context.host_ledger.now()["staged"] == 0
     assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
     zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way
 

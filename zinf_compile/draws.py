@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .mersenne import Stream
+from .mersenne import Stream, is_state
 
 _LEAST_NUMEL = 1 << 20
 """What PyTorch draws in a few milliseconds it may draw alone."""
@@ -56,6 +56,11 @@ class SoonerDraws(TorchDispatchMode):
             if _draw_by_loops(func, flat, settings) or _draw_in_parts(func, flat, settings):
                 return args[0]
         return func(*args, **(kwargs or {}))
+
+
+def is_draw(func: Any) -> bool:
+    """Say whether an operator is one that this file knows."""
+    return func in _LOOPS
 
 
 def settings_of(func: Any, args: Sequence[Any]) -> tuple[float, ...]:
@@ -177,6 +182,8 @@ def _draw_by_loops(func: Any, flat: torch.Tensor, settings: Sequence[float]) -> 
 def _loops_agree(func: Any, dtype: torch.dtype) -> bool:
     """Compare a million elements with PyTorch's: what differs now and then shows among so many."""
     generator = torch.Generator()
+    if not is_state(generator.get_state()):
+        return False
     for seed, settings in enumerate([(0.0, 1.0), (-0.02, 0.03)]):
         stream, compared = Stream(generator.manual_seed(seed).get_state()), torch.empty(_COMPARED_NUMEL, dtype=dtype)
         _LOOPS[func](stream, compared, *settings)
@@ -189,7 +196,7 @@ def _loops_agree(func: Any, dtype: torch.dtype) -> bool:
 def _draw_in_parts(func: Any, flat: torch.Tensor, settings: Sequence[float]) -> bool:
     """Let PyTorch draw parts at the same time; say whether that was done and each left off where the next one began."""
     cuts = _cut(0, flat.numel())
-    if len(cuts) < 2:
+    if len(cuts) < 2 or not is_state(torch.default_generator.get_state()):
         return False
     stream = Stream(torch.default_generator.get_state())
     begins = [stream.ahead(_WORDS[flat.dtype] * start).state() for start, _ in cuts]
@@ -216,4 +223,4 @@ def _cut(start: int, end: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*range(start, start + count * step, step), end]))
 
 
-__all__ = ["Fill", "SoonerDraws", "is_made_by_loops", "loops_agree", "plan_fill", "settings_of"]
+__all__ = ["Fill", "SoonerDraws", "is_draw", "is_made_by_loops", "loops_agree", "plan_fill", "settings_of"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -47,8 +46,7 @@ class PieceWriter:
     """Has pieces made, by threads of its own where it has some, and written; counts what they take as staged."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int = BYTES_ON_THE_WAY, threads: int = 0) -> None:
-        self.pool = BufferPool(sys.maxsize, account=lambda change: ledger.add("staged", change))
-        """Of buffers for pieces; whoever makes them may take more. There is always room."""
+        self._pool = BufferPool(most_bytes, account=lambda change: ledger.add("staged", change))
         self._most_bytes = most_bytes
         self._bytes = 0
         self._threads = ThreadPoolExecutor(threads) if threads else None
@@ -59,8 +57,8 @@ class PieceWriter:
         size = (piece.last - piece.first) * unit.dtype.itemsize
         while self._under_way and self._bytes + size > self._most_bytes:
             self._wait_for_oldest()
-        room = self.pool.take(size)
-        assert room is not None, "nothing caps the pool"
+        room = self._pool.take(size)
+        assert room is not None, "no more is out than the pool may have"
 
         def begin() -> Pending:
             source = room[:size].view(unit.dtype)
@@ -83,7 +81,7 @@ class PieceWriter:
         self._bytes = 0
         wait_for_all(lambda begun=begun: begun().wait() for begun, _ in under_way)  # type: ignore[misc]
         for _, room in under_way:
-            self.pool.give_back(room)
+            self._pool.give_back(room)
 
     def close(self) -> None:
         """The same, and let go of threads and memory."""
@@ -95,7 +93,7 @@ class PieceWriter:
     def abandon(self) -> None:
         """Wait for nothing: what is under way ends by itself."""
         self._under_way.clear()
-        self.pool.clear()
+        self._pool.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -103,4 +101,4 @@ class PieceWriter:
         begun, room = self._under_way.popleft()
         self._bytes -= room.nbytes
         begun().wait()
-        self.pool.give_back(room)
+        self._pool.give_back(room)

@@ -6,6 +6,7 @@ megabytes at a time, and pushes out of memory what others have there.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -26,14 +27,21 @@ class FileRead:
     """Some bytes of a file, on their way into memory of the host."""
 
     def __init__(self, engine: Engine, file: File, fd: int, offset: int, size: int, pool: BufferPool) -> None:
-        """Start to read past the page cache what isn't in it. `fd`: the same file's, buffered; `pool` must have room."""
+        """Start to read what isn't in the page cache: past it, where the filesystem can.
+
+        `fd`: the same file's, buffered. `pool` must have room.
+        """
         self._fd, self._offset = fd, offset
         self._pool = pool
         self._room: torch.Tensor | None = None
         self._direct: Request | None = None
         self._skip, self._count = offset % file.alignment, 0
         """Of what is read past the page cache, what comes before the bytes asked for, and how many of these are in it."""
-        if file.direct and not is_cached(fd, offset, size):
+        self._keeps = is_cached(fd, offset, size)
+        if not self._keeps and not file.direct:
+            with contextlib.suppress(OSError):  # an advice
+                os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+        if not self._keeps and file.direct:
             first, last = offset - self._skip, -(-(offset + size) // file.alignment) * file.alignment
             last = min(last, os.fstat(fd).st_size // file.alignment * file.alignment)
             if last > offset:
@@ -55,11 +63,13 @@ class FileRead:
             self._pool.give_back(self._room)
             self._room = self._direct = None
         rest = into[self._count :]
-        return self._count + (read_at(self._fd, rest, self._offset + self._count, keep=True) if rest.numel() else 0)
+        return self._count + (read_at(self._fd, rest, self._offset + self._count, keep=self._keeps) if rest.numel() else 0)
 
 
 def is_cached(fd: int, offset: int, size: int) -> bool:
-    """Say whether all of a stretch of a file is in the page cache."""
+    """Say whether all of a stretch of a file is in the page cache; of a file of somebody else's the kernel doesn't tell."""
+    if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
+        return False
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + size - start
     flags = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()

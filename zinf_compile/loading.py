@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from .checkpoint import state_names
 from .drive_pieces import Piece, PieceWriter, pieces_of
 from .errors import CheckpointError
 from .newborn import Newborn, Nursery
+from .runtime.buffers import BufferPool
 from .runtime.context import Context
 from .runtime.home import DriveHome
 from .runtime.unit import Unit
@@ -23,6 +25,9 @@ from .tensor_files import Reading, TensorFiles
 
 _BYTES_AHEAD = 16 << 20
 """Read while the piece before them is brought to where it is written from; one piece at least."""
+
+_MOST_ROOM_BYTES = 48 << 20
+"""Of buffers for that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +112,8 @@ class _DriveLoader:
 
     def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
-        self._engine = context.engine
+        self._context = context
+        self._rooms = BufferPool(sys.maxsize, account=lambda change: context.host_ledger.add("staged", change))
         self._writer = PieceWriter(context.host_ledger)
         self._coming = ((name, unit, piece) for name, unit in units for piece in pieces_of(unit))
         self._counts = collections.deque(len(pieces_of(unit)) for _, unit in units)
@@ -125,12 +131,17 @@ class _DriveLoader:
 
     def close(self) -> None:
         """Return when all is written."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._rooms.close()
 
     def _read_ahead(self) -> None:
         while (not self._reading or self._ahead < _BYTES_AHEAD) and (coming := next(self._coming, None)) is not None:
             name, unit, piece = coming
-            reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._engine, pool=self._writer.pool)
+            if self._rooms.bytes > _MOST_ROOM_BYTES:
+                self._rooms.clear()  # of idle ones, which may be of other sizes than are needed now
+            reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._context.engine, pool=self._rooms)
             self._reading.append((unit, piece, reading))
             self._ahead += piece.valid * unit.dtype.itemsize
 

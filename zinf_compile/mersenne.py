@@ -11,12 +11,17 @@ _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
 """Where PyTorch's form of a state has what it needs to go on: see CPUGeneratorImplStateLegacy in its sources."""
 
 
+def is_state(state: torch.Tensor) -> bool:
+    """Say whether a generator's state has the form known here."""
+    return state.dtype == torch.uint8 and state.shape == (_STATE_BYTES,)
+
+
 class Stream:
     """What a generator would draw after a state."""
 
     def __init__(self, state: torch.Tensor) -> None:
         """Begin where `generator.get_state()` says. Raises `ValueError` for a state of another form."""
-        if state.dtype != torch.uint8 or state.shape != (_STATE_BYTES,):
+        if not is_state(state):
             raise ValueError(f"the state of a CPU generator has {_STATE_BYTES} bytes, not {list(state.shape)} {state.dtype}")
         self._rest = state
         words = state[_STATE].clone()

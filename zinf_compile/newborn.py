@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._torch import no_torch_function, tree_leaves, tree_map
-from .draws import Fill, SoonerDraws, is_made_by_loops, settings_of
+from .draws import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
 from .drive_pieces import PieceWriter
 from .errors import UnsupportedModelError
 from .parameter import hollow_tensor, reads_metadata
@@ -135,6 +135,19 @@ class Nursery:
             opened = self._bring(newborn, fills=fills)
         return opened.value()
 
+    def filled(self, newborn: Newborn) -> None:
+        """Note that a caller has filled what it asked for to `fill`."""
+        self._take_promise(newborn)
+        newborn._zinf_birth.filled = True
+
+    def undo(self, newborn: Newborn) -> None:
+        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
+        self._open.pop(id(newborn), None)
+
+    def is_open(self, newborn: Newborn) -> bool:
+        """Say whether a value is whole now."""
+        return id(newborn) in self._open
+
     def may_promise(self, newborn: Newborn) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
         large = is_made_by_loops(newborn.numel(), newborn.dtype)
@@ -156,6 +169,7 @@ class Nursery:
         with torch.no_grad(), no_torch_function():
             if birth.settled:
                 self.whole(newborn, fills=True).copy_(value)
+                self._take_promise(newborn)
             else:
                 self.close(but=birth.owner)
                 self._take_promise(newborn)
@@ -198,7 +212,7 @@ class Nursery:
     def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
         birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
         flat = opened.flat
-        promised = self._take_promise(newborn)
+        promised = None if fills else self._take_promise(newborn)
         if fills:
             pass
         elif promised is not None:
@@ -207,6 +221,8 @@ class Nursery:
             birth.place.load(flat)
         elif _has_nan(flat.dtype):
             flat.fill_(math.nan)  # by which is seen what no initialiser touches
+        else:
+            flat.zero_()
         self._open[id(newborn)] = opened
         return opened
 
@@ -254,7 +270,9 @@ class Nursery:
         return fresh
 
     def _wait_for_oldest(self) -> None:
-        self._leaving.popleft()[1].wait()
+        opened, saving = self._leaving.popleft()
+        saving.wait()
+        del opened  # counted until then
 
 
 class _Open:
@@ -316,7 +334,7 @@ class _Promising(TorchDispatchMode):
         first = args[0] if args else None
         if not isinstance(first, Newborn):
             return func(*args, **(kwargs or {}))
-        if not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
+        if is_draw(func) and not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
             return first
         return _on_whole(func, args, kwargs or {}, promises=False)
 
@@ -335,16 +353,23 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     if promises and fills and name in _DRAWS and len(newborns) == 1 and newborns[0]._zinf_birth.nursery.may_promise(newborns[0]):
         with no_torch_function(), _Promising():
             return func(*args, **kwargs)
+    target = first if fills and isinstance(first, Newborn) else None
+    was_open = target is not None and target._zinf_birth.nursery.is_open(target)
     with torch.no_grad():
         wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
 
     def value_of(item: Any) -> Any:
         return wholes[id(item)] if isinstance(item, Newborn) else item
 
-    with SoonerDraws() if fills else contextlib.nullcontext():
-        result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
-    if fills:
-        first._zinf_birth.filled = True  # type: ignore[union-attr]
+    try:
+        with SoonerDraws() if fills else contextlib.nullcontext():
+            result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    except BaseException:
+        if target is not None and not was_open:
+            target._zinf_birth.nursery.undo(target)
+        raise
+    if target is not None:
+        target._zinf_birth.nursery.filled(target)
     for newborn in newborns:
         if result is wholes[id(newborn)]:
             return newborn
