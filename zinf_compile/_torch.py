@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d  # how many process groups there 
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
 from torch.utils._pytree import tree_leaves as tree_leaves  # the public one is slower
 from torch.utils._pytree import tree_map as tree_map
 

@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ._torch import TorchDispatchMode
 from .mersenne import Stream, is_state
 
 _LEAST_NUMEL = 1 << 20

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch import no_torch_function, tree_leaves, tree_map
+from ._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
 from .draws import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
 from .drive_pieces import PieceWriter
 from .errors import UnsupportedModelError
@@ -110,7 +109,7 @@ class Nursery:
 
     What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
     more than `room` bytes. A value that is only drawn is none yet, where there are `promises`: it is made when somebody reads it,
-    or at the end; to a drive it goes in pieces, of which each rank makes its own.
+    or after all that draws it; to a drive it goes in pieces, of which each rank makes its own.
     """
 
     def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, promises: Promises | None = None) -> None:
