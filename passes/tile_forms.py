@@ -12,7 +12,7 @@ from zinf_compile import ops
 from zinf_compile.program import Slot
 from zinf_compile.tiling import Box
 
-from .alias import ALIASES, is_cast, is_view
+from .alias import ALIASES, MOVES, is_cast, is_view
 from .emit import Emitter
 from .facts import recompute, tile_of
 
@@ -93,7 +93,7 @@ class Form:
                 (dim,) = integers(step.args[1:2])
                 taken = dims.pop(dim % len(dims))
                 args = (node, dim, dict(self.fixed)[taken] - box[taken][0])
-            elif step.target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            elif step.target in MOVES:
                 before = Form(self.unit, self.slot, tuple(dims)).step(step)
                 assert before is not None, "it was understood before"
                 dims = list(before.dims)

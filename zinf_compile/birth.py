@@ -89,7 +89,9 @@ def partition(
             context.host_ledger,
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
-            promises=_promises(model, births, context, room, again=init is not None or checkpoint is not None),
+            promises=_promises(
+                model, births, context, room, once=config.params == "nvme" and init is None and checkpoint is None
+            ),
         )
         undo.callback(nursery.drop)
         buffers = undo.enter_context(MetaBuffers(model))
@@ -168,10 +170,10 @@ def _largest_module_bytes(births: Sequence[_Expected]) -> int:
     return max(sizes.values())
 
 
-def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, again: bool) -> Promises | None:
+def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, once: bool) -> Promises | None:
     """Return what notes how values are drawn; None where that must not differ between ranks, or is not worth it.
 
-    `again`: most are drawn again, or replaced, once they were drawn, as are those of models of transformers.
+    `once`: what was drawn goes to a drive, and isn't drawn again or replaced, as are values of models of transformers.
     """
     dtypes = {b.stand_in.dtype for b in births if is_made_by_loops(b.stand_in.numel(), b.stand_in.dtype)}
     if not dtypes:
@@ -179,7 +181,7 @@ def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, r
     what = "comparing the ranks' ways to draw random numbers"
     if not all(context.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
         return None
-    at_once = not again and not any(map(initialises_all, model.modules()))
+    at_once = once and not any(map(initialises_all, model.modules()))
     return Promises(context.host_ledger, most_bytes=room, at_once=at_once)
 
 

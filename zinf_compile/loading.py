@@ -115,8 +115,9 @@ class _DriveLoader:
         self._context = context
         self._rooms = BufferPool(sys.maxsize, account=lambda change: context.host_ledger.add("staged", change))
         self._writer = PieceWriter(context.host_ledger)
-        self._coming = ((name, unit, piece) for name, unit in units for piece in pieces_of(unit))
-        self._counts = collections.deque(len(pieces_of(unit)) for _, unit in units)
+        planned = [(name, unit, pieces_of(unit)) for name, unit in units]
+        self._coming = ((name, unit, piece) for name, unit, pieces in planned for piece in pieces)
+        self._counts = collections.deque(len(pieces) for _, _, pieces in planned)
         self._reading: collections.deque[tuple[Unit, Piece, Reading]] = collections.deque()
         self._ahead = 0
         """Bytes of these."""

@@ -168,13 +168,11 @@ class Nursery:
         with torch.no_grad(), no_torch_function():
             if birth.settled:
                 self.whole(newborn, fills=True).copy_(value)
-                self._take_promise(newborn)
             else:
                 self.close(but=birth.owner)
-                self._take_promise(newborn)
                 newborn.data = hollow_tensor(value)
                 self._open[id(newborn)] = _Open(newborn, self._ledger, value)
-        birth.filled = True
+        self.filled(newborn)
 
     def forget(self, newborn: Newborn) -> None:
         """Drop a value that is about to be replaced where it is kept."""
