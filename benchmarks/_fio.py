@@ -25,19 +25,23 @@ def version() -> str:
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(engine: str, mode: str, *, fd: int, size: int, block: int, depth: int) -> Sample:
+def run(engine: str, mode: str, *, fd: int, size: int, block: int, depth: int, verify: bool = False) -> Sample:
     """Move `size` bytes of the file open as `fd`, from its start to its end; "both": read the first half, write the second.
 
     For "both" fio runs two processes of half the depth each. CPU time is that of fio's jobs, without its start.
+    `verify`: a CRC32C in each block, computed as it is written and checked as it is read; what is read must have been written so.
     """
     common = [f"--filename=/proc/{os.getpid()}/fd/{fd}", f"--bs={block}", f"--ioengine={engine}", "--direct=1"]
     command = ["fio", "--output-format=json", *common, "--allow_file_create=0", "--invalidate=0"]
+    checks = ["--verify=crc32c", "--do_verify=0"] if verify else []  # nothing is read a second time after writing
+    if verify and mode != "read":
+        checks.append("--verify_pattern=7")  # making blocks of random numbers would count as its CPU time
     if mode == "both":
         half = [f"--size={size // 2}", f"--iodepth={max(1, depth // 2)}"]
-        command += ["--name=reads", "--rw=read", *half, "--name=writes", "--rw=write", f"--offset={size // 2}", *half]
-        command += common
+        command += ["--name=reads", "--rw=read", *half, *checks]
+        command += ["--name=writes", "--rw=write", f"--offset={size // 2}", *half, *checks, *common]
     else:
-        command += ["--name=job", f"--rw={mode}", f"--size={size}", f"--iodepth={depth}"]
+        command += ["--name=job", f"--rw={mode}", f"--size={size}", f"--iodepth={depth}", *checks]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"fio failed: {' '.join(command)}\n{done.stderr}{done.stdout}")
