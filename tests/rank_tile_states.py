@@ -86,7 +86,7 @@ def assert_same_values(expected: Any, found: Any, what: object) -> None:
 
 
 def whole(name: str, shards: list[dict[str, Any]], like: torch.Tensor) -> torch.Tensor:
-    """Join what the ranks have saved of one state of one parameter, as README says."""
+    """Join what the ranks have saved of one state of one parameter: what `full_optimizer_state_dict` gives, by hand."""
     flat = torch.empty(like.numel(), dtype=shards[0][name].dtype)
     for shard in shards:
         done = 0

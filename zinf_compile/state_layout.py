@@ -44,8 +44,8 @@ def check_layouts(optimizer: Optimizer, states: Iterable[tuple[ShardedParameter,
                 f"states of {type(optimizer).__name__} for parameter {unit.name}, shape {list(unit.shape)}, are of other "
                 f"elements than this rank has. Found: those of {_text(found)}. Accepted: those of {_text(own)}, or whole ones, "
                 f"of the parameter's shape. Compile the model as it was when they were saved, on {found['ranks']} ranks "
-                f"{_way(found)}, and give each rank what it saved itself; or join the states of all ranks to whole ones, which "
-                "load under any tile and on any number of ranks (README, Limits)"
+                f"{_way(found)}, and give each rank what it saved itself; or there and then save whole ones, by "
+                "zinf_compile.full_optimizer_state_dict, which load under any tile and on any number of ranks"
             )
 
 
