@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 240
+_PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -25,7 +26,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     `function` must be importable by name from a module under tests/ (a helper module, not a test file). An exception on any
     rank is raised here with that rank's traceback.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # whose server has imported what takes longest
+    context.set_forkserver_preload(_PRELOADED)
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = Path(folder) / "rendezvous"
