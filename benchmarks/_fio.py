@@ -33,7 +33,7 @@ def run(engine: str, mode: str, *, fd: int, size: int, block: int, depth: int, v
     """
     common = [f"--filename=/proc/{os.getpid()}/fd/{fd}", f"--bs={block}", f"--ioengine={engine}", "--direct=1"]
     command = ["fio", "--output-format=json", *common, "--allow_file_create=0", "--invalidate=0"]
-    checks = ["--verify=crc32c", "--do_verify=0"] if verify else []  # nothing is read a second time after writing
+    checks = ["--verify=crc32c", "--verify_state_save=0", "--do_verify=0"] if verify else []  # no second reading after writes
     if verify and mode != "read":
         checks.append("--verify_pattern=7")  # making blocks of random numbers would count as its CPU time
     if mode == "both":

@@ -12,7 +12,7 @@ import re
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,15 @@ class Context:
         mine = values.to("cpu", torch.float64)
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
+
+    def share(self, value: Any, *, what: str) -> Any:
+        """Return rank 0's value, a picklable object, on every rank."""
+        if self._control is None:
+            return value
+        self.agree([what], what=what)
+        shared = [value]
+        self._patiently(lambda: dist.broadcast_object_list(shared, group_src=0, group=self._control), what)
+        return shared[0]
 
     def end_step(self) -> None:
         """A step of an optimizer is over."""

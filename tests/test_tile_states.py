@@ -18,8 +18,8 @@ SAID = (
     "states of {name} for parameter up.weight, shape [64, 16], are of other elements than this rank has. Found: those of rank "
     "{found} of 2, in 4 tiles (option tile=1,024). Accepted: those of rank {rank} of 2, {own}, or whole ones, of the parameter's "
     'shape. Compile the model as it was when they were saved, on 2 ranks with options={{"tile": 1024}}, and give each rank what '
-    "it saved itself; or there and then save whole ones, by zinf_compile.full_optimizer_state_dict, which load under any tile and "
-    "on any number of ranks"
+    "it saved itself; or there and then save whole ones, by zinf_compile.full_optimizer_state_dict, which load under any tile "
+    "and on any number of ranks"
 )
 WARNED = "they are taken for those of rank {rank} of 2, in 4 tiles (option tile=1,024). If they were saved on another rank or"
 

@@ -20,6 +20,7 @@ from .errors import (
 )
 from .late_step import synchronize
 from .memory import memory
+from .optimizer_checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
 from .precision import keep_precision
 from .save import save_safetensors
 from .stats import stats
@@ -40,9 +41,11 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptimizerError",
     "ZinfError",
+    "full_optimizer_state_dict",
     "full_state_dict",
     "gathered",
     "keep_precision",
+    "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "memory",
     "partition",
