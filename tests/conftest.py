@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import logging
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ _PREFIX = "last run on a GPU:"
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
+logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
 torch.set_num_threads(1)  # the models are tiny: on a busy machine, threads that wait for each other cost most of the time
 
 
@@ -29,6 +32,12 @@ def _fresh_compiler() -> Iterator[None]:
     context._contexts.clear()  # what an earlier test left alive counts against no cap, and moves no bytes of this one
     yield
     torch.compiler.reset()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the garbage collector leave alone what was imported, for as long as the tests run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

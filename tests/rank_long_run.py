@@ -1,4 +1,4 @@
-"""A thousand small steps with everything on a drive: memory, threads and descriptors stay level, peaks within the caps."""
+"""Many small steps with everything on a drive: memory, threads and descriptors stay level, peaks within the caps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from training import BACKEND, adamw
 import zinf_compile
 from zinf_compile.runtime import chunks
 
-STEPS = 1000
-WARM_UP = 200
 SLACK_KIB = 4096
-"""The allocator's own noise; a leak of 5 KiB a step would exceed it."""
+"""The allocator's own noise; of a thousand steps, a leak of 5 KiB each would exceed it."""
 
 
 def anonymous_kib() -> int:
@@ -28,7 +26,7 @@ def anonymous_kib() -> int:
     return int(next(line for line in lines if line.startswith("Anonymous:")).split()[1])
 
 
-def take_a_thousand_steps(rank: int, size: int, folder: str) -> None:
+def take_many_steps(rank: int, size: int, folder: str, steps: int) -> None:
     """Do it and look at memory, threads and descriptors meanwhile; in a process of its own, where nothing else is held."""
     chunks.PIECE_NUMEL = 128
     warnings.simplefilter("ignore", zinf_compile.StoreWarning)
@@ -38,7 +36,7 @@ def take_a_thousand_steps(rank: int, size: int, folder: str) -> None:
     optimizer = adamw(model.parameters())
     levels: list[tuple[int, int]] = []
     memory: list[int] = []
-    for number in range(STEPS):
+    for number in range(steps):
         for part in range(2):
             (loss_of(model(*tokens(2 * number + part))) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -46,7 +44,7 @@ def take_a_thousand_steps(rank: int, size: int, folder: str) -> None:
         optimizer.zero_grad()
         found = zinf_compile.stats(model)
         assert found["memory"]["device"]["peak"]["all"] <= found["caps"]["device_memory"]
-        if number >= WARM_UP and number % 100 == 0:
+        if number >= steps // 5 and number % (steps // 10) == 0:
             gc.collect()
             levels.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
             memory.append(anonymous_kib())

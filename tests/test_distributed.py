@@ -95,7 +95,7 @@ def test_4_ranks(on_four: list[dict[str, str]], case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["lengths_differ_gpt2", more("lengths_differ_llama")])
+@pytest.mark.parametrize("case", [more("lengths_differ_gpt2"), more("lengths_differ_llama")])
 def test_transformers_with_lengths_that_differ(case: str) -> None:
     by_rank = run_ranks(run_cases, 2, [case])
     assert not failures(by_rank, case), failures(by_rank, case)

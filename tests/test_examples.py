@@ -16,7 +16,18 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
     """By the plain loop from a config, then by the Trainer from what that saved; plain transformers loads both."""
-    command = [sys.executable, str(ROOT / "examples" / "finetune_hf.py"), "--nvme", str(tmp_path), "--steps", "3"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "finetune_hf.py"),
+        "--nvme",
+        str(tmp_path),
+        "--steps",
+        "3",
+        "--batch",
+        "2",
+        "--length",
+        "64",
+    ]
     first, second = tmp_path / "first", tmp_path / "second"
     for arguments in (["--output", str(first)], ["--output", str(second), "--model", str(first), "--trainer"]):
         run = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True, cwd=tmp_path)

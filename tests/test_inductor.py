@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import more
 from torch import fx, nn
 from torch._inductor.async_compile import AsyncCompile
 
@@ -117,7 +118,7 @@ def test_copies_compile_without_inductors_threads(tmp_path: Path, monkeypatch: p
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("half", [False, more(True)])
 def test_depth_adds_no_compilation(counts: Counts, half: bool) -> None:
     compiled = []
     for layers in (3, 6):

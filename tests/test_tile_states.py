@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from rank_tile_states import Tall, change_tiles
 from ranks import run_ranks
 from training import BACKEND, adamw
@@ -30,8 +31,8 @@ WARNED = "they are taken for those of rank {rank} of 2, in 4 tiles (option tile=
     [
         ("AdamW", ()),
         ("SGD", ("grads",)),
-        pytest.param("SGD", ("optimizer",), marks=pytest.mark.slow),
-        pytest.param("AdamW", ("params", "grads", "optimizer"), marks=pytest.mark.slow),
+        more("SGD", ("optimizer",)),
+        more("AdamW", ("params", "grads", "optimizer")),
     ],
 )
 def test_states_under_another_tile(name: str, tiers: tuple[str, ...], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from training import BACKEND, assert_same
 
 import zinf_compile
+from zinf_compile import tiling
 from zinf_compile.backend import GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.dump import trace
@@ -69,16 +70,17 @@ def test_where_a_parameter_is_cut(case: str) -> None:
     assert [box_text(box, shape) for box in boxes] == expected
 
 
-def test_too_many_tiles() -> None:
-    model = Net(nn.Linear(64, 4096, bias=False))
+def test_too_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "MOST_TILES", 64)
+    model = Net(nn.Linear(16, 1024, bias=False))
     model.compile(backend=BACKEND, options={"tile": 100})
     with pytest.raises(
-        OptionError, match=r"cut parameter .*weight, shape \[4096, 64\].*into 12,288.*tile of 2,048 bytes or more"
+        OptionError, match=r"cut parameter .*weight, shape \[1024, 16\].*into 1,024.*takes up to 64 .*tile of 2,048 bytes or more"
     ):
-        model(torch.ones(1, 64))
+        model(torch.ones(1, 16))
     torch.compiler.reset()
     model.compile(backend=BACKEND, options={"tile": 2048})
-    model(torch.ones(1, 64))
+    model(torch.ones(1, 16))
 
 
 @pytest.mark.parametrize("tile", ["", 0, -1, "4 parsecs"])

@@ -58,8 +58,8 @@ def test_a_weight_of_eight_times_what_the_device_may_hold(fake: bool, tmp_path: 
     torch.testing.assert_close(losses, train_batches(eager, seed=0), rtol=1e-5, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=[pytest.mark.distributed, pytest.mark.thorough])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_a_weight_of_eight_times_what_the_process_gains(size: int, tmp_path: Path) -> None:
     for gained, cap in run_ranks(grow_beyond_memory, size, str(tmp_path)):
         assert gained <= cap, f"{gained:,} bytes more than before the model was made, {cap:,} allowed"

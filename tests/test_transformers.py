@@ -91,7 +91,7 @@ def test_the_trainer_trains_evaluates_saves_and_reloads(tmp_path: Path) -> None:
         assert_same(name, eager.state_dict()[name], value)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_trainer_resumes_a_compiled_run(tmp_path: Path) -> None:
     eager, ours = twins(gpt2)
     in_place(ours)

@@ -14,7 +14,7 @@ from torch import fx
 
 from .config import Config, parse_bytes
 from .errors import BudgetError
-from .limits import ranks_of_node, usable_device_bytes, usable_host_bytes
+from .limits import ranks_of_node, usable_bytes
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage
 from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
@@ -63,7 +63,7 @@ class Caps:
 def agree_on_memory(context: Context) -> None:
     """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
     if context.size > 1 and context.usable is None:
-        mine = torch.tensor([usable_device_bytes(context.device), usable_host_bytes()], dtype=torch.float64)
+        mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
         device, host = context.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
         context.usable = int(device), int(host)
 
@@ -71,7 +71,7 @@ def agree_on_memory(context: Context) -> None:
 def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
     device = context.device
-    usable_device, usable_host = context.usable or (usable_device_bytes(device), usable_host_bytes())
+    usable_device, usable_host = context.usable or usable_bytes(device)
     declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
     of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
     host = usable_host + held if of_node is None else of_node // ranks_of_node()

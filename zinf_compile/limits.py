@@ -52,13 +52,14 @@ def host_room_bytes(context: Context) -> int:
     return max(0, room)
 
 
-def usable_device_bytes(device: torch.device) -> int:
-    """Return the memory of a device that this process could take now, less the reserve."""
+def usable_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the memory of a device and of the host that this process could take now, less the reserve."""
+    host = usable_host_bytes()
     if device.type == "cpu":
-        return usable_host_bytes()
+        return host, host
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + idle) * (1 - RESERVE))
+    return int((free + idle) * (1 - RESERVE)), host
 
 
 def most_host_bytes() -> tuple[int, str]:
@@ -85,12 +86,14 @@ def most_device_bytes(device: torch.device) -> tuple[int, str]:
 
 def warn_of_caps(config: Config, device: torch.device) -> None:
     """Warn, once, of a declared cap that is more than there is: nothing keeps the process within it."""
-    for option, ranks, (most, what) in (
-        ("device_memory", 1, most_device_bytes(device)),
-        ("host_memory", ranks_of_node(), most_host_bytes()),
+    for option, ranks, find_most in (
+        ("device_memory", 1, lambda: most_device_bytes(device)),
+        ("host_memory", ranks_of_node(), most_host_bytes),
     ):
         declared = getattr(config, option)
-        size = 0 if declared is None else parse_bytes(declared, option=option) // ranks
+        if declared is None:
+            continue
+        size, (most, what) = parse_bytes(declared, option=option) // ranks, find_most()
         if size > most:
             _warn_once(
                 f"option {option}={declared!r} lets each rank hold {size:,} bytes, and {what} is {most:,}: the process would run "

@@ -11,7 +11,7 @@ from .building import rounded_little
 from .test_compiled import sgd
 from .train import train_without_fallback
 
-FAST = ["gpt2", "llama", "t5"]
+FAST = ["gpt2", "llama"]
 
 TILE = 1024
 """Bytes; a row of these models has at most a quarter of that."""
