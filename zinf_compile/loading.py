@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .checkpoint import state_names
-from .drive_pieces import Piece, PieceWriter, pieces_of
+from .drive_pieces import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
 from .errors import CheckpointError
 from .newborn import Newborn, Nursery
 from .runtime.buffers import BufferPool
@@ -26,8 +26,8 @@ from .tensor_files import Reading, TensorFiles
 _BYTES_AHEAD = 16 << 20
 """Read while the piece before them is brought to where it is written from; one piece at least."""
 
-_MOST_ROOM_BYTES = 48 << 20
-"""Of buffers for that."""
+_MOST_ROOM_BYTES = BYTES_ON_THE_WAY + 2 * _BYTES_AHEAD
+"""Of buffers for that; no more than this is in use, so that what is beyond is of sizes that were needed before."""
 
 
 @dataclasses.dataclass(frozen=True)
