@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,8 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
 
     Raises `OptionError` where one would be cut into more tiles than a graph should have.
 
-    A parameter without dimensions, or without elements, stays on the device whatever the placement says.
+    A parameter without dimensions, or without elements, stays on the device whatever the placement says; the former is updated in
+    the precision that it says.
     """
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
     tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
@@ -38,10 +40,11 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
     home_of = [next(in_order) if moves else (None, None) for moves in moving]
     staying = [p for (p, _), (home, _) in zip(parameters, home_of, strict=True) if home is None]
     shards = iter(make_shards(staying, context))
+    staying_put = dataclasses.replace(ON_DEVICE, master=placement.master)
     units = []
     for (parameter, name), (home, room), moves, boxes in zip(parameters, home_of, moving, tiles, strict=True):
         shard = next(shards) if home is None else None
-        own = placement if moves else ON_DEVICE
+        own = placement if moves else staying_put if parameter.numel() else ON_DEVICE
         unit = Unit(parameter, shard, name=name, context=context, placement=own, home=home, tiles=boxes)
         unit.gradient_room = room
         units.append(unit)

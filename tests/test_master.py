@@ -46,6 +46,47 @@ def by_hand() -> tuple[list[float], list[torch.Tensor]]:
     return losses, masters
 
 
+class Scaled(nn.Module):
+    """With a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (self.layer(x) * self.scale).square().mean()
+        return out
+
+
+@pytest.mark.parametrize("tiers", [{}, {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}], ids=["in memory", "on a drive"])
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+def test_a_parameter_without_dimensions_has_a_master_copy_too(tiers: dict[str, str], tmp_path: Path) -> None:
+    """Of its updates each is less than half of what bf16 can tell apart there."""
+    torch.manual_seed(1)
+    ours = Scaled().bfloat16()
+    model = copy.deepcopy(ours)
+    ours.compile(backend=BACKEND, options=OPTIONS | tiers | ({"nvme": tmp_path} if tiers else {}))
+    masters = [p.detach().float() for p in model.parameters()]
+    theirs, optimizer = (torch.optim.AdamW(p, lr=5e-4, foreach=False) for p in (masters, ours.parameters()))
+    before = model.scale.item()
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    for _ in range(20):
+        model(x).backward()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
+            theirs.step()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+        ours(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.scale.item() != before
+    for master, state in zip(masters, optimizer.state_dict()["state"].values(), strict=True):
+        assert torch.equal(state["master"], master)
+    assert zinf_compile.full_state_dict(ours)["scale"].item() == model.scale.item()
+
+
 def with_option(options: dict[str, Any], *, reload_at: int | None = None) -> tuple[list[float], list[torch.Tensor]]:
     torch.compiler.reset()
     model = build()

@@ -155,6 +155,13 @@ class StreamedStates:
             elif not self._mover.bridge.unified:
                 self._slots.settle()
 
+    def forget_all_but_given(self, optimizer: Optimizer) -> None:
+        """States were loaded in place of all there were: what a parameter has that was given none counts no more."""
+        self._present &= {p for p, kept in self._kept.items() if kept.keys() & optimizer.state.get(p, {}).keys()}
+        for number, chunk in enumerate(self._chunks) if self.store is not None else ():
+            if not any(p in self._present for p, _ in chunk.pieces):
+                self._forget(number)
+
     def absorb(self, optimizer: Optimizer) -> None:
         """Move states that were just loaded to where they live."""
         given = {p: names for p, kept in self._kept.items() if (names := kept.keys() & optimizer.state.get(p, {}).keys())}
@@ -296,7 +303,7 @@ class StreamedStates:
             return _at_home(unit.home, start, end)
         if name == GRADIENT:
             grad = self.taken[parameter]
-            return Place(grad.local()[start:end]) if grad.away is None else _at_home(grad.away.home, start, end)
+            return Place(grad.local().view(-1)[start:end]) if grad.away is None else _at_home(grad.away.home, start, end)
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
