@@ -23,7 +23,7 @@ train: setup
 
 # Two at a time: many tests wait for processes that they start. ARGS="-n 0" runs one after the other.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
 
 # What is quick and needs one process.
 test-core: setup
@@ -54,7 +54,7 @@ build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
 tiers: setup
 	$(BIN)/pytest -n 2 --dist load -m tiers tests $(ARGS)
 
-# Further cases of what the tests show: ten minutes.
+# Further cases of what the tests show: a quarter of an hour.
 thorough: setup
 	$(BIN)/pytest -n 2 --dist loadfile -m "thorough and not gpu" $(ARGS)
 

@@ -8,6 +8,7 @@ import datetime
 import functools
 import itertools
 import os
+import pickle
 import re
 import struct
 import weakref
@@ -243,13 +244,23 @@ class Context:
         return torch.stack(out)
 
     def share(self, value: Any, *, what: str) -> Any:
-        """Return rank 0's value, a picklable object, on every rank."""
+        """Return rank 0's value on every rank; what can't be pickled is an error on all of them."""
         if self._control is None:
             return value
-        self.agree([what], what=what)
-        shared = [value]
+        error: Exception | None = None
+        shared: list[bytes] = [b""]
+        try:
+            if self.rank == 0:
+                shared[0] = pickle.dumps(value)
+        except Exception as raised:
+            error = raised
+        failed = self.agree([what], what=what, value=float(error is not None))[0]
+        if error is not None:
+            raise error
+        if failed:
+            raise RankMismatchError(f"{what} failed on rank 0, see there")
         self._patiently(lambda: dist.broadcast_object_list(shared, group_src=0, group=self._control), what)
-        return shared[0]
+        return pickle.loads(shared[0])
 
     def end_step(self) -> None:
         """A step of an optimizer is over."""

@@ -38,7 +38,7 @@ def _after_load(optimizer: Optimizer) -> None:
     loaded = _loading.pop(optimizer, {})
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for name, value in loaded.get(index, {}).items():
-            wider = isinstance(value, torch.Tensor) and value.dim() and value.dtype not in SHORT and value.is_floating_point()
+            wider = isinstance(value, torch.Tensor) and value.dtype not in SHORT and value.is_floating_point()
             if wider and parameter.dtype in SHORT:
                 optimizer.state[parameter][name] = value.detach().to(optimizer.state[parameter][name].device, copy=True)
 

@@ -82,4 +82,12 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _after_load(optimizer: Optimizer) -> None:
     torn.pop(optimizer, None)
     for states in _streamed.get(optimizer, []):
+        states.forget_all_but_given(optimizer)
+    absorb_loaded(optimizer)
+
+
+@torch.no_grad()
+def absorb_loaded(optimizer: Optimizer) -> None:
+    """Move states that were just loaded to where they live."""
+    for states in _streamed.get(optimizer, []):
         states.absorb(optimizer)
