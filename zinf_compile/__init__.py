@@ -20,7 +20,8 @@ from .errors import (
 )
 from .late_step import synchronize
 from .memory import memory
-from .optimizer_checkpoint import full_optimizer_state_dict, load_full_optimizer_state_dict
+from .optimizer_checkpoint import full_optimizer_state_dict
+from .optimizer_loading import load_full_optimizer_state_dict
 from .precision import keep_precision
 from .save import save_safetensors
 from .stats import stats

@@ -1,0 +1,169 @@
+"""Whole states of an optimizer, spread over the ranks when they are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ._torch import tree_map
+from .birth import together
+from .chunk_plan import MASTER
+from .errors import UnsupportedOptimizerError
+from .optimizer_checkpoint import agree_on_order, large_states, units_of
+from .probe import states_kept
+from .runtime.context import Context
+from .runtime.unit import Unit
+from .runtime.whole import scatter_whole
+from .shard_state import kept_state
+from .state_layout import LAYOUT, noted
+from .streamed import absorb_loaded
+from .streaming import torn
+
+_ABSORBED_BYTES = 64 << 20
+"""Of states that are loaded before they go to their tier together: what is small shares a chunk with others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """Stands for a state that rank 0 has, in what the others are told."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any] | None) -> None:
+    """Load what `full_optimizer_state_dict` returned, or a plain optimizer's `state_dict()`; only rank 0's `state` is read.
+
+    A collective operation, for a partitioned model: after its first compiled call or `partition`. Groups, parameters and shapes
+    are checked before anything changes; every mismatch is named, on all ranks. Each rank is given its own shards, in memory of
+    its own, one parameter at a time, in the types in which this optimizer keeps them.
+    """
+    units = units_of(optimizer)
+    context = next((unit.context for unit in units if unit is not None), None)
+    if context is None:
+        if state is None:
+            _raise_for(optimizer, ["none was given, and nothing is partitioned yet: then each rank needs one"])
+        optimizer.load_state_dict(dict(state or {}))
+        return
+    first = context.rank == 0
+    agree_on_order(units, context, "loading the optimizer", [str([len(group["params"]) for group in optimizer.param_groups])])
+    with together(context, "loading the optimizer"):
+        problems = _mismatches(optimizer, units, state) if first else []
+        plan = _plan(state) if first and state is not None and not problems else {}
+    _raise_for(optimizer, context.share(problems, what="loading the optimizer: does the state fit"))
+    plan = context.share(plan, what="loading the optimizer")
+    for key, unit in enumerate(units):
+        if unit is not None and unit.placement.master_of(unit.dtype) is None:
+            plan["state"].get(key, {}).pop(MASTER, None)  # the parameter is updated itself here
+    given = state["state"] if first and state is not None else {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    large = dict(large_states(plan["state"], units))
+
+    def small_of(key: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+        return {n: _same(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
+
+    small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
+    optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
+    torn[optimizer] = f"loading the states of {type(optimizer).__name__} ended in its middle: load them again"
+    groups, waiting = {id(p): group for group in optimizer.param_groups for p in group["params"]}, 0
+    for key, parameter in enumerate(parameters):
+        unit, names = units[key], plan["state"].get(key)
+        if unit is None or not names:
+            continue
+        types = states_kept(optimizer, groups[id(parameter)], unit.placement.master_of(unit.dtype) or unit.dtype)
+        loaded = optimizer.state[parameter]
+        for name, kept in names.items():
+            if (key, name) in large:
+                value = _spread(unit, given.get(key, {}).get(name), kept, name)
+                value = value.to(unit.device if unit.placement.optimizer == "device" else "cpu", types.get(name, kept.dtype))
+                loaded[name] = kept_state(value, unit)
+                waiting += value.nbytes
+            elif isinstance(kept, _Tensor) and isinstance(loaded.get(name), torch.Tensor):  # PyTorch may have rounded it
+                loaded[name] = small[key][name].to(loaded[name].device, types.get(name, kept.dtype), copy=True)
+        optimizer.state[parameter] = noted(loaded, unit)
+        if waiting >= _ABSORBED_BYTES:
+            absorb_loaded(optimizer)
+            waiting = 0
+    absorb_loaded(optimizer)
+    torn.pop(optimizer, None)
+
+
+def _mismatches(optimizer: Optimizer, units: list[Unit | None], state: Mapping[str, Any] | None) -> list[str]:
+    if state is None:
+        return ["rank 0 was given no state"]
+    missing = [key for key in ("state", "param_groups") if key not in state]
+    if missing:
+        return [f"it has no {key!r}" for key in missing]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    wanted = [len(group["params"]) for group in optimizer.param_groups]
+    if found != wanted:
+        return [f"groups of {found} parameters in the state, of {wanted} in the optimizer"]
+    problems = [
+        f"the states of {unit.name} are one rank's own ({LAYOUT}): that rank loads them by load_state_dict"
+        for key, unit in enumerate(units)
+        if unit is not None and LAYOUT in state["state"].get(key, {})
+    ]
+    return problems or [
+        f"shape of state {name!r} of {unit.name}: {list(value.shape)} in the state, {list(unit.shape)} in the model"
+        for (key, name), unit in large_states(state["state"], units)
+        if tuple((value := state["state"][key][name]).shape) != unit.shape
+    ]
+
+
+def _plan(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with a description in place of each state that is a tensor."""
+
+    def described(value: Any) -> Any:
+        return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    def on_host(value: Any) -> Any:
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+    states = {
+        key: {name: described(value) for name, value in entry.items()} if isinstance(entry, Mapping) else entry
+        for key, entry in state["state"].items()
+    }
+    return {**state, "state": states, "param_groups": tree_map(on_host, state["param_groups"])}
+
+
+def _like(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return groups whose settings that are tensors, as rates may be, are where this optimizer has them."""
+
+    def like(value: Any, present: Any) -> Any:
+        both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
+        return value.to(present.device) if both else value
+
+    rows = zip(groups, optimizer.param_groups, strict=True)
+    return [{name: like(value, mine.get(name)) for name, value in theirs.items()} for theirs, mine in rows]
+
+
+def _spread(unit: Unit, value: torch.Tensor | None, kept: _Tensor, name: str) -> torch.Tensor:
+    """Return this rank's part of rank 0's value."""
+    with torch.no_grad():
+        full = None if value is None else unit.flat(value.detach().to(unit.device))
+        shard = torch.empty(unit.shard_numel, dtype=kept.dtype, device=unit.device)
+        scatter_whole(unit, full, shard, f"loading state {name} of {unit.name}")
+    return shard
+
+
+def _same(value: Any, kept: Any, context: Context) -> Any:
+    """Return a copy of rank 0's value of what is not partitioned."""
+    if not isinstance(kept, _Tensor):
+        return kept
+    with torch.no_grad():
+        whole = torch.empty(kept.shape, dtype=kept.dtype, device=context.device)
+        if value is not None:
+            whole.copy_(value)
+        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(whole)), "loading the optimizer")
+        return whole.to("cpu")
+
+
+def _raise_for(optimizer: Optimizer, problems: list[str]) -> None:
+    if problems:
+        raise UnsupportedOptimizerError(
+            f"the state doesn't fit this {type(optimizer).__name__}; nothing was changed. {'; '.join(problems)}"
+        )
