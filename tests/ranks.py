@@ -20,13 +20,14 @@ TIMEOUT_S = 240
 _PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, afresh: bool = False) -> list[Any]:
     """Call `function(rank, world_size, *args)` in each of `world_size` processes; return the results in rank order.
 
     `function` must be importable by name from a module under tests/ (a helper module, not a test file). An exception on any
-    rank is raised here with that rank's traceback.
+    rank is raised here with that rank's traceback. `afresh`: for what the kernel counts of a process, which of one that was
+    forked are at first not even the libraries.
     """
-    context = mp.get_context("forkserver")  # whose server has imported what takes longest
+    context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
     context.set_forkserver_preload(_PRELOADED)
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
