@@ -54,7 +54,7 @@ build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/tests/*.hpp)
 tiers: setup
 	$(BIN)/pytest -n 2 --dist load -m tiers tests $(ARGS)
 
-# Further cases of what the tests show: a quarter of an hour.
+# Further cases of what the tests show: eleven minutes.
 thorough: setup
 	$(BIN)/pytest -n 2 --dist loadfile -m "thorough and not gpu" $(ARGS)
 

@@ -72,7 +72,7 @@ class Run:
         """Take some steps."""
         for step in steps:
             self.optimizer.zero_grad()
-            (self.model(*self.batch(step)) + 0).backward()
+            self.model(*self.batch(step)).backward()
             self.beside.grad = torch.full_like(self.beside, step + 1.0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of the parameter beside the model, whose gradients are local

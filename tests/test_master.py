@@ -27,6 +27,16 @@ def build() -> nn.Module:
     return TiedWords().bfloat16()
 
 
+@torch.no_grad()
+def step_by_hand(model: nn.Module, masters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Update master copies by the gradients of a model, and the model by these."""
+    for master, p in zip(masters, model.parameters(), strict=True):
+        master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
+    optimizer.step()
+    for master, p in zip(masters, model.parameters(), strict=True):
+        p.copy_(master)
+
+
 def by_hand() -> tuple[list[float], list[torch.Tensor]]:
     """Return the losses and master copies of what this option stands for."""
     model = build()
@@ -36,12 +46,7 @@ def by_hand() -> tuple[list[float], list[torch.Tensor]]:
     for number in range(STEPS):
         loss = loss_of(model(*tokens(number)))
         loss.backward()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
-            optimizer.step()
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
+        step_by_hand(model, masters, optimizer)
         losses.append(loss.item())
     return losses, masters
 
@@ -72,12 +77,7 @@ def test_a_parameter_without_dimensions_has_a_master_copy_too(tiers: dict[str, s
     x = torch.ones(2, 4, dtype=torch.bfloat16)
     for _ in range(20):
         model(x).backward()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                master.grad, p.grad = p.grad.float(), None  # type: ignore[union-attr]
-            theirs.step()
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
+        step_by_hand(model, masters, theirs)
         ours(x).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -105,7 +105,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
             with torch.no_grad():
                 target.copy_(value)  # type: ignore[arg-type]
         else:
-            _broadcast_into(target, value, context)
+            broadcast_into(target, value, context, "loading the model")
 
 
 _SKELETON = ["saving the model: has rank 0 its state_dict"]
@@ -176,10 +176,15 @@ def _converted(found: Mapping[str, ShardedParameter]) -> str:
 
 def on_first_rank(unit: Unit) -> torch.Tensor | None:
     """Gather one unit whole on rank 0 alone, into memory of its own."""
+    return gathered_on_first(unit, unit.load(), f"gathering {unit.name} on rank 0")
+
+
+def gathered_on_first(unit: Unit, shard: torch.Tensor, what: str) -> torch.Tensor | None:
+    """Gather what has a shard like a unit's, of any data type, on rank 0 alone, into memory of its own."""
     context = unit.context
-    full = context.full_buffer(unit.numel, unit.dtype, unit.device) if context.rank == 0 else None
+    full = context.full_buffer(unit.numel, shard.dtype, unit.device) if context.rank == 0 else None
     with torch.no_grad():
-        gather_on_first(unit, unit.load(), full, f"gathering {unit.name} on rank 0")
+        gather_on_first(unit, shard, full, what)
     return unit.logical(full) if full is not None else None
 
 
@@ -213,11 +218,12 @@ def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
     unit.save(shard)
 
 
-def _broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context) -> None:
+def broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context, what: str) -> None:
+    """Give all ranks rank 0's value of what is not partitioned."""
     with torch.no_grad():
         if value is not None:
             target.copy_(value)
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), "loading the model")
+        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), what)
 
 
 def state_names(model: nn.Module) -> dict[str, torch.Tensor]:

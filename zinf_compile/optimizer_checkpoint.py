@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from ._torch import tree_leaves, tree_map
 from .birth import together
+from .checkpoint import gathered_on_first
 from .errors import BudgetError, UnsupportedOptimizerError
 from .limits import host_room_bytes
 from .parameter import unit_of
 from .runtime.context import Context
 from .runtime.unit import Unit
-from .runtime.whole import gather_on_first
 from .shard_state import shard_state
 from .state_layout import without_note
 
@@ -28,8 +28,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     states on rank 0, and on every rank for its own shards of them, which come into memory as for `optimizer.state_dict()`; raises
     `BudgetError` where there is less.
     """
-    units = units_of(optimizer)
-    context = next((unit.context for unit in units if unit is not None), None)
+    units, context = units_of(optimizer)
     if context is None:
         return _copied(optimizer.state_dict(), optimizer)
     with together(context, "saving the optimizer"):
@@ -52,13 +51,19 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     )
     for (key, name), unit in gathered.items():
         states[key][name] = None  # the shard goes once it is gathered
-        states[key][name] = _on_first(unit, shards.pop((key, name)), f"gathering state {name} of {unit.name} on rank 0")
+        shard = shards.pop((key, name)).to(unit.device)
+        found = gathered_on_first(unit, shard, f"gathering state {name} of {unit.name} on rank 0")
+        states[key][name] = None if found is None else found.to("cpu")
     return _copied({"state": states, **given}, optimizer) if context.rank == 0 else {}
 
 
-def units_of(optimizer: Optimizer) -> list[Unit | None]:
-    """Return the units of an optimizer's parameters in the order in which a state dict numbers them; None: not partitioned."""
-    return [unit_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
+    """Return the units of an optimizer's parameters in the order in which a state dict numbers them, and what the ranks share.
+
+    None: not partitioned.
+    """
+    units = [unit_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return units, next((unit.context for unit in units if unit is not None), None)
 
 
 def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterator[tuple[tuple[int, str], Unit]]:
@@ -103,12 +108,3 @@ def _copied(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 def _held(optimizer: Optimizer) -> set[int]:
     """Return the identities of what is in `optimizer.state`."""
     return {id(value) for entry in optimizer.state.values() for value in tree_leaves(entry)}
-
-
-def _on_first(unit: Unit, shard: torch.Tensor, what: str) -> torch.Tensor | None:
-    """Gather one state whole on rank 0's host."""
-    context = unit.context
-    full = context.full_buffer(unit.numel, shard.dtype, unit.device) if context.rank == 0 else None
-    with torch.no_grad():
-        gather_on_first(unit, shard.to(unit.device), full, what)
-    return None if full is None else unit.logical(full).to("cpu")

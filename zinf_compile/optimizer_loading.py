@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ._torch import tree_map
 from .birth import together
+from .checkpoint import broadcast_into
 from .chunk_plan import MASTER
 from .errors import UnsupportedOptimizerError
 from .optimizer_checkpoint import agree_on_order, large_states, units_of
@@ -42,8 +43,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     are checked before anything changes; every mismatch is named, on all ranks. Each rank is given its own shards, in memory of
     its own, one parameter at a time, in the types in which this optimizer keeps them.
     """
-    units = units_of(optimizer)
-    context = next((unit.context for unit in units if unit is not None), None)
+    units, context = units_of(optimizer)
     if context is None:
         if state is None:
             _raise_for(optimizer, ["none was given, and nothing is partitioned yet: then each rank needs one"])
@@ -60,7 +60,6 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
             plan["state"].get(key, {}).pop(MASTER, None)  # the parameter is updated itself here
     given = state["state"] if first and state is not None else {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     large = dict(large_states(plan["state"], units))
 
     def small_of(key: Any, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,12 +68,12 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
     optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
     torn[optimizer] = f"loading the states of {type(optimizer).__name__} ended in its middle: load them again"
-    groups, waiting = {id(p): group for group in optimizer.param_groups for p in group["params"]}, 0
-    for key, parameter in enumerate(parameters):
+    waiting, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    for key, (parameter, group) in enumerate(rows):
         unit, names = units[key], plan["state"].get(key)
         if unit is None or not names:
             continue
-        types = states_kept(optimizer, groups[id(parameter)], unit.placement.master_of(unit.dtype) or unit.dtype)
+        types = states_kept(optimizer, group, unit.placement.master_of(unit.dtype) or unit.dtype)
         loaded = optimizer.state[parameter]
         for name, kept in names.items():
             if (key, name) in large:
@@ -156,9 +155,7 @@ def _same(value: Any, kept: Any, context: Context) -> Any:
         return kept
     with torch.no_grad():
         whole = torch.empty(kept.shape, dtype=kept.dtype, device=context.device)
-        if value is not None:
-            whole.copy_(value)
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(whole)), "loading the optimizer")
+        broadcast_into(whole, value, context, "loading the optimizer")
         return whole.to("cpu")
 
 
