@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import functools
 import itertools
+import json
 import os
 import pickle
 import re
 import struct
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from .ledger import Ledger
 from .meter import WRITTEN, Meter
 from .overlap import Spans, Timed
+from .steps_done import ADVICE, StepDone, describe_last_step, differ_in_steps, mixed
 from .store import STAGING_BYTES
 
 if TYPE_CHECKING:
@@ -54,6 +57,11 @@ class Context:
         self.ledger = Ledger()
         """What is held on the device."""
         self.serials = itertools.count()
+        self.steps_clock = 0
+        """Changes whenever units take a step."""
+        self.steps_digest = 0
+        """Adds up all steps that units of these ranks went through."""
+        self.last_step: StepDone | None = None
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
         self.meter = Meter()
@@ -86,6 +94,7 @@ class Context:
         self.gathers: Collectives = SingleRank()
         self.reductions: Collectives = SingleRank()
         self._control: dist.ProcessGroup | None = None
+        self._process = os.getpid()
         if group is not None and self.size > 1 and dist.get_backend(group) != "fake":
             self._connect(group, device)
 
@@ -146,10 +155,35 @@ class Context:
         return self._update_lane
 
     def end(self) -> None:
-        """The process ends: stop what works beside it."""
-        self.ending = True
-        if isinstance(self._update_lane, ThreadLane):
-            self._update_lane.close()
+        """The process ends: compare with the other ranks what was done, and stop what works beside it."""
+        try:
+            self._compare_at_end()
+        finally:
+            self.ending = True
+            if isinstance(self._update_lane, ThreadLane):
+                self._update_lane.close()
+
+    def _compare_at_end(self) -> None:
+        """Raise `RankMismatchError` where the last steps were not taken by all ranks, or other ranks go on.
+
+        Not after an error, which says enough, and not in a forked child, which shares its parent's connections. A rank that does
+        not end within `_END_WITHIN_S` seconds of this one is left to itself.
+        """
+        if self._control is None or os.getpid() != self._process or hasattr(sys, "last_value"):
+            return
+        try:
+            self.agree(
+                [ENDING],
+                what=ENDING,
+                digest=mixed(digest_of([ENDING]), self.steps_digest),
+                details=lambda: describe_last_step(self),
+                within_s=_END_WITHIN_S,
+            )
+        except RankMismatchError as error:
+            if not isinstance(
+                error.__cause__, RuntimeError | dist.DistError
+            ):  # not only left alone, by ranks that ended otherwise
+                raise
 
     def admit(self, signature: str) -> None:
         """Check, the first time these options are used, that all ranks use them."""
@@ -204,32 +238,47 @@ class Context:
         *,
         what: str,
         digest: int | None = None,
+        details: Callable[[], Sequence[str]] = tuple,
         value: float = 0.0,
         mismatch: type[Exception] = RankMismatchError,
+        within_s: float | None = None,
     ) -> list[float]:
         """Check that all ranks are about to do the same, and exchange one number on the way.
 
-        16 bytes per rank on the control group: a hash of `lines`, and `value`. On a mismatch all ranks raise, naming the first
-        line that differs. Returns every rank's value.
+        16 bytes per rank on the control group: a hash of `lines`, or `digest`, and `value`. On a mismatch all ranks raise, naming
+        the first line that differs, or the first of `details`, which only then are asked for. Waits `within_s` seconds, by
+        default as long as option `timeout_s` says. Returns every rank's value.
         """
         if self._control is None:
             return [value]
         mine = digest_of(lines) if digest is None else digest
         bits = struct.unpack("<q", struct.pack("<d", value))[0]
-        everyone = [torch.empty(2, dtype=torch.int64) for _ in range(self.size)]
-        self._patiently(
-            lambda: dist.all_gather(everyone, torch.tensor([mine, bits]), group=self._control),
-            f"{what} ({lines[0]})" if lines else what,
-        )
+        everyone = self._gather(torch.tensor([mine, bits]), f"{what} ({lines[0]})" if lines else what, within_s)
         digests, values = zip(*(pair.tolist() for pair in everyone), strict=True)
         if any(other != mine for other in digests):
-            described: list[list[str]] = [[] for _ in range(self.size)]
-            self._patiently(
-                lambda: dist.all_gather_object(described, [what, *lines], group=self._control),
-                f"{what} (comparing ranks)",
-            )
+            text = json.dumps([what, *lines, *details()]).encode()
+            comparing = f"{what} (comparing ranks)"
+            sizes = torch.cat(self._gather(torch.tensor([len(text)]), comparing, within_s)).tolist()
+            padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+            described = [json.loads(bytes(row.tolist())) for row in self._gather(padded, comparing, within_s)]
             raise mismatch(_first_difference(described))
         return [struct.unpack("<d", struct.pack("<q", other))[0] for other in values]
+
+    def _gather(self, mine: torch.Tensor, what: str, within_s: float | None) -> list[torch.Tensor]:
+        """Return every rank's tensor, of one size on all. Works after `destroy_process_group`, too: at the end of a process."""
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        group = self._control
+        assert group is not None, "there are others"
+
+        def exchange() -> None:
+            work = group.allgather([everyone], [mine])
+            if within_s is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=within_s))
+
+        self._patiently(exchange, what)
+        return everyone
 
     def exchange(self, values: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return every rank's `values` (a vector of doubles), stacked by rank."""
@@ -306,6 +355,9 @@ class Context:
 
 
 _UNTIMED = contextlib.nullcontext()
+_END_WITHIN_S = 10.0
+ENDING = "ending"
+"""What a rank does whose process ends without an error."""
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
 """What the messages of broken transfers have in common; they have no class of their own."""
 
@@ -345,8 +397,13 @@ def _first_difference(described: list[list[str]]) -> str:
     for rank, (what, *lines) in enumerate(described):
         for here, there in itertools.zip_longest(lines, expected, fillvalue="nothing more"):
             if here != there:
-                return (
+                text = (
                     f"the ranks are not doing the same thing; first difference: rank 0, {first}, has {there!r}; rank {rank}, "
                     f"{what}, has {here!r}. Every rank must use the same options and run the same graphs in the same order."
                 )
+                if differ_in_steps(here, there):
+                    text = f"{text} {ADVICE}"
+                if ENDING in (first, what) and first != what:
+                    text = f"{text} One rank's process has ended: has it run out of batches, or left the loop by itself?"
+                return text
     return "the ranks are not doing the same thing, though they describe it alike"

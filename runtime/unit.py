@@ -22,6 +22,7 @@ from .tile import Tile
 if TYPE_CHECKING:
     from .context import Context
     from .gradient_room import GradientShelves
+    from .steps_done import StepDone
     from .updates import Updates
 
 
@@ -65,6 +66,9 @@ class Unit(Dense):
         """Where gradients go whose tier is a drive: the unit's number there."""
         self.updates: Updates | None = None
         """The step that may still have to update the shard."""
+        self.steps_digest = 0
+        """Adds up the steps that the shard went through, see `steps_done`."""
+        self.last_step: StepDone | None = None
         self._whole: torch.Tensor | None = None
 
     @property

@@ -18,6 +18,7 @@ from .runtime.context import Context
 from .runtime.partition import is_dense
 from .runtime.partitioning import make_units
 from .runtime.placement import Placement, way_in
+from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.tile import Tile
 from .runtime.unit import Unit
 from .runtime.whole import scatter_whole
@@ -38,6 +39,8 @@ class Binder:
         self._placement = placement
         self._way_in = way_in(placement.params, unified=context.bridge.unified)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
+        self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
+        """When the steps of a call's units were last added up, and to what."""
 
     def bind(self, args: Sequence[Any]) -> Mapping[int, Unit | Tile]:
         """Return the unit behind each slot, and its tiles, after all ranks have agreed on what they are about to run."""
@@ -123,7 +126,19 @@ class Binder:
             lines = self._describe(fresh, buffers, serials)
             self._described[key] = (lines, digest_of(lines))
         lines, digest = self._described[key]
-        self._context.agree(lines, what=f"starting the {program.name}", digest=digest)
+        self._context.agree(
+            lines,
+            what=f"starting the {program.name}",
+            digest=mixed(digest, self._digest_of_steps(units, serials)),
+            details=lambda: describe_steps(units.values()),
+        )
+
+    def _digest_of_steps(self, units: Mapping[int, Unit], serials: tuple[int, ...]) -> int:
+        """Return a hash of the steps that the shards went through; steps between two calls of a graph are few."""
+        key = (self._context.steps_clock, serials)
+        if self._steps[0] != key:
+            self._steps = key, digest_of_steps(units.values())
+        return self._steps[1]
 
     def _describe(self, fresh: Sequence[int], buffers: Sequence[int], serials: Sequence[int]) -> list[str]:
         program = self._program

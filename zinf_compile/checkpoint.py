@@ -12,7 +12,9 @@ from torch import nn
 from ._torch import no_torch_function
 from .errors import PartitionedParameterError, UnsupportedModelError
 from .parameter import ShardedParameter, fill, hollow_out, unit_of
+from .program import digest_of
 from .runtime.context import Context
+from .runtime.steps_done import describe_steps, digest_of_steps, forget_steps, mixed
 from .runtime.unit import Unit
 from .runtime.whole import gather_on_first, gather_whole, scatter_whole
 
@@ -88,7 +90,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     """
     model = plain(model)
     found = partitioned_parameters(model)
-    context = agree_on_units(found, "loading the model", "")
+    context = agree_on_units(found, "loading the model", "", compare_steps=False)
     first = context is None or context.rank == 0
     targets = state_names(model)
     problems = _mismatches(targets, state) if first else []
@@ -106,6 +108,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
                 target.copy_(value)  # type: ignore[arg-type]
         else:
             broadcast_into(target, value, context, "loading the model")
+    forget_steps(parameter._zinf_unit for parameter in found.values())
 
 
 _SKELETON = ["saving the model: has rank 0 its state_dict"]
@@ -135,15 +138,25 @@ def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, ShardedParameter)}
 
 
-def agree_on_units(found: Mapping[str, ShardedParameter], what: str, detail: str) -> Context | None:
-    """Check that all ranks do this with the same model; return what they share, None where nothing is partitioned."""
+def agree_on_units(
+    found: Mapping[str, ShardedParameter], what: str, detail: str, *, compare_steps: bool = True
+) -> Context | None:
+    """Check that all ranks do this with the same model, and took the same steps; return what they share.
+
+    None where nothing is partitioned. `compare_steps=False`, where the values are about to be replaced.
+    """
     if not found:
         return None
     context = next(iter(found.values()))._zinf_unit.context
     for name, parameter in found.items():
         parameter._zinf_unit.name = name
+    units = [p._zinf_unit for p in found.values()] if compare_steps else []
+    lines = [f"{what} {detail}".rstrip(), *(f"{name} is unit {p._zinf_unit.serial}" for name, p in found.items())]
     context.agree(
-        [f"{what} {detail}".rstrip(), *(f"{name} is unit {p._zinf_unit.serial}" for name, p in found.items())], what=what
+        lines,
+        what=what,
+        digest=mixed(digest_of(lines), digest_of_steps(units)),
+        details=lambda: describe_steps(units),
     )
     return context
 

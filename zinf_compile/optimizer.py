@@ -34,6 +34,7 @@ from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
+from .step_records import Due, note, settings_of_step
 from .streamed import drive_bytes, streamed_states
 from .streaming import StreamedStates, tear, torn
 
@@ -55,6 +56,8 @@ class _StandIn:
     shards: list[tuple[ShardedParameter, torch.Tensor]]
     """What is updated whole."""
     streamed: _Streamed | None
+    due: Due = dataclasses.field(default_factory=dict)
+    """What the ranks compare once it is done."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,11 +101,13 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
+    due = settings_of_step(optimizer, by_closure=not sources and (len(args) > 1 or kwargs.get("closure") is not None))
     in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
     _check_budget(optimizer, in_memory)
     with _stating(optimizer):
         streamed = _step_chunks(optimizer, sources)
         record = _stand_in_for(optimizer, in_memory, streamed)
+        record.due = due
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
         del _under_way[stale]  # of a step that raised
     _under_way[id(record.optimizer)] = record
@@ -151,6 +156,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for name, value in vars(stand_in).items():
         if name not in _STEP_LOCAL:
             vars(optimizer)[name] = value
+    note(optimizer, record.due)
     _account(optimizer)
     _end_step(optimizer)
 

@@ -14,7 +14,9 @@ from .checkpoint import gathered_on_first
 from .errors import BudgetError, UnsupportedOptimizerError
 from .limits import host_room_bytes
 from .parameter import unit_of
+from .program import digest_of
 from .runtime.context import Context
+from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.unit import Unit
 from .shard_state import shard_state
 from .state_layout import without_note
@@ -47,7 +49,11 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
                 "rank 0 more memory (option host_memory, where it is given)"
             )
     agree_on_order(
-        units, context, "saving the optimizer", [f"{n} of {u.name} {shards[k, n].dtype}" for (k, n), u in gathered.items()]
+        units,
+        context,
+        "saving the optimizer",
+        [f"{n} of {u.name} {shards[k, n].dtype}" for (k, n), u in gathered.items()],
+        compare_steps=True,
     )
     for (key, name), unit in gathered.items():
         states[key][name] = None  # the shard goes once it is gathered
@@ -75,10 +81,12 @@ def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterato
                 yield (key, name), unit
 
 
-def agree_on_order(units: list[Unit | None], context: Context, what: str, more: list[str]) -> None:
-    """Check that all ranks mean the same parameters by the same numbers."""
+def agree_on_order(units: list[Unit | None], context: Context, what: str, more: list[str], *, compare_steps: bool) -> None:
+    """Check that all ranks mean the same parameters by the same numbers, and that these went through the same steps."""
     named = [f"parameter {i} is {'whole' if unit is None else f'unit {unit.serial}'}" for i, unit in enumerate(units)]
-    context.agree([*named, *more], what=what)
+    lines, stepped = [*named, *more], [unit for unit in units if unit is not None] if compare_steps else []
+    digest = mixed(digest_of(lines), digest_of_steps(stepped))
+    context.agree(lines, what=what, digest=digest, details=lambda: describe_steps(stepped))
 
 
 def _reject_nested(optimizer: Optimizer, states: Mapping[Any, Any], units: list[Unit | None]) -> None:

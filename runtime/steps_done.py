@@ -1,0 +1,103 @@
+"""The optimizer steps that the shards of units went through, as the ranks compare them.
+
+A step is local: nothing of it tells a rank that another one skipped it, or took it with another learning rate. Then the shards of
+one parameter belong to different steps. Each unit adds up a hash of its steps; every graph, save and end of a process compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from zinf_compile.program import digest_of
+
+if TYPE_CHECKING:
+    from .context import Context
+    from .unit import Unit
+
+STEPS = "step() of "
+"""How a line about steps begins."""
+
+_BITS = (1 << 63) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepDone:
+    """One step of one optimizer over the units of one context."""
+
+    optimizer: str
+    """The class."""
+    number: int
+    """Counts the optimizer's steps since it was made or its states were loaded."""
+    settings: tuple[str, ...]
+    """One line for each group: its settings when the step began, and the units that were updated with them."""
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A hash that is equal on ranks that took the same step."""
+        return digest_of([self.optimizer, str(self.number), *self.settings])
+
+    def lines(self) -> list[str]:
+        """Describe it."""
+        times = "once" if self.number == 1 else f"{self.number} times"
+        return [f"{STEPS}{self.optimizer} {times}, the last with {group}" for group in self.settings]
+
+
+def note_step(done: StepDone, units: Iterable[Unit], context: Context) -> None:
+    """Add a step to what its units went through."""
+    for unit in units:
+        unit.steps_digest = (unit.steps_digest + done.digest) & _BITS
+        unit.last_step = done
+    context.steps_clock += 1
+    context.steps_digest = (context.steps_digest + done.digest) & _BITS
+    context.last_step = done
+
+
+def forget_steps(units: Iterable[Unit]) -> None:
+    """All ranks have just given these units whole values: what they went through before counts no more."""
+    for unit in units:
+        context = unit.context
+        unit.steps_digest, unit.last_step = 0, None
+        context.steps_clock += 1
+        context.steps_digest, context.last_step = 0, None
+
+
+def digest_of_steps(units: Iterable[Unit]) -> int:
+    """Return a hash of the steps that units went through, 0 before the first."""
+    return sum((2 * place + 1) * unit.steps_digest for place, unit in enumerate(units)) & _BITS
+
+
+def describe_steps(units: Iterable[Unit]) -> list[str]:
+    """Return the last step of each optimizer of these units, line by line, and a hash of all."""
+    units = list(units)
+    return _described({id(unit.last_step): unit.last_step for unit in units}.values(), digest_of_steps(units))
+
+
+def describe_last_step(context: Context) -> list[str]:
+    """Return the last step of any units of these ranks, line by line, and a hash of all."""
+    return _described([context.last_step], context.steps_digest)
+
+
+def _described(steps: Iterable[StepDone | None], digest: int) -> list[str]:
+    lines = [line for done in steps if done is not None for line in done.lines()]
+    return [*(lines or [f"{STEPS}no optimizer yet"]), f"{STEPS}any optimizer so far: {digest:016x}"]
+
+
+def mixed(digest: int, steps: int) -> int:
+    """Return a hash of what is about to run and of the steps before it."""
+    return (digest + 3 * steps) & _BITS
+
+
+def differ_in_steps(line: str, other: str) -> bool:
+    """Say whether two lines, the first that differ between ranks, are about steps."""
+    return line.startswith(STEPS) or other.startswith(STEPS)
+
+
+ADVICE = (
+    "An optimizer's step() was called on some ranks only (a guard such as `if not isfinite(loss): continue` must decide alike on "
+    "all of them), or with other settings, such as the learning rate: shards of one parameter now belong to different steps. "
+    "Load a checkpoint of model and optimizer on all ranks to go on from there"
+)
+"""What to do where ranks differ in a step."""

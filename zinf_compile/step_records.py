@@ -1,0 +1,85 @@
+"""Notes each step of an optimizer on the units that it updated, for the ranks to compare (`runtime/steps_done.py`)."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .parameter import ShardedParameter
+from .runtime.context import Context
+from .runtime.steps_done import StepDone, note_step
+from .runtime.unit import Unit
+
+_IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings that choose among implementations of one rule."""
+
+_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Steps done since the optimizer was made or its states were loaded."""
+
+Due = Mapping[Context, tuple[tuple[str, ...], list[Unit]]]
+"""Of a step that begins, for the ranks of each context: its settings, and the units that it updates."""
+
+
+def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
+    """Return what a step is about to do, to be noted by `note` once it is done; empty on one rank, which has nobody to ask.
+
+    `by_closure`: its gradients are still to be made.
+    """
+    lines: dict[Context, list[str]] = collections.defaultdict(list)
+    due: dict[Context, list[Unit]] = collections.defaultdict(list)
+    for group in optimizer.param_groups:
+        members: dict[Context, list[Unit]] = collections.defaultdict(list)
+        for p in group["params"]:
+            if isinstance(p, ShardedParameter) and (p.grad is not None or (by_closure and p.requires_grad)):
+                unit = p._zinf_unit
+                if unit.context.size > 1:
+                    members[unit.context].append(unit)
+        described = ", ".join(f"{name}={_text(group[name])}" for name in optimizer.defaults if name in _kept(group))
+        for context, units in members.items():
+            lines[context].append(f"{described} for {len(units)} parameters: numbers {_ranges([u.serial for u in units])}")
+            due[context] += units
+    return {context: (tuple(lines[context]), units) for context, units in due.items()}
+
+
+def note(optimizer: Optimizer, due: Due) -> None:
+    """Note a step that is done, or handed to a thread that does it beside the next forward."""
+    if not due:
+        return
+    if optimizer not in _numbers:
+        optimizer.register_load_state_dict_post_hook(_start_anew)
+    _numbers[optimizer] = number = _numbers.get(optimizer, 0) + 1
+    for context, (settings, units) in due.items():
+        note_step(StepDone(type(optimizer).__name__, number, settings), units, context)
+
+
+def _start_anew(optimizer: Optimizer) -> None:
+    _numbers[optimizer] = 0
+
+
+def _kept(group: Mapping[str, Any]) -> set[str]:
+    return set(group) - _IMPLEMENTATIONS
+
+
+def _text(value: Any) -> str:
+    """Write a setting as all ranks write it: a tensor, as a learning rate may be, by its numbers."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write numbers as ranges: 0-3, 7."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
