@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile import ops
+from zinf_compile._torch import prettified
 from zinf_compile.program import Slot
 
 _SLOT = "zinf_slot"
@@ -57,6 +58,12 @@ def display_name(node: fx.Node) -> str:
     """Return the name to show for a node: the user's for parameters and inputs, the graph's for the rest."""
     slot = slot_of(node)
     return slot.name if slot is not None else str((node.op == "placeholder" and node.meta.get(_NAME)) or node.name)
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the name of the module whose code the operator, or what it is the gradient of, comes from; empty where unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return prettified(str(next(reversed(stack.values()))[0])) if stack else ""
 
 
 def mark_region(node: fx.Node) -> None:

@@ -26,13 +26,9 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
-        line = _line(node)
+        line = graph_text_line(node)
         if sizes and node.target in ops.SCHEDULE_OPS:
-            unit, swap = unit_of(node), node.target in (ops.swap_in, ops.swap_out)
-            size = f"{bytes_moved(node, world_size=world_size) if swap else wire_bytes(node):,}"
-            if node.target is ops.gather_rows:
-                size = f"up to {rows_bytes(node):,} of {unit.bytes:,}"
-            line = f"{line:<60}  # {unit.name} {size} B"
+            line = with_sizes(line, node, world_size=world_size)
         elif sizes and part_of(node):
             line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"
         elif policies and policy_of(node):
@@ -41,7 +37,17 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     return "\n".join(lines) + "\n"
 
 
-def _line(node: fx.Node) -> str:
+def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
+    """Add to the line of a schedule operator the parameter's name and the bytes that it moves or holds."""
+    unit, swap = unit_of(node), node.target in (ops.swap_in, ops.swap_out)
+    size = f"{bytes_moved(node, world_size=world_size) if swap else wire_bytes(node):,}"
+    if node.target is ops.gather_rows:
+        size = f"up to {rows_bytes(node):,} of {unit.bytes:,}"
+    return f"{line:<60}  # {unit.name} {size} B"
+
+
+def graph_text_line(node: fx.Node) -> str:
+    """Print one operator with short names."""
     if node.op == "output":
         return f"return {_value(node.args[0])}"
     args = node.args

@@ -22,7 +22,15 @@ _PREFIX = "last run on a GPU:"
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
-torch.set_num_threads(1)  # the models are tiny: on a busy machine, threads that wait for each other cost most of the time
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, default=1, help="threads that PyTorch computes with (default 1)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """By default on one thread: models are tiny, and threads that wait for each other cost most of the time on a busy machine."""
+    torch.set_num_threads(config.getoption("--threads"))
 
 
 @pytest.fixture(autouse=True)

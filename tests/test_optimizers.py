@@ -11,7 +11,9 @@ from models import CASES, Mlp, TiedWords, loss_of, tokens, vectors
 from optimizers import OPTIMIZERS, assert_same_states
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
-from training import adamw, assert_same, in_place, plain_step, train_both, train_step_on, twins
+from training import BACKEND, adamw, assert_same, in_place, plain_step, train_both, train_step_on, twins
+
+from zinf_compile import fused
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -218,3 +220,19 @@ def test_adam_is_fused_where_that_is_left_open(kind: type[torch.optim.Optimizer]
     kernels = [event.key for event in profile.key_averages() if "fused_adam" in event.key]
     assert bool(kernels) == ("fused" in reference and reference["fused"])
     assert sides[1][1].param_groups[0]["fused"] is flags.get("fused"), "the user's settings stay as they are"
+
+
+def test_the_log_says_once_whose_bits_an_open_choice_has(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_told", [])
+    with caplog.at_level("INFO", logger="zinf_compile"):
+        for settings in ({"foreach": False}, {"fused": True}, {}, {}):
+            model = Mlp()
+            model.compile(backend=BACKEND)
+            optimizer = torch.optim.AdamW(model.parameters(), **settings)
+            loss_of(model(*vectors(0))).backward()
+            optimizer.step()
+    assert [record.message.split(":")[0] for record in caplog.records if "fused" in record.message] == [
+        "AdamW with `fused` left open is updated by PyTorch's fused kernel, here as anywhere on the CPU"
+    ]

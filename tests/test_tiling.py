@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -150,16 +151,39 @@ def test_layers_in_tiles(tile: int, compute: str) -> None:
     assert sum(len(unit.tiles) for unit in units) > len(units)
 
 
-def test_a_forward_whose_outputs_are_split_is_bit_for_bit() -> None:
+class Split(nn.Module):
+    """Two layers whose outputs are split over tiles; returns what each gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 256), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x)
+        return hidden, self.down(hidden)
+
+
+def test_a_forward_whose_outputs_are_split_rounds_as_products_of_other_widths_may() -> None:
+    """An element is a sum of the same products in both: each order of adding n of them is within n eps of the sum of magnitudes.
+
+    The same bits would be more than processors give: their libraries choose the order by the width of the product.
+    """
     torch.manual_seed(0)
-    eager = Net(nn.Linear(48, 256), nn.GELU(), nn.Linear(256, 64, bias=False))
+    eager = Split()
     x = torch.randn(32, 48)
-    expected = eager(x)
     ours = _compiled(copy.deepcopy(eager), {"tile": "8KiB"})
-    assert torch.equal(ours(x), expected)
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context:
+            hidden, out = ours(x)
+        expected = (F.linear(x, eager.up.weight, eager.up.bias), F.linear(hidden.detach(), eager.down.weight))
+        magnitudes = (
+            F.linear(x.abs(), eager.up.weight.abs(), eager.up.bias.abs()),
+            F.linear(hidden.detach().abs(), eager.down.weight.abs()),
+        )
+        for found, wanted, magnitude, terms in zip((hidden, out), expected, magnitudes, (48 + 1, 256), strict=True):
+            bound = 2 * terms * torch.finfo(torch.float32).eps * magnitude
+            assert bool(((found - wanted).abs() <= bound).all())
     assert [len(p._zinf_unit.tiles) for p in ours.parameters()] == [7, 0, 8]
-    with torch.no_grad():
-        assert torch.equal(ours(x), expected)
 
 
 @pytest.mark.parametrize("bad", [13, -1, 100])

@@ -109,10 +109,11 @@ def captured_name(placeholder: torch.fx.Node) -> str:
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
     text = name() if callable(name) else name
-    return _prettified(str(text)) if text else str(placeholder.target)
+    return prettified(str(text)) if text else str(placeholder.target)
 
 
-def _prettified(name: str) -> str:
+def prettified(name: str) -> str:
+    """Return a name of Dynamo's, `L['self'].h.0.attn.weight`, as users write it: `h.0.attn.weight`."""
     for kind in ("_modules", "_parameters", "_buffers"):
         name = name.replace(f".__dict__['{kind}']['", ".").replace(f".{kind}['", ".").replace(f"{kind}['", "")
     name = name.replace("']", "")

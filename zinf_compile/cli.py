@@ -13,6 +13,7 @@ from typing import Any
 from tabulate import tabulate
 
 from . import bench_io, doctor
+from .colors import colored
 from .config import Config
 from .dump import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
 from .errors import ZinfError
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dump(options: argparse.Namespace) -> str:
     """Return what `zinf dump` prints: the graphs and the table, or what was asked for instead."""
-    for name in ("after", "diff", "hash"):
+    for name in ("after", "diff", "hash", "ops"):
         if getattr(options, name) and options.format != "text":
             raise DumpError(f"--{name} and --format {options.format} exclude each other; accepted: --format text")
     given, around = _json(options.options), options.after or options.diff
@@ -67,8 +68,10 @@ def dump(options: argparse.Namespace) -> str:
     if options.diff:
         parts = [_difference(s, title, options.diff) for s, title in zip(seen, titles, strict=True)]
         return "\n".join(parts) or f"# no graph goes through {options.diff}"
-    parts = [f"# {title}, rank 0 of {options.world}\n{s.text}" for s, title in zip(seen, titles, strict=True)]
-    return "\n".join([*parts, table(found), f"schedule hash: {schedule_hash(found):016x}"])
+    whole = options.ops or options.after  # what a pass leaves behind is seen by its operators
+    texts = [s.text if whole else s.summary for s in seen]
+    parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
+    return "\n".join([*map(colored, parts), table(found), f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
@@ -188,8 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     dumping = commands.add_parser(
         "dump",
         help="print a model's schedule",
-        description="Trace a model on fake tensors (no weight is allocated) and print its graphs with the inserted transfers, "
-        "one operator a line, then what they move and hold.",
+        description="Trace a model on fake tensors (no weight is allocated) and print its graphs: a line for each transfer, "
+        "one for the compute between two, and blocks of equal structure once; then what they move and hold.",
     )
     dumping.add_argument(
         "target", metavar="TARGET", help=f"MODULE:FUNCTION, returning (model, example inputs); or {', '.join(TARGETS)}"
@@ -197,9 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     dumping.add_argument("--options", metavar="JSON", help="the options of torch.compile, as JSON")
     dumping.add_argument("--graph", choices=["forward", "backward", "both"], default="both", help="default: both")
     dumping.add_argument("--format", choices=["text", "dot", "json"], default="text", help="default: text")
+    dumping.add_argument("--ops", action="store_true", help="print every operator of every block, one a line")
     known = ", ".join(pass_names(Config()))
     instead = dumping.add_mutually_exclusive_group()
-    instead.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass: {known}")
+    instead.add_argument("--after", metavar="PASS", help=f"show the graphs after this pass, with every operator: {known}")
     instead.add_argument("--diff", metavar="PASS", help="print what this pass changed in each graph, and nothing else")
     instead.add_argument("--hash", action="store_true", help="print the schedule hash of all graphs, and nothing else")
     dumping.add_argument("--world", metavar="N", type=_world, default=1, help="as one of N ranks (default 1)")

@@ -58,7 +58,8 @@ class Config:
 
     compute: str = "inductor"
     """How the stretches between transfers run. `"inductor"`: compiled, each distinct stretch once, within rounding of eager and
-    with its random numbers; `"fx"`: operator by operator, with eager PyTorch's own kernels and bits."""
+    with its random numbers; `"fx"`: operator by operator, with eager PyTorch's own kernels and bits (after a step, those
+    of eager's `fused=True` where an optimizer's `fused` was left open)."""
 
     bucket: int | str = "32MiB"
     """Transfers that follow each other in use are issued together up to this many bytes of full parameters. Measured

@@ -23,6 +23,7 @@ from .config import Config
 from .errors import ZinfError
 from .passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from .passes.lower import lower
+from .passes.summary import summarize
 from .passes.text import graph_text
 from .passes.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
 from .passes.transfer_graph import build_transfer_graph
@@ -45,6 +46,8 @@ class Scheduled:
     text: str
     """The graph after all passes, or after the one asked for: the joint graph, if that is a joint pass. Empty for a graph that
     isn't there at that pass: a backward is still part of the joint graph, an inference graph never is."""
+    summary: str
+    """The graph after all passes, what is computed between transfers in a line each."""
     before: str
     """The graph before the pass asked for; empty if none is."""
     collectives: tuple[Collective, ...]
@@ -194,6 +197,7 @@ class _Recorder(GraphCompiler):
                 name=program.name,
                 kind=kind,
                 text=text,
+                summary=summarize(graph, world_size=self._world_size),
                 before=before,
                 collectives=list_collectives(graph.graph, world_size=self._world_size),
                 swaps=list_swaps(graph.graph, world_size=self._world_size),

@@ -80,6 +80,9 @@ def trainer(model: Any, settings: Settings) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # of the collectives that it calls, by their older names
     parameters = {} if settings["forward"] else {"model_parameters": model.parameters()}
+    # Partitioned here, the parameters stay in fp32. `initialize` would make them bf16 on processors without arithmetic in fp16,
+    # whatever it is told, and then fail at the first product. [deepspeed 0.19.8]
+    deepspeed.zero.Init(module=model, config_dict_or_path=config(settings))
     engine, *_ = deepspeed.initialize(model=model, config=config(settings), **parameters)
 
     def take(tokens: Any, targets: Any) -> Any:
