@@ -79,6 +79,9 @@ class OffloadedValue(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._on(self._storage.value()).requires_grad_(self.requires_grad))
 
+    def __format__(self, spec: str) -> str:
+        return format(self._on(self._storage.value()).requires_grad_(self.requires_grad), spec)
+
     def __iter__(self) -> Iterator[Any]:
         rows = super().__iter__()
         self._storage.pin()  # each row would bring the whole

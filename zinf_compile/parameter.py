@@ -207,7 +207,7 @@ for _name, _plain in vars(torch.Tensor).items():
 def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     parameters = [p for p in _flat(args, kwargs) if isinstance(p, ShardedParameter)]
-    unit = parameters[0]._zinf_unit
+    unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
     if name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and _converts_nothing(unit, name, args, kwargs):
         return args[0]
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
