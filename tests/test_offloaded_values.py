@@ -100,10 +100,10 @@ READS: list[Callable[[torch.Tensor], Any]] = [
     lambda v: v.tolist(),
     lambda v: v.numpy().sum(),
     lambda v: v.data.detach().contiguous().clone(),
-    lambda v: repr(v),
+    repr,
     lambda v: f"{v[0, 0]} {v[1]}",
     lambda v: v.unbind(1)[1].max(),
-    lambda v: copy.copy(v),
+    copy.copy,
     lambda v: pickle.loads(pickle.dumps(v)),
     lambda v: saved(v[1:].t()),
     lambda v: saved(v, _use_new_zipfile_serialization=False),
@@ -201,11 +201,11 @@ def test_what_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:
             lambda: value.untyped_storage().__setitem__(0, 1),
             lambda: value.untyped_storage().resize_(0),
             lambda: torch.save(value.storage(), io.BytesIO()),
-            lambda: value.share_memory_(),
+            value.share_memory_,
             lambda: torch.from_dlpack(value),
             lambda: value.as_subclass(torch.Tensor),
             lambda: value.resize_(3),
-            lambda: value.t_(),
+            value.t_,
             lambda: value.set_(torch.zeros(3)),
         ):
             with pytest.raises(PartitionedParameterError, match=r"up.weight is off the device"):
@@ -290,7 +290,7 @@ def test_a_value_that_does_not_fit(tmp_path: Path) -> None:
     with trained(tmp_path) as twins:
         zinf_compile.synchronize()
         value, largest = twins.ours.state_dict()["embedding.weight"], twins.eager.embedding.weight.nbytes
-        for read in (lambda: value + 1, lambda: value.data_ptr(), lambda: torch.save(value, io.BytesIO()), lambda: value.zero_()):
+        for read in (lambda: value + 1, value.data_ptr, lambda: torch.save(value, io.BytesIO()), value.zero_):
             with (
                 room_for(twins.ours, largest - 1),
                 pytest.raises(BudgetError, match=r"embedding.weight takes 828 bytes whole.*smallest device_memory that works is"),

@@ -38,7 +38,7 @@ class OffloadedStorage(torch.UntypedStorage):
         """Return the bytes of the value."""
         return self.unit.bytes
 
-    size = nbytes  # type: ignore[assignment]
+    size = nbytes
 
     def __len__(self) -> int:
         return self.unit.bytes
@@ -82,17 +82,17 @@ class OffloadedStorage(torch.UntypedStorage):
             self._for_saving = saved
         return self._for_saving
 
-    def cpu(self) -> torch.UntypedStorage:  # type: ignore[override]
+    def cpu(self) -> torch.UntypedStorage:
         """Return the bytes in host memory of their own."""
         return self.host_value().untyped_storage().clone()
 
-    def clone(self) -> torch.UntypedStorage:  # type: ignore[override]
+    def clone(self) -> torch.UntypedStorage:
         """Return a copy on the device."""
         return self.value().clone().untyped_storage()
 
-    def tolist(self) -> list[int]:  # type: ignore[override]
+    def tolist(self) -> list[int]:
         """Return the bytes."""
-        return self.cpu().tolist()  # type: ignore[no-any-return]
+        return self.cpu().tolist()
 
     def __getitem__(self, index: Any) -> Any:
         return self.cpu()[index]
@@ -115,13 +115,13 @@ class OffloadedStorage(torch.UntypedStorage):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise PartitionedParameterError(
-            f"the value of parameter {self.unit.name} is off the device: its storage can be read, not changed, shared or resized. "
-            "Change the tensor in place (mul_, copy_, ...), or work on a clone() of it"
+            f"the value of parameter {self.unit.name} is off the device: its storage can be read, not changed or shared; "
+            "change the tensor in place (mul_, copy_, ...), or work on a clone() of it"
         )
 
-    __setitem__ = copy_ = fill_ = resize_ = share_memory_ = byteswap = pin_memory = _refuse  # type: ignore[assignment]
-    _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = _set_from_file = _refuse  # type: ignore[assignment]
-    _write_file = to = type = cuda = _refuse  # type: ignore[assignment]
+    __setitem__ = copy_ = fill_ = resize_ = share_memory_ = byteswap = pin_memory = _refuse
+    _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = _set_from_file = _refuse
+    _write_file = to = type = cuda = _refuse
 
 
 class SavedStorage(torch.UntypedStorage):
@@ -135,13 +135,13 @@ class SavedStorage(torch.UntypedStorage):
         """Return the bytes of the value."""
         return self.unit.bytes
 
-    size = nbytes  # type: ignore[assignment]
+    size = nbytes
 
     def data_ptr(self) -> int:
         """Nowhere: it is written by its identity."""
         return 0
 
-    def cpu(self) -> torch.UntypedStorage:  # type: ignore[override]
+    def cpu(self) -> torch.UntypedStorage:
         """Return the bytes in host memory, to be read and dropped."""
         return storage_of(self.unit).host_value().untyped_storage()
 

@@ -3,9 +3,9 @@
 `state_dict()`, `parameter.detach()` and `parameter.data` give one. It aliases the parameter, as in eager PyTorch: what is read is
 the value after the last step, and what is written in place goes where the parameter lives.
 
-Note: how it is read. Operators, `numpy()` and pickling bring the value and let it go when they are done. A pointer is good as long
-as any tensor of the parameter's value lives, so `data_ptr()` pins it until then: in memory where the caps leave room, else in a
-file on the parameter's drive. Views are lazy too.
+Note: how it is read. Operators, `numpy()` and pickling bring the value and let it go when they are done. A pointer is good as
+long as any tensor of the parameter's value lives, so `data_ptr()` pins it until then: in memory where the caps leave room, else
+in a file on the parameter's drive. Views are lazy too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OffloadedValue(torch.Tensor):
 
     @staticmethod
     def __new__(cls, storage: OffloadedStorage, geometry: torch.Tensor) -> OffloadedValue:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             geometry.shape,
             strides=geometry.stride(),
