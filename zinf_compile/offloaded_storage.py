@@ -101,7 +101,7 @@ class OffloadedStorage(torch.UntypedStorage):
         return iter(self.cpu())
 
     def __reduce__(self) -> Any:
-        return self.cpu().__reduce__()
+        return _by_value(self)
 
     def __copy__(self) -> torch.UntypedStorage:
         return self.clone()
@@ -149,7 +149,7 @@ class SavedStorage(torch.UntypedStorage):
         self.cpu()._write_file(*arguments)  # the format of files before PyTorch 1.6, and of pickle
 
     def __reduce__(self) -> Any:
-        return self.cpu().__reduce__()
+        return _by_value(self)
 
 
 def storage_of(unit: Unit) -> OffloadedStorage:
@@ -161,6 +161,16 @@ def storage_of(unit: Unit) -> OffloadedStorage:
             storage.unit, storage._pinned, storage._for_saving = unit, None, None
             _storages[id(unit)] = storage
         return storage
+
+
+def _by_value(storage: OffloadedStorage | SavedStorage) -> tuple[Any, ...]:
+    """Pickle a storage itself, as queues between processes do."""
+    content = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+    return _from_bytes, (content.numpy().tobytes(),)
+
+
+def _from_bytes(content: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).clone().untyped_storage()
 
 
 def _location(storage: Any) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._torch import no_override, tree_map
+from ._torch import no_override, rebuild_tensor, tree_map, typed_storage
 from .errors import PartitionedParameterError
 from .offloaded_storage import OffloadedStorage, storage_of
 from .runtime.fetch import blank, fetch
@@ -38,14 +38,13 @@ class OffloadedValue(torch.Tensor):
 
     @staticmethod
     def __new__(cls, storage: OffloadedStorage, geometry: torch.Tensor) -> OffloadedValue:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.shape,
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=storage.unit.device,
-        )
+        settings: dict[str, Any] = {
+            "dtype": geometry.dtype,
+            "device": storage.unit.device,
+            "storage_offset": geometry.storage_offset(),
+        }
+        with torch.inference_mode(False):  # a parameter's value is none of inference mode's, wherever it is looked at
+            return torch.Tensor._make_wrapper_subclass(cls, geometry.shape, strides=geometry.stride(), **settings)
 
     def __init__(self, storage: OffloadedStorage, geometry: torch.Tensor) -> None:
         self._storage, self._geometry = storage, geometry
@@ -59,7 +58,7 @@ class OffloadedValue(torch.Tensor):
         return self._storage
 
     def _typed_storage(self) -> Any:
-        return torch.storage.TypedStorage(wrap_storage=self._storage, dtype=self.dtype, _internal=True)
+        return typed_storage(self._storage, self.dtype)
 
     storage = _typed_storage
 
@@ -101,9 +100,9 @@ class OffloadedValue(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.dtype != self._storage.unit.dtype or self.dtype not in _STORAGE_DTYPES:
             return self.clone().__reduce_ex__(protocol)
-        saved = torch.storage.TypedStorage(wrap_storage=self._storage.for_saving(), dtype=self.dtype, _internal=True)
+        saved = typed_storage(self._storage.for_saving(), self.dtype)
         layout = (self.storage_offset(), tuple(self.shape), self.stride())
-        return torch._utils._rebuild_tensor_v2, (saved, *layout, self.requires_grad, collections.OrderedDict())
+        return rebuild_tensor, (saved, *layout, self.requires_grad, collections.OrderedDict())
 
     def share_memory_(self) -> NoReturn:
         self._refuse("moved to shared memory")
@@ -146,16 +145,22 @@ class OffloadedValue(torch.Tensor):
 
 def value_of(unit: Unit) -> OffloadedValue:
     """Return the value of a unit that lives off the device of the only rank."""
-    flat = torch.empty(unit.numel, dtype=unit.dtype, device="meta")
-    return OffloadedValue(storage_of(unit), unit.logical(flat))
+    with torch.inference_mode(False), torch.no_grad():
+        geometry = unit.logical(torch.empty(unit.numel, dtype=unit.dtype, device="meta"))
+    return OffloadedValue(storage_of(unit), geometry)
 
 
+@torch.compiler.disable
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return lazy views, None where the operator makes copies."""
     base = args[0] if args else None
     if not isinstance(base, OffloadedValue):
         return None
-    with torch.no_grad():
+    if torch.is_inference_mode_enabled():  # operators made of others come as they are
+        made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+    with torch.inference_mode(False), torch.no_grad():
         made = func(base._geometry, *args[1:], **kwargs)
     each = made if isinstance(made, list | tuple) else [made]
     home = base._geometry.untyped_storage()._cdata
@@ -174,6 +179,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Off
     return found
 
 
+@torch.compiler.disable  # nothing here is to be captured
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: Sequence[OffloadedValue]) -> Any:
     """Run the operator on values that are brought for it; what it writes goes home."""
     fresh = {id(value._storage.unit) for value in written}
