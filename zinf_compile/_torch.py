@@ -47,6 +47,9 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
+rebuild_tensor = torch._utils._rebuild_tensor_v2
+"""What pickled tensors name: files with it are loaded by any PyTorch, also with `weights_only=True`."""
+
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
 """What Dynamo captures `parameter.data = value` as: from 2.15 on as an operator of its own."""
 
@@ -65,6 +68,11 @@ def raise_through_dynamo(error: Exception) -> Exception:
 def _init_through(self: Any, *args: object) -> None:
     Exception.__init__(self, *args)
     self.first_useful_frame = None
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    """Return the storage as pickled tensors refer to it, without the warning that this class will go."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def never_compile_alone(function: Callable[..., Any]) -> None:

@@ -31,6 +31,7 @@ from .precision import warn_of_short_updates
 from .probe import check_elementwise, states_kept
 from .runtime.context import Context
 from .runtime.ledger import Ledger
+from .save_check import warn_of_saving
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
@@ -171,6 +172,7 @@ def _end_step(optimizer: Optimizer) -> None:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
             log_first_step(context, optimizer, hollow, in_memory + drive_bytes(optimizer))
+            warn_of_saving(context)
 
 
 @contextlib.contextmanager

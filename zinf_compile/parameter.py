@@ -15,6 +15,7 @@ from ._torch import limited_frame, never_compile_alone, no_torch_function, packs
 from .callers import callers
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
+from .offloaded_value import value_of as offloaded_value
 from .runtime.lanes import Done
 from .runtime.unit import Unit
 
@@ -66,6 +67,8 @@ _ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
 
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
+"""What of a parameter off the device, on one process, has a value that is brought when it is read: `state_dict` and loading."""
 _CONVERSIONS = {
     "half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64,
 }  # fmt: skip
@@ -204,7 +207,7 @@ for _name, _plain in vars(torch.Tensor).items():
 def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     parameters = [p for p in _flat(args, kwargs) if isinstance(p, ShardedParameter)]
-    unit = parameters[0]._zinf_unit
+    unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
     if name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and _converts_nothing(unit, name, args, kwargs):
         return args[0]
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
@@ -226,6 +229,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if args[1] is not args[0]:
             _check_assignable(parameters[0], args[1])
         return True
+    if func in _ON_OFFLOADED and _are_offloaded(func, parameters):
+        return _on_whole(func, name, parameters, args, kwargs)
     if not unit.at_hand and (stepping := _stepping_optimizer()):
         raise PartitionedParameterError(
             f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
@@ -262,7 +267,7 @@ def _on_whole(
     for parameter in parameters:
         with no_torch_function():
             needs_grad = parameter.requires_grad and differentiate
-        values[id(parameter)] = _Whole.apply(parameter) if needs_grad else parameter._zinf_unit.whole().detach()
+        values[id(parameter)] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
 
     def value_of(item: Any) -> Any:
         return values[id(item)] if isinstance(item, ShardedParameter) else item
@@ -274,6 +279,18 @@ def _on_whole(
         if result is values[id(parameter)]:
             return parameter
     return result
+
+
+def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParameter]) -> bool:
+    """Say whether the only rank has the parameters, one of them off the device, and there is nothing to differentiate."""
+    with no_torch_function():
+        differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    units = [p._zinf_unit for p in parameters]
+    return units[0].context.size == 1 and not all(u.at_hand for u in units) and not differentiated
+
+
+def _value(unit: Unit) -> torch.Tensor:
+    return unit.whole().detach() if unit.at_hand else offloaded_value(unit)
 
 
 class _Whole(torch.autograd.Function):

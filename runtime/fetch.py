@@ -1,0 +1,139 @@
+"""The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
+
+`zinf_compile.offloaded_value` calls this. Nothing here is part of a schedule.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from zinf_compile.errors import BudgetError
+
+from .home import DriveHome
+from .ledger import Ledger
+from .mapped_file import map_copy
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .context import Context
+
+_largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Of each context: how many units it had, and the bytes of the largest of them."""
+
+
+def fetch(unit: Unit) -> torch.Tensor:
+    """Return the value as it is after the last step: flat, on the device, in counted memory of its own.
+
+    Raises `BudgetError` where that exceeds a cap, `StepFailedError` where the step failed that was to update it.
+    """
+    context = unit.context
+    if not context.bridge.unified:
+        if unit.resident is None:
+            _reserve(unit, context.host_ledger)
+        _reserve(unit, context.ledger)
+        value = unit.load()
+        context.ledger.track("staged", value)
+        return value
+    _reserve(unit, context.ledger)
+    return unit.load()
+
+
+def fetch_to_host(unit: Unit) -> torch.Tensor:
+    """Return the value flat in host memory, to be read and dropped: its home, where that is host memory. Raises as `fetch`."""
+    context = unit.context
+    if context.bridge.unified:
+        return fetch(unit)
+    if unit.resident is not None:
+        return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
+    _reserve(unit, context.host_ledger)
+    host = context.staged_buffer(unit.shard_numel, unit.dtype)
+    unit.read(host).wait()
+    return host
+
+
+def blank(unit: Unit) -> torch.Tensor:
+    """Return memory to be filled with a new value and then kept by `Unit.save`. Raises as `fetch`."""
+    _reserve(unit, unit.context.ledger)
+    value = unit.blank()
+    unit.context.ledger.track("staged", value)
+    return value
+
+
+class PinnedValue:
+    """The value of a unit at an address that stays, for who reads memory through a pointer.
+
+    In memory where the caps leave room for that beside one more value and what graphs gather; else in a file on the unit's
+    drive. `current` brings what later steps made of it to the same address.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._version = unit, _version(unit)
+        context, home = unit.context, unit.home
+        value = fetch(unit)
+        if isinstance(home, DriveHome) and context.bridge.unified:
+            beside = max(largest_bytes(context), context.claims.passing)
+            if not context.has_room(context.ledger, beside):
+                value = map_copy(value, unit.placement.nvme[0])
+        self._value = value
+
+    def current(self) -> torch.Tensor:
+        """Return the value as it is after the last step, flat."""
+        version = _version(self._unit)
+        if version != self._version:
+            self._value.copy_(fetch(self._unit))
+            self._version = version
+        return self._value
+
+    def changed(self, value: torch.Tensor) -> None:
+        """Take over what was just written to the unit's home."""
+        self._value.copy_(value)
+        self._version = _version(self._unit)
+
+
+def largest_bytes(context: Context) -> int:
+    """Return the bytes of the largest unit whose shard is off the device, 0 without one."""
+    count, largest = _largest.get(context, (-1, 0))
+    if count != len(context.units):
+        largest = max((unit.bytes for unit in context.units if unit.home is not None), default=0)
+        _largest[context] = len(context.units), largest
+    return largest
+
+
+def shortage(unit: Unit, ledger: Ledger) -> str:
+    """Say what a value lacks of an account's cap; empty where it fits."""
+    context = unit.context
+    if context.has_room(ledger, unit.bytes):
+        return ""
+    on_device = ledger is context.ledger
+    cap = context.claims.device_cap if on_device else context.claims.host_cap
+    held = ledger.total()[0]
+    option = "device_memory" if on_device else "host_memory (for each rank of a node)"
+    least = held + unit.bytes
+    if ledger is context.host_ledger:
+        least += max(0, context.staging.cap_bytes - context.staging.bytes)
+    return (
+        f"parameter {unit.name} takes {unit.bytes:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
+        f"smallest {option} that works is {least:,}"
+    )
+
+
+def _reserve(unit: Unit, ledger: Ledger) -> None:
+    """Make room for one value."""
+    context = unit.context
+    context.make_room(ledger, unit.bytes)
+    if context.has_room(ledger, unit.bytes):
+        return
+    unit.settle()  # a step that goes on holds chunks
+    gc.collect()
+    if short := shortage(unit, ledger):
+        raise BudgetError(f"{short}. Drop what was read before and is still referred to, or raise the cap")
+
+
+def _version(unit: Unit) -> int:
+    """Return how often the unit's parameter was changed."""
+    parameter = unit.parameter()
+    return -1 if parameter is None else parameter._version

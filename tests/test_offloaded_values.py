@@ -1,0 +1,355 @@
+"""`state_dict()` of a model whose parameters live off the device of its only rank: values that are brought when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import logging
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import more
+from rank_save_check import save_check
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiers import Meter, compiled, context_of, options_for, sundry, train_step
+from torch import nn
+from training import adamw, assert_same, assert_same_models
+
+import zinf_compile
+from zinf_compile.errors import BudgetError, PartitionedParameterError
+from zinf_compile.offloaded_value import OffloadedValue
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.fetch import shortage
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+NVME = ("nvme", "nvme", "nvme")
+
+VARIANTS: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "nvme": (NVME, {}, False),
+    "tiles": (NVME, {"tile": 180}, False),
+    "host of a device": (("host", "host", "device"), {}, True),
+    "nvme of a device": (("nvme", "host", "host"), {"tile": 180}, True),
+}
+
+
+class Trained:
+    """A model with its parameters off the device, and its eager twin, each with its optimizer, after two steps."""
+
+    def __init__(self, folder: Path, variant: str = "nvme") -> None:
+        placement, others, _ = VARIANTS[variant]
+        self.ours, self.eager = compiled(sundry(), options_for(placement, folder, **others)), sundry()
+        self.optimizers = [adamw(model.parameters()) for model in (self.ours, self.eager)]
+        self.steps, self.tiled = 0, "tile" in others
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        """Train both by one step, the last part of which may be deferred."""
+        losses = [train_step(m, o, self.steps) for m, o in zip((self.ours, self.eager), self.optimizers, strict=True)]
+        self.steps += 1
+        if self.tiled:  # which changes the order of sums
+            assert losses[0] == pytest.approx(losses[1])
+            self.eager.load_state_dict(zinf_compile.full_state_dict(self.ours))
+        else:
+            assert losses[0] == losses[1]
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Compare a state with eager's."""
+        for name, value in self.eager.state_dict().items():
+            assert_same(name, value, state[name])
+
+
+@contextlib.contextmanager
+def trained(folder: Path, variant: str = "nvme") -> Iterator[Trained]:
+    """Context with a model in it."""
+    with played_by(FakeDevice()) if VARIANTS[variant][2] else contextlib.nullcontext():
+        yield Trained(folder, variant)
+
+
+def saved(state: Any, save: Callable[..., None] = torch.save, **settings: Any) -> Any:
+    """Save and load."""
+    file = io.BytesIO()
+    save(state, file, **settings)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+READS: list[Callable[[torch.Tensor], Any]] = [
+    lambda v: v.clone(),
+    lambda v: v.cpu().clone(),
+    lambda v: v.to(torch.bfloat16),
+    lambda v: v.double(),
+    lambda v: v.float() + 1,
+    lambda v: v[0].sum(),
+    lambda v: v.reshape(-1)[1:-1] * 2,
+    lambda v: torch.stack(list(v)),
+    lambda v: v.view(torch.int32),
+    lambda v: v.t() @ v,
+    lambda v: torch.cat([v, v]).norm(),
+    lambda v: v.mean().item(),
+    lambda v: v.tolist(),
+    lambda v: v.numpy().sum(),
+    lambda v: v.data.detach().contiguous().clone(),
+    repr,
+    lambda v: f"{v[0, 0]} {v[1]}",
+    lambda v: v.unbind(1)[1].max(),
+    copy.copy,
+    lambda v: pickle.loads(pickle.dumps(v)),
+    lambda v: saved(v[1:].t()),
+    lambda v: saved(v, _use_new_zipfile_serialization=False),
+    lambda v: torch.load(io.BytesIO(_bytes(v.view(torch.int32))), weights_only=True),
+]
+
+
+LAZY = (8, 18)
+"""Of these, those that give the value itself: a view, and a shallow copy."""
+
+
+def _bytes(value: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def assert_reads(ours: torch.Tensor, eager: torch.Tensor) -> None:
+    """Compare what reads give."""
+    for number, read in enumerate(READS):
+        found, expected = read(ours), read(eager)
+        if isinstance(expected, torch.Tensor):
+            assert_same(f"read {number}", expected, found)
+            assert not isinstance(found, OffloadedValue) or number in LAZY, f"read {number} is of its own"
+        else:
+            assert found == expected, f"read {number}"
+
+
+@pytest.mark.parametrize("variant", ["nvme", more("tiles"), more("host of a device"), "nvme of a device"])
+def test_values_are_eagers_and_what_is_written_in_place_is_kept(variant: str, tmp_path: Path) -> None:
+    with trained(tmp_path, variant) as twins:
+        ours, eager = twins.ours, twins.eager
+        state, expected = ours.state_dict(), eager.state_dict()
+        meter = Meter(None)
+        meter.read(ours)
+        for name, value in expected.items():
+            mine = state[name]
+            assert (mine.shape, mine.stride(), mine.dtype, mine.device) == (
+                value.shape,
+                value.stride(),
+                value.dtype,
+                value.device,
+            )
+            assert (mine.numel(), mine.nbytes, len(mine.shape)) == (value.numel(), value.nbytes, value.dim())
+            assert mine.untyped_storage().nbytes() == value.untyped_storage().nbytes()
+            assert isinstance(mine, OffloadedValue) == (value.dim() > 0)
+            assert not mine.requires_grad
+        assert meter.read(ours).read == 0, "metadata is free"
+        twins.check(state)
+        assert_reads(state["up.weight"], expected["up.weight"])
+        with torch.inference_mode():
+            assert_reads(ours.state_dict()["down.weight"], expected["down.weight"])
+        assert_same("between processes", expected["up.weight"], pickle.loads(ForkingPickler.dumps(state["up.weight"])))
+        twins.check(pickle.loads(pickle.dumps(state)))
+        for copied in (saved(state), copy.deepcopy(state)):
+            twins.check(copied)
+            assert {type(value) for value in copied.values()} == {torch.Tensor}
+            assert copied["head.weight"].data_ptr() == copied["embedding.weight"].data_ptr() != copied["up.weight"].data_ptr()
+        average = {name: value.clone() for name, value in state.items()}
+        for model in (ours, eager):
+            change(model)
+        twins.check(state)
+        twins.check(ours.state_dict())
+        twins.step()
+        twins.check(state)  # it aliases the parameters, also while a step is deferred
+        assert all(type(value) is torch.Tensor for value in average.values())
+        for model in (ours, eager):
+            model.load_state_dict(average)
+            model.load_state_dict(model.state_dict())
+        twins.check(average)
+        twins.step()
+        twins.check(state)
+        plain = sundry()
+        plain.load_state_dict(state)
+        assert_same_models(eager, plain)
+
+
+def change(model: nn.Module) -> None:
+    """Change parameters in all ways in place."""
+    state = model.state_dict()
+    state["up.weight"].mul_(2)
+    state["up.weight"][3].add_(1)
+    state["up.weight"].t()[1:3, 2:].copy_(torch.ones(2, 17))
+    state["down.weight"].copy_(state["up.weight"].t())
+    state["down.weight"].view(-1)[::7] = 0.5
+    state["down.bias"].zero_()
+    state["embedding.weight"].copy_(state["head.weight"])
+    torch.add(state["frozen.bias"], 1.0, out=state["frozen.bias"])
+    torch._foreach_mul_([value for name, value in state.items() if name != "head.weight"], 0.5)
+    with torch.no_grad():
+        model.get_parameter("frozen.weight").copy_(torch.eye(9))
+    model.get_parameter("down.bias").data.sub_(0.1)
+    model.get_parameter("up.bias").detach()[2:].clamp_(min=0.0)
+
+
+def test_what_would_be_lost_is_refused_by_name(tmp_path: Path) -> None:
+    with trained(tmp_path) as twins:
+        value = twins.ours.state_dict()["up.weight"]
+        for change in (
+            lambda: value.untyped_storage().fill_(0),
+            lambda: value.untyped_storage().copy_(torch.zeros(171).untyped_storage()),
+            lambda: value.untyped_storage().__setitem__(0, 1),
+            lambda: value.untyped_storage().resize_(0),
+            lambda: torch.save(value.storage(), io.BytesIO()),
+            value.share_memory_,
+            lambda: torch.from_dlpack(value),
+            lambda: value.as_subclass(torch.Tensor),
+            lambda: value.resize_(3),
+            value.t_,
+            lambda: value.set_(torch.zeros(3)),
+        ):
+            with pytest.raises(PartitionedParameterError, match=r"up.weight is off the device"):
+                change()
+        with pytest.raises(ValueError, match="read-only"):
+            value.numpy()[0, 0] = 1
+        with pytest.raises(ValueError, match="read-only"):
+            value[2:].numpy()[0, 0] = 1
+        twins.check(twins.ours.state_dict())
+
+
+def test_a_pointer_is_good_while_a_value_lives_and_follows_the_parameter(tmp_path: Path) -> None:
+    with trained(tmp_path) as twins:
+        state = twins.ours.state_dict()
+        value = state["up.weight"]
+        where = value.data_ptr()
+        assert value[2].data_ptr() == where + 2 * value.stride(0) * 4
+        assert value.untyped_storage().data_ptr() == twins.ours.state_dict()["up.weight"].data_ptr() == where
+        tied, other = (state[name].untyped_storage() for name in ("head.weight", "embedding.weight"))
+        assert tied.data_ptr() == other.data_ptr() != where
+        assert tied._cdata == other._cdata != value.untyped_storage()._cdata
+        for _ in range(2):
+            assert value.data_ptr() == where
+            twins.check({**state, "up.weight": _at(where, value)})
+            value.mul_(2)
+            twins.eager.state_dict()["up.weight"].mul_(2)
+            twins.check({**state, "up.weight": _at(where, value)})
+            twins.step()
+        zinf_compile.synchronize()
+        ledger = context_of(twins.ours).ledger
+        before, size = ledger.now()["staged"], twins.eager.up.weight.nbytes + twins.eager.embedding.weight.nbytes
+        assert before >= size
+        del state, value, tied, other
+        gc.collect()
+        assert ledger.now()["staged"] == before - size, "nobody holds it"
+
+
+def _at(where: int, like: torch.Tensor) -> torch.Tensor:
+    """Return what is in memory there."""
+    import ctypes  # noqa: PLC0415
+
+    content = (ctypes.c_char * like.nbytes).from_address(where)
+    return torch.frombuffer(bytearray(content), dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+@contextlib.contextmanager
+def room_for(model: nn.Module, count: int) -> Iterator[None]:
+    """Context in which the cap leaves room for `count` bytes more than is held; nothing that is brought exceeds it."""
+    context = context_of(model)
+    gc.collect()
+    staging = max(0, context.staging.cap_bytes - context.staging.bytes)
+    before, context.claims.device_cap = context.claims.device_cap, context.ledger.total()[0] + staging + count
+    context.ledger.forget_peaks()
+    try:
+        yield
+        assert context.ledger.total()[1] <= context.claims.device_cap
+    finally:
+        context.claims.device_cap = before
+
+
+def test_saving_a_model_larger_than_memory_is_bounded(tmp_path: Path) -> None:
+    """`torch.save` has one value at a time; pointers, as safetensors wants them all at once, are into a file."""
+    with trained(tmp_path) as twins:
+        zinf_compile.synchronize()
+        largest = twins.eager.embedding.weight.nbytes
+        assert sum(p.nbytes for p in twins.eager.parameters()) > 2 * largest
+        with room_for(twins.ours, largest):
+            held = context_of(twins.ours).ledger.total()[0]
+            twins.check(saved(twins.ours.state_dict()))
+            assert context_of(twins.ours).ledger.total()[0] == held
+            state = twins.ours.state_dict()
+            kept = state.pop("head.weight")
+            save_file(state, tmp_path / "model.safetensors")
+            twins.check({**load_file(tmp_path / "model.safetensors"), "head.weight": kept})
+            state["up.weight"].mul_(2)  # goes to where the pointer is, too
+            twins.eager.state_dict()["up.weight"].mul_(2)
+            twins.check({**state, "up.weight": _at(state["up.weight"].data_ptr(), state["up.weight"]), "head.weight": kept})
+            del state, kept
+
+
+def test_a_value_that_does_not_fit(tmp_path: Path) -> None:
+    with trained(tmp_path) as twins:
+        zinf_compile.synchronize()
+        value, largest = twins.ours.state_dict()["embedding.weight"], twins.eager.embedding.weight.nbytes
+        for read in (lambda: value + 1, value.data_ptr, lambda: torch.save(value, io.BytesIO()), value.zero_):
+            with (
+                room_for(twins.ours, largest - 1),
+                pytest.raises(BudgetError, match=r"embedding.weight takes 828 bytes whole.*smallest device_memory that works is"),
+            ):
+                read()
+        with room_for(twins.ours, largest - 1), pytest.raises(BudgetError) as caught:
+            value.sum()
+        named = int(re.findall(r"works is ([\d,]+)", str(caught.value))[0].replace(",", ""))
+        with room_for(twins.ours, largest):
+            assert context_of(twins.ours).claims.device_cap == named
+            assert value.sum() == twins.eager.embedding.weight.sum()
+
+
+class Wide(nn.Module):
+    """A weight of eight megabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 1 << 15)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).square().mean()
+
+
+def test_no_room_for_a_single_value_is_said_at_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 1 << 14)
+    for cap, said in ((None, False), ("3MiB", True)):
+        torch.compiler.reset()
+        model = compiled(Wide(), options_for(NVME, tmp_path, tile="64KiB", device_memory=cap, bucket="64KiB"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with caplog.at_level(logging.WARNING, "zinf_compile"):
+                model(torch.ones(2, 64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = [record.message for record in caplog.records if "state_dict()" in record.message]
+        assert len(found) == said, found
+        context = context_of(model)
+        assert bool(shortage(model.up.weight._zinf_unit, context.ledger)) == said
+        if said:
+            assert "parameter up.weight takes 8,388,608 bytes whole" in found[0]
+            with pytest.raises(BudgetError):
+                torch.save(model.state_dict(), io.BytesIO())
+
+
+@pytest.mark.distributed
+def test_several_ranks_are_told_at_the_first_step() -> None:
+    (said, error), (others, _) = run_ranks(save_check, 2)
+    assert len(said) == 1
+    assert "zinf_compile.full_state_dict(model)" in said[0]
+    assert others == []
+    assert "full_state_dict" in error
