@@ -54,6 +54,10 @@ class Context:
         self.ledger = Ledger()
         """What is held on the device."""
         self.serials = itertools.count()
+        self.eager_changes = 0
+        """A checksum of the changes that eager code has made to shards of parameters; compared when a graph starts."""
+        self.last_eager_change = ""
+        """The last of them."""
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
         self.meter = Meter()
