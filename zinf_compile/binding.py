@@ -123,6 +123,9 @@ class Binder:
             lines = self._describe(fresh, buffers, serials)
             self._described[key] = (lines, digest_of(lines))
         lines, digest = self._described[key]
+        if changed := self._context.eager_changes:
+            lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
+            digest = digest_of([str(digest), lines[-1]])
         self._context.agree(lines, what=f"starting the {program.name}", digest=digest)
 
     def _describe(self, fresh: Sequence[int], buffers: Sequence[int], serials: Sequence[int]) -> list[str]:

@@ -106,6 +106,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
                 target.copy_(value)  # type: ignore[arg-type]
         else:
             broadcast_into(target, value, context, "loading the model")
+    if context is not None:
+        context.eager_changes = 0  # what ranks may have changed otherwise before is replaced
 
 
 _SKELETON = ["saving the model: has rank 0 its state_dict"]
