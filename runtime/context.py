@@ -62,6 +62,10 @@ class Context:
         self.steps_digest = 0
         """Adds up all steps that units of these ranks went through."""
         self.last_step: StepDone | None = None
+        self.eager_changes = 0
+        """A checksum of the changes that eager code has made to shards of parameters; compared when a graph starts."""
+        self.last_eager_change = ""
+        """The last of them."""
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
         self.gather_memory = GatherMemory()
         self.meter = Meter()

@@ -32,8 +32,16 @@ class GradientShelves:
     """
 
     def __init__(
-        self, paths: Sequence[PathLike], places: Sequence[ShelfPlace], engine: Engine, meter: Meter, staging: BufferPool
+        self,
+        paths: Sequence[PathLike],
+        places: Sequence[ShelfPlace],
+        engine: Engine,
+        meter: Meter,
+        staging: BufferPool,
+        *,
+        kind: str = "gradient of",
     ) -> None:
+        self._kind = kind
         self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shelf()
@@ -54,7 +62,7 @@ class GradientShelves:
             self._free[index].append(shelf)
 
     def _new_shelf(self) -> Shelf:
-        return Shelf(self._paths, "gradient of", self._places, self._engine, self._meter, self._staging)
+        return Shelf(self._paths, self._kind, self._places, self._engine, self._meter, self._staging)
 
 
 class AwayGradient:
@@ -116,13 +124,17 @@ class AwayGradient:
 
     def load_part(self, tile: Tile) -> torch.Tensor:
         """Return a tile's part of the shard: where it is in host memory, or a copy of what is on a drive."""
+        return self.load_piece(tile.stretch.place, tile.stretch.place + tile.shard_numel)
+
+    def load_piece(self, start: int, end: int) -> torch.Tensor:
+        """Return the same of the elements [start, end), which begin and end where pieces do."""
         self._reading = None
         self.settle()
         resident = self.home.resident
         if resident is not None:
-            return tile.part(resident)
-        buffer = tile.context.staged_buffer(tile.shard_numel, self.dtype)
-        self.home.read(buffer, tile.stretch.place).wait()
+            return resident[start:end]
+        buffer = self.unit.context.staged_buffer(end - start, self.dtype)
+        self.home.read(buffer, start).wait()
         self.apply(buffer)
         return buffer
 

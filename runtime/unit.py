@@ -43,6 +43,7 @@ class Unit(Dense):
         placement: Placement = ON_DEVICE,
         home: Home | None = None,
         tiles: Sequence[Box] = (),
+        serial: int | None = None,
     ) -> None:
         super().__init__(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         assert (shard is None) == (home is not None), "a shard is in one place"
@@ -51,7 +52,7 @@ class Unit(Dense):
         self.placement = placement
         self.parameter = weakref.ref(parameter)
         context.enlist(self)
-        self.serial = next(context.serials)
+        self.serial = next(context.serials) if serial is None else serial
         """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
         self.family = self.serial
         """Equal for the parameters that were partitioned together: the serial of the first of them."""

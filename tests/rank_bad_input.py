@@ -26,36 +26,20 @@ Act = Callable[[Any], Any]
 SHAPE = (13, IN)
 
 READS: dict[str, Act] = {
-    "add": lambda w: w + 1,
-    "add from the left": lambda w: 1 + w,
-    "add in place": lambda w: torch.zeros(SHAPE).add_(w),
-    "aten": lambda w: torch.ops.aten.mul.Tensor(w, w),
     "allclose": lambda w: torch.allclose(w, w),
     "as_subclass": lambda w: w.as_subclass(torch.Tensor),
     "bool": bool,
-    "clone": lambda w: w.clone(),
-    "comparison": lambda w: w > 0,
     "contains": lambda w: 1.0 in w,
-    "copy of": lambda w: torch.zeros(SHAPE).copy_(w),
-    "data": lambda w: w.data,
     "data_ptr": lambda w: w.data_ptr(),
-    "deepcopy": copy.deepcopy,
-    "detach": lambda w: w.detach(),
     "embedding": lambda w: F.embedding(torch.tensor([1]), w),
-    "equal": lambda w: torch.equal(torch.zeros(SHAPE), w),
     "float": float,
-    "foreach add": lambda w: torch._foreach_add([w], 1),
-    "foreach norm": lambda w: torch._foreach_norm([w]),
     "format": lambda w: f"{w:.3f}",
-    "half": lambda w: w.half(),
     "index": lambda w: w[0],
     "is_nonzero": lambda w: w.is_nonzero(),
-    "item": lambda w: w.sum().item(),
     "item itself": lambda w: w.item(),
     "iteration": list,
     "linear": lambda w: F.linear(torch.zeros(2, IN), w),
     "matmul": lambda w: torch.zeros(2, 13) @ w,
-    "norm": lambda w: w.norm(),
     "numpy": lambda w: w.numpy(),
     "numpy array": np.asarray,
     "parameter": nn.Parameter,
@@ -66,32 +50,36 @@ READS: dict[str, Act] = {
     "stack": lambda w: torch.stack([w, w]),
     "storage": lambda w: w.data.untyped_storage(),
     "sum": sum,
+    "tolist": lambda w: w.tolist(),
+}
+LOCAL: dict[str, Act] = {
+    "add": lambda w: w + 1,
+    "add from the left": lambda w: 1 + w,
+    "aten": lambda w: torch.ops.aten.mul.Tensor(w, w),
+    "clone": lambda w: w.clone(),
+    "comparison": lambda w: w > 0,
+    "data": lambda w: w.data,
+    "deepcopy of a parameter": copy.deepcopy,
+    "detach": lambda w: w.detach(),
+    "foreach add": lambda w: torch._foreach_add([w], 1),
+    "half": lambda w: w.half(),
     "T": lambda w: w.T,
     "to": lambda w: w.to(torch.float64),
     "to a copy": lambda w: w.to("cpu", copy=True),
-    "tolist": lambda w: w.tolist(),
     "view": lambda w: w.view(-1),
 }
+"""What each rank does with its shard."""
+
 WRITES: dict[str, Act] = {
-    "add_": lambda w: w.add_(1),
-    "augmented": lambda w: w.__iadd__(1),
-    "copy_": lambda w: w.copy_(torch.zeros(SHAPE)),
     "data =": lambda w: setattr(w, "data", torch.zeros(SHAPE)),
-    "fill_": lambda w: w.fill_(0),
-    "foreach mul_": lambda w: torch._foreach_mul_([w], 2.0),
-    "init constant": lambda w: nn.init.constant_(w, 1.0),
     "init kaiming": nn.init.kaiming_uniform_,
-    "init orthogonal": nn.init.orthogonal_,
     "init trunc_normal": nn.init.trunc_normal_,
     "init xavier": nn.init.xavier_normal_,
-    "out=": lambda w: torch.add(torch.zeros(SHAPE), 1, out=w),
     "setitem": lambda w: w.__setitem__(0, 1.0),
     "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(torch.zeros(13 * IN), [w]),
 }
 MODEL_READS: dict[str, Act] = {
-    "average": torch.optim.swa_utils.AveragedModel,
     "bfloat16": lambda m: m.to(torch.bfloat16),
-    "deepcopy": copy.deepcopy,
     "eager forward": lambda m: m.forward(*vectors(0)),
     "functional_call": lambda m: torch.func.functional_call(m.first, dict(m.first.named_parameters()), torch.zeros(2, IN)),
     "half": lambda m: m.half(),
@@ -103,7 +91,10 @@ MODEL_READS: dict[str, Act] = {
     "state_dict": lambda m: m.state_dict(),
     "to_empty": lambda m: m.to_empty(device="cpu"),
     "load_state_dict": lambda m: m.load_state_dict(Plain().state_dict()),
-    "norm": lambda m: sum(p.norm() for p in m.parameters()),
+}
+LOCAL_OF_MODELS: dict[str, Act] = {
+    "average": torch.optim.swa_utils.AveragedModel,
+    "deepcopy of a parameter": copy.deepcopy,
 }
 ANSWERS: dict[str, Act] = {
     "print": str,
@@ -137,7 +128,7 @@ def partitioned() -> tuple[Any, torch.optim.Optimizer]:
 
 
 def one_rank_reads(rank: int, world: int) -> dict[str, str]:
-    """Rank 0 alone reads and writes; then all ranks train on, in step, with unchanged values."""
+    """Rank 0 alone reads and writes whole values, and computes with its shards; then all ranks train on with unchanged values."""
     model, optimizer = partitioned()
     before = zinf_compile.full_state_dict(model)
     found: dict[str, str] = {}
@@ -146,6 +137,8 @@ def one_rank_reads(rank: int, world: int) -> dict[str, str]:
         with torch.no_grad():
             found |= {f"read {name} without grad": outcome(act, model.first.weight) for name, act in READS.items()}
             found |= {f"write {name}": outcome(act, model.first.weight) for name, act in WRITES.items()}
+        found |= {f"answer {name}": outcome(act, model.first.weight) for name, act in LOCAL.items()}
+        found |= {f"answer {name}": outcome(act, model) for name, act in LOCAL_OF_MODELS.items()}
         found |= {f"model {name}": outcome(act, model) for name, act in MODEL_READS.items()}
         found |= {f"answer {name}": outcome(act, model) for name, act in ANSWERS.items()}
     after = zinf_compile.full_state_dict(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rank_bad_input import ANSWERS, MODEL_READS, READS, WRITES, one_rank_reads, refusals
+from rank_bad_input import ANSWERS, LOCAL, LOCAL_OF_MODELS, MODEL_READS, READS, WRITES, one_rank_reads, refusals
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def test_one_rank_that_reads_a_hollow_parameter_is_told_and_blocks_nobody() -> None:
     found, others = run_ranks(one_rank_reads, 2)
     assert others == {}
-    assert len(found) == 2 * len(READS) + len(WRITES) + len(MODEL_READS) + len(ANSWERS)
+    assert len(found) == 2 * len(READS) + len(WRITES) + len(MODEL_READS) + len(ANSWERS) + len(LOCAL | LOCAL_OF_MODELS)
     refused = {name: text for name, text in found.items() if not name.startswith("answer ")}
     loading = refused.pop("model load_state_dict")  # PyTorch collects what each parameter raised
     assert loading.startswith("RuntimeError: Error(s) in loading state_dict")

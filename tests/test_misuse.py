@@ -147,8 +147,6 @@ def test_requires_grad_changed_behind_a_stale_graph(learns: bool, grad: bool) ->
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "deepcopy": (copy.deepcopy, "copy the model before its first compiled call"),
-    "deepcopy of a parameter": (lambda m: copy.deepcopy(m.first.weight), "can't be deep-copied"),
     "half": (lambda m: m.half(), r"torch.float32 on cpu; assigning its data \(\[13, 7\] torch.float16.*before its first"),
     "bfloat16": (lambda m: m.to(torch.bfloat16), "torch.bfloat16 on cpu.*or use autocast"),
     "double": (lambda m: m.double(), "torch.float64 on cpu.*or use autocast"),

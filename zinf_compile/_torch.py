@@ -88,6 +88,18 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(one, other)
 
 
+def become(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Make `one`, the same object, what `other` is: data, class and attributes; `other` is of no use any more."""
+    swap_contents(one, other)
+    one.__class__ = type(other)
+    vars(one).update(vars(other))
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """Return how many tensors share a tensor's memory, itself included; the Python object that asks counts as one more."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
 def aot_index(node: torch.fx.Node) -> int | None:
     """Return which input of the captured graph an AOT placeholder is."""
     description = node.meta.get("desc")

@@ -126,6 +126,9 @@ class Binder:
             lines = self._describe(fresh, buffers, serials)
             self._described[key] = (lines, digest_of(lines))
         lines, digest = self._described[key]
+        if changed := self._context.eager_changes:
+            lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
+            digest = digest_of([str(digest), lines[-1]])
         self._context.agree(
             lines,
             what=f"starting the {program.name}",

@@ -25,3 +25,20 @@ def callers() -> Iterator[Any]:
                 found.clear()
             del found
         frame = frame.f_back
+
+
+def stepping() -> Iterator[Any]:
+    """Yield the `self` of each method called `step` on the stack, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+            yield _self_of(frame)
+        frame = frame.f_back
+
+
+def _self_of(frame: FrameType) -> Any:
+    found = frame.f_locals
+    value = found.get("self")
+    if type(found) is dict and frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+        found.clear()
+    return value

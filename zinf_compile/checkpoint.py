@@ -109,6 +109,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
         else:
             broadcast_into(target, value, context, "loading the model")
     forget_steps(parameter._zinf_unit for parameter in found.values())
+    if context is not None:
+        context.eager_changes = 0  # what ranks may have changed otherwise before is replaced
 
 
 _SKELETON = ["saving the model: has rank 0 its state_dict"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -73,6 +73,8 @@ class ShardedGradient(torch.Tensor):
     _shard: torch.Tensor | AwayGradient
     """On the device, or, with what tier it has, elsewhere."""
     _pending: Pending
+    answered_by: ClassVar[list[type]] = []
+    """Classes of tensors that answer what is done with a gradient and one of them."""
 
     @staticmethod
     def __new__(cls, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending) -> ShardedGradient:
@@ -183,6 +185,8 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(kind in cls.answered_by for kind in types):
+            return NotImplemented
         kwargs = kwargs or {}
         packet = func._schema.name.split("::")[-1]
         if packet in ("detach", "alias"):
@@ -192,11 +196,19 @@ class ShardedGradient(torch.Tensor):
             return _NORMS[packet](func, args, kwargs)
         if packet == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(func, args)
+        if packet in ("view", "_unsafe_view") and (args[0].away is not None or args[0].unit.context.size > 1):
+            return _view_on_shards(func, args, kwargs)
         foreach = packet.startswith("_foreach_")
         base = packet.removeprefix("_foreach_").rstrip("_")
         if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
             return (_foreach if foreach else _elementwise)(func, args, kwargs)
         return _whole(func, args, kwargs)
+
+
+def _view_on_shards(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    from .sharded_ops import view_of_gradient  # noqa: PLC0415  (which works on gradients, too)
+
+    return view_of_gradient(func, args[0], args[1:], kwargs)
 
 
 def ahead(gradients: Sequence[Any]) -> Iterator[Any]:

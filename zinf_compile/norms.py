@@ -127,9 +127,9 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
         for valid in gradient.valid_parts():
             norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())
-        local.append(norms[0] if len(norms) == 1 else _combine(torch.stack(norms), order))
+        local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
     ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
-    combined = _combine(ranks, order)
+    combined = combine_norms(ranks, order)
     known = _Known(settings)
     for gradient, norm in zip(gradients, combined.tolist(), strict=True):
         shard, changes = gradient.state()
@@ -137,7 +137,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
     return known
 
 
-def _combine(norms: torch.Tensor, order: float) -> torch.Tensor:
+def combine_norms(norms: torch.Tensor, order: float) -> torch.Tensor:
     """Return the norms of what has these norms, each row of a part."""
     if order == math.inf:
         return norms.amax(0)

@@ -17,7 +17,9 @@ from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .offloaded_value import value_of as offloaded_value
 from .runtime.lanes import Done
+from .runtime.twin import twin_of
 from .runtime.unit import Unit
+from .sharded_parameters import makes_companion, on_shards
 
 _METADATA = frozenset(
     [
@@ -78,8 +80,9 @@ class ShardedParameter(nn.Parameter):
     """A parameter of which each rank holds 1/N, and compiled graphs gather the rest.
 
     Its class is set in place: optimizers, modules and references made earlier keep working. Eager code may read its metadata
-    at any time. On a single rank it may read and write the value too; on several ranks that raises
-    `PartitionedParameterError` naming the parameter and the way out.
+    at any time. On a single rank it may read and write the value too. On several ranks, or where the value is off the device,
+    element-wise operations and reductions work on shards; the rest raises `PartitionedParameterError` naming the parameter and
+    the way out.
     """
 
     _zinf_unit: Unit
@@ -92,7 +95,7 @@ class ShardedParameter(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or reads_metadata(func, args):
+        if torch.compiler.is_compiling() or (reads_metadata(func, args) and not makes_companion(func, args, kwargs or {})):
             with no_torch_function():
                 return func(*args, **(kwargs or {}))
         return _eager(func, args, kwargs or {})
@@ -110,11 +113,14 @@ class ShardedParameter(nn.Parameter):
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.detach().as_subclass(cls)  # torch's own looks at the memory of `self`, past __torch_function__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise PartitionedParameterError(
-            f"parameter {self._zinf_unit.name} is partitioned and can't be deep-copied: copy the model before its first compiled "
-            "call, or build a second one and load_state_dict(zinf_compile.full_state_dict(model)) into it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a twin that is partitioned alike; each rank copies its own shard."""
+        if id(self) not in memo:
+            with torch.inference_mode(False), no_torch_function():
+                twin = nn.Parameter(hollow_tensor(self._zinf_unit), requires_grad=self.requires_grad)
+            hollow_out(twin, twin_of(self._zinf_unit, twin))
+            memo[id(self)] = twin
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise PartitionedParameterError(
@@ -184,7 +190,7 @@ def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 # Compiled alone, `__torch_function__` would take what runs between two graphs for captured, and read hollow memory.
-for _function in (ShardedParameter.__torch_function__.__func__, reads_metadata):  # type: ignore[attr-defined]
+for _function in (ShardedParameter.__torch_function__.__func__, reads_metadata, makes_companion):  # type: ignore[attr-defined]
     never_compile_alone(_function)
 
 
@@ -208,7 +214,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     name = getattr(func, "__name__", str(func))
     parameters = [p for p in _flat(args, kwargs) if isinstance(p, ShardedParameter)]
     unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
-    if name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and _converts_nothing(unit, name, args, kwargs):
+    conversion = name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and args[0] is parameters[0]
+    if conversion and _converts_nothing(parameters[0]._zinf_unit, name, args, kwargs):
         return args[0]
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
         return func(*tree_map(_gradient_edge, tuple(args)), **tree_map(_gradient_edge, kwargs))
@@ -222,6 +229,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
             f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
             "torch._dynamo.config.recompile_limit, or find what changes from call to call with TORCH_LOGS=recompiles"
         )
+    if (answer := on_shards(func, name, args, kwargs, parameters)) is not NotImplemented:
+        return answer
     if name == "__set__":
         _assign_data(parameters[0], args[1])
         return None

@@ -12,6 +12,7 @@ from .gradient import ShardedGradient
 from .parameter import ShardedParameter
 from .runtime.partition import shard_numel
 from .runtime.unit import Unit
+from .sharded_tensor import ShardedTensor
 
 
 def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
@@ -25,13 +26,15 @@ def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     if grad is None:
         return None
     unit = parameter._zinf_unit
-    return like_parameter(grad.local() if isinstance(grad, ShardedGradient) else unit.local_part(grad), unit)
+    return like_parameter(grad.local() if isinstance(grad, ShardedGradient | ShardedTensor) else unit.local_part(grad), unit)
 
 
 def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
     """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
+    if isinstance(value, ShardedTensor):
+        return value.local()
     size = shard_numel(unit.numel, unit.context.size)
     if unit.context.size > 1 and value.dim() == 1 and value.numel() == size:
         return value

@@ -1,0 +1,100 @@
+"""Room for tensors that are partitioned like a parameter, on the tier where that parameter lives."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from zinf_compile.errors import BudgetError
+
+from .buffers import aligned_buffer
+from .context import Context
+from .gradient_room import GradientShelves
+from .home import DriveHome, Home, HostHome
+from .ledger import Kind
+from .shard_values import DeviceShard, HomeShard, ShardValues
+from .shelf import ShelfPlace
+from .unit import Unit
+
+_Key = tuple[int, torch.dtype]
+_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, tuple[GradientShelves, dict[int, int]]]] = weakref.WeakKeyDictionary()
+"""By a row of units that were partitioned together and a data type: shelves with a place for each, and its number there."""
+
+
+def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues:
+    """Return room for a shard like a unit's, content undefined, on the unit's tier.
+
+    One that is not `lasting`, an intermediate result, is in host memory where that has room within the cap. Raises `BudgetError`
+    where memory has none.
+    """
+    context, size = unit.context, unit.shard_numel * dtype.itemsize
+    if unit.home is None:
+        return DeviceShard(unit, on_device(unit, dtype, "staged"))
+    if not lasting and unit.home.tier == "nvme" and context.has_room(context.host_ledger, size):
+        shard = context.staged_buffer(unit.shard_numel, dtype)
+        return DeviceShard(unit, shard) if context.bridge.unified else HomeShard(unit, HostHome(shard), dtype)
+    return HomeShard(unit, home_like(unit, dtype, "staged"), dtype)
+
+
+def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:
+    """Return memory of the device for a shard like a unit's, counted and within the cap; content undefined."""
+    context = unit.context
+    check_room(unit, dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
+    context.ledger.track(kind, shard)
+    return shard
+
+
+def home_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> Home:
+    """Return a place for a shard like that of a unit which is off the device; free again when it is dropped."""
+    assert unit.home is not None, "on the device a shard needs no home"
+    if unit.home.tier == "host":
+        check_room(unit, dtype, on_host=True)
+        buffer = aligned_buffer(unit.shard_numel * dtype.itemsize, pinned=unit.device.type == "cuda").view(dtype)
+        unit.context.host_ledger.track(kind, buffer)
+        return HostHome(buffer)
+    shelves, numbers = _shelves_of(unit, dtype)
+    index = numbers[_root(unit.serial)]
+    shelf = shelves.take(index)
+    home = DriveHome(shelf, index)
+    weakref.finalize(home, shelves.give_back, index, shelf).atexit = False
+    return home
+
+
+def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None:
+    """Raise `BudgetError` where a shard like a unit's exceeds the cap on memory of the device or of the host."""
+    context, size = unit.context, unit.shard_numel * dtype.itemsize
+    ledger = context.host_ledger if on_host else context.ledger
+    context.make_room(ledger, size)
+    if not context.has_room(ledger, size):
+        option = "host_memory" if ledger is context.host_ledger and not context.bridge.unified else "device_memory"
+        raise BudgetError(
+            f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank, which exceed the cap on memory (option "
+            f'{option}): give it more, drop other tensors, or let parameters live on a drive (option params="nvme"), where such '
+            "tensors then live too"
+        )
+
+
+def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[GradientShelves, dict[int, int]]:
+    """Return shelves for all units that were partitioned together with this one: few files for many tensors."""
+    context, family = unit.context, _root(unit.family)
+    known = _shelves.setdefault(context, {})
+    found = known.get((family, dtype))
+    if found is None or _root(unit.serial) not in found[1]:
+        row = {_root(u.serial): u for u in context.units if _root(u.family) == family and u.home is not None}
+        members = [row[serial] for serial in sorted(row)]
+        places = [ShelfPlace(u.name, u.shard_numel, dtype, u.cuts) for u in members]
+        folders = unit.placement.nvme
+        shelves = GradientShelves(folders, places, context.engine, context.meter, context.staging, kind="tensor partitioned like")
+        found = known[family, dtype] = shelves, {_root(u.serial): number for number, u in enumerate(members)}
+    return found
+
+
+TWIN = 1 << 32
+"""Serials of a parameter's twins are its own plus multiples of this."""
+
+
+def _root(serial: int) -> int:
+    return serial % TWIN

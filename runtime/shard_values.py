@@ -1,0 +1,180 @@
+"""This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them piece by piece."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from . import chunks
+from .chunks import cut_pieces
+from .gradient_room import AwayGradient
+from .home import Home
+from .lanes import Done, Pending
+from .unit import Unit
+
+Fetch = Callable[[], torch.Tensor]
+"""Returns a piece that is on its way, once it is there."""
+
+
+class ShardValues(Protocol):
+    """A shard of `unit.shard_numel` elements, padding included."""
+
+    unit: Unit
+    dtype: torch.dtype
+
+    @property
+    def changes(self) -> int:
+        """A checksum of what was changed in place so far; equal on all ranks that did the same."""
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """The shard on the device, after all updates; None where it comes in pieces."""
+
+    def fetch(self, start: int, end: int) -> Fetch:
+        """Start to bring the piece [start, end) to host memory, where it may be changed."""
+
+    def write(self, start: int, piece: torch.Tensor) -> Pending:
+        """Start to keep a piece of host memory; it may not change meanwhile."""
+
+    def changed(self, operator: str) -> None:
+        """Note that an operator has changed the shard in place."""
+
+
+class _Counted:
+    """Counts changes."""
+
+    _changes = 0
+
+    @property
+    def changes(self) -> int:
+        """See `ShardValues.changes`."""
+        return self._changes
+
+    def changed(self, operator: str) -> None:
+        """See `ShardValues.changed`."""
+        self._changes = zlib.crc32(operator.encode(), self._changes + 1)
+
+
+class DeviceShard(_Counted):
+    """A shard on the device."""
+
+    def __init__(self, unit: Unit, shard: torch.Tensor) -> None:
+        self.unit, self.dtype, self.shard = unit, shard.dtype, shard
+
+    def changed(self, operator: str) -> None:
+        """See `ShardValues.changed`."""
+        super().changed(operator)
+        if not self.shard.is_inference():
+            torch.autograd.graph.increment_version(self.shard)  # which PyTorch doesn't below autograd
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """See `ShardValues.resident`."""
+        return self.shard
+
+    def fetch(self, start: int, end: int) -> Fetch:
+        """See `ShardValues.fetch`."""
+        return self.shard[start:end].cpu
+
+    def write(self, start: int, piece: torch.Tensor) -> Pending:
+        """See `ShardValues.write`."""
+        place = self.shard[start : start + piece.numel()]
+        if place.data_ptr() != piece.data_ptr():
+            place.copy_(piece)
+        return Done()
+
+
+class HomeShard(_Counted):
+    """A shard in host memory beside a device with memory of its own, or on drives."""
+
+    def __init__(self, unit: Unit, home: Home, dtype: torch.dtype) -> None:
+        self.unit, self.home, self.dtype = unit, home, dtype
+        self.resident: torch.Tensor | None = None
+
+    def fetch(self, start: int, end: int) -> Fetch:
+        """See `ShardValues.fetch`."""
+        if self.home.resident is not None:
+            piece = self.home.resident[start:end]
+            return lambda: piece
+        buffer = self.unit.context.staged_buffer(end - start, self.dtype)
+        reading = self.home.read(buffer, start)
+
+        def arrive() -> torch.Tensor:
+            reading.wait()
+            return buffer
+
+        return arrive
+
+    def write(self, start: int, piece: torch.Tensor) -> Pending:
+        """See `ShardValues.write`."""
+        return self.home.write(piece, start)
+
+
+class ParameterShard:
+    """The shard of a partitioned parameter itself, as it is after its last step."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.dtype = unit, unit.dtype
+
+    @property
+    def changes(self) -> int:
+        """See `ShardValues.changes`; parameters of one group of ranks are counted together."""
+        return self.unit.context.eager_changes
+
+    @property
+    def resident(self) -> torch.Tensor | None:
+        """See `ShardValues.resident`."""
+        self.unit.settle()
+        return self.unit.shard if self.unit.home is None else None
+
+    def fetch(self, start: int, end: int) -> Fetch:
+        """See `ShardValues.fetch`."""
+        home = self.unit.home
+        self.unit.settle()
+        place = DeviceShard(self.unit, self.unit.shard) if home is None else HomeShard(self.unit, home, self.dtype)
+        return place.fetch(start, end)
+
+    def write(self, start: int, piece: torch.Tensor) -> Pending:
+        """See `ShardValues.write`."""
+        home = self.unit.home
+        return DeviceShard(self.unit, self.unit.shard).write(start, piece) if home is None else home.write(piece, start)
+
+    def changed(self, operator: str) -> None:
+        """See `ShardValues.changed`."""
+        context, parameter = self.unit.context, self.unit.parameter()
+        if context.size > 1:
+            context.eager_changes = zlib.crc32(f"{operator} of unit {self.unit.serial}".encode(), context.eager_changes + 1)
+            context.last_eager_change = f"{operator}() of {self.unit.name}, unit {self.unit.serial}"
+        if parameter is not None:
+            torch.autograd.graph.increment_version(parameter)
+
+
+class AwayShard(_Counted):
+    """The shard of a gradient that is off the device."""
+
+    resident: torch.Tensor | None = None
+
+    def __init__(self, unit: Unit, away: AwayGradient) -> None:
+        self.unit, self.dtype, self._away = unit, away.dtype, away
+
+    def fetch(self, start: int, end: int) -> Fetch:
+        """See `ShardValues.fetch`."""
+        return lambda: self._away.load_piece(start, end)
+
+    def write(self, start: int, piece: torch.Tensor) -> Pending:
+        """See `ShardValues.write`."""
+        self.unit.settle()  # a step may still have to read the old one
+        return self._away.home.write(piece, start)
+
+    def changed(self, operator: str) -> None:
+        """See `ShardValues.changed`."""
+        super().changed(operator)
+        self._away.stored()
+
+
+def pieces_of(unit: Unit) -> list[tuple[int, int]]:
+    """Return the pieces [start, end) in which shards like this unit's are brought."""
+    return cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts)

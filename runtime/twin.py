@@ -1,0 +1,48 @@
+"""A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, nothing is sent."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+
+import torch
+
+from .companion_room import TWIN, home_like, on_device
+from .context import Context
+from .shard_values import HomeShard, ParameterShard, pieces_of
+from .unit import Unit
+
+_copies: weakref.WeakKeyDictionary[Context, collections.Counter[int]] = weakref.WeakKeyDictionary()
+"""How often each parameter was copied, by its serial."""
+
+
+def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
+    """Return a unit for `parameter`, a hollow tensor like the unit's own, with the values as they are after the last step.
+
+    It is numbered by how often the parameter was copied: ranks that copy alike number alike, and one that copies alone leaves
+    the numbers of all other units as they are.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        unit.settle()
+        counted = _copies.setdefault(unit.context, collections.Counter())
+        counted[unit.serial % TWIN] += 1
+        number = counted[unit.serial % TWIN] * TWIN
+        home = None if unit.home is None else home_like(unit, unit.dtype, "params")
+        shard = on_device(unit, unit.dtype, "params").copy_(unit.shard) if home is None else None
+        if home is not None:
+            source, target = ParameterShard(unit), HomeShard(unit, home, unit.dtype)
+            for start, end in pieces_of(unit):
+                target.write(start, source.fetch(start, end)()).wait()
+        twin = Unit(
+            parameter,
+            shard,
+            name=unit.name,
+            context=unit.context,
+            placement=unit.placement,
+            home=home,
+            tiles=unit.boxes,
+            serial=unit.serial % TWIN + number,
+        )
+        twin.family = unit.family % TWIN + number
+        twin.gradient_room = unit.gradient_room  # which lays out more where both have gradients at a time
+        return twin

@@ -1,0 +1,345 @@
+"""What training loops compute with parameters outside the graph, all states off the device: eager's numbers, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import more
+from models import Mlp, MutatedBuffers, vectors
+from tiers import compiled, options_for
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from training import BACKEND, adamw, assert_same, in_place, twins
+
+import zinf_compile
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.parameter import ShardedParameter
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.shard_values import HomeShard
+from zinf_compile.sharded_tensor import ShardedTensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+Act = Callable[[Any, Any], Any]
+
+
+class Pair:
+    """An eager model and its twin with all states off the device; what is done to one is done to the other."""
+
+    def __init__(self, folder: Path, *, tier: str = "nvme", build: Callable[[], nn.Module] = Mlp, train: bool = True) -> None:
+        self.eager, self.ours = twins(build)
+        compiled(self.ours, options_for((tier, tier, tier), folder))
+        self.models = (self.eager, self.ours)
+        self.optimizers = tuple(adamw(model.parameters()) for model in self.models)
+        if train:
+            self.each(step)
+
+    def each(self, act: Act, beside: Iterable[Any] | None = None) -> None:
+        """Do it with both and compare what comes out, and all parameters; `beside` is given in place of the optimizers."""
+        results = [act(model, other) for model, other in zip(self.models, beside or self.optimizers, strict=True)]
+        if results[0] is not None:
+            assert_same("result", *[whole(result) for result in results])
+        state = zinf_compile.full_state_dict(self.ours)
+        for name, value in self.eager.state_dict().items():
+            assert_same(name, value, state[name])
+
+    def companions(self, make: Callable[[nn.Module], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Make tensors beside both."""
+        return [make(model) for model in self.models]
+
+
+def whole(value: Any) -> Any:
+    """Return what is partitioned whole, anything else as it is."""
+    if isinstance(value, ShardedTensor):
+        return value.full_tensor()
+    return value.detach()
+
+
+def step(model: Any, optimizer: Any) -> torch.Tensor:
+    """Take a step, most of which is still to be done when this returns."""
+    loss = model(*vectors(1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss  # type: ignore[no-any-return]
+
+
+def clones(model: nn.Module) -> list[torch.Tensor]:
+    """Return copies of all parameters, as an average begins with."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, after steps that are still to be done, between parameters, gradients and tensors made from them."""
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 32)
+    with played_by(FakeDevice()):
+        pair = Pair(tmp_path, tier=tier)
+        averages = pair.companions(clones)
+        for copied in averages[1]:
+            assert isinstance(copied, ShardedTensor)
+            assert isinstance(copied.shard_values, HomeShard)
+            assert copied.shard_values.home.tier == tier
+
+        @torch.no_grad()
+        def average(model: nn.Module, averages: list[torch.Tensor]) -> None:
+            for average, parameter in zip(averages, model.parameters(), strict=True):
+                average.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+            torch._foreach_lerp_(averages, list(model.parameters()), 0.25)
+
+        def by_hand(model: nn.Module, _: Any) -> None:
+            model(*vectors(2)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.add_(p, alpha=0.01)
+                    p.add_(p.grad, alpha=-0.1)
+                    p.__isub__(0.1 * p.grad)  # type: ignore[attr-defined]
+                    p.data.clamp_(-1.5, 1.5)
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+            model.zero_grad()
+
+        for _ in range(2):
+            pair.each(step)
+            pair.each(average, averages)
+            pair.each(by_hand)
+        for one, other in zip(*averages, strict=True):
+            assert_same("average", one, whole(other))
+
+        @torch.no_grad()
+        def bring_back(model: nn.Module, averages: list[torch.Tensor]) -> None:
+            torch._foreach_copy_(list(model.parameters()), averages)
+            model.get_parameter("first.bias").zero_()
+            model.get_parameter("norm.weight").fill_(0.5)
+            momentum = torch.zeros_like(model.get_parameter("first.weight"))
+            model.get_parameter("first.weight").add_(momentum.add_(averages[0]).neg_())
+            average = averages[0].view(-1).mul_(2).view_as(averages[0])
+            model.get_parameter("first.weight").data = average.clone()
+
+        pair.each(bring_back, averages)
+        pair.each(step)
+
+
+def test_norms_sums_and_dot_products(tmp_path: Path) -> None:
+    reductions: list[Callable[[Any, Any], torch.Tensor]] = [
+        lambda p, g: p.norm(), lambda p, g: torch.linalg.vector_norm(p, 1), lambda p, g: (p * p).sum(), lambda p, g: p.sum(),
+        lambda p, g: p.pow(2).mean(), lambda p, g: p.abs().max(), lambda p, g: p.amin(), lambda p, g: torch.isfinite(p).all(),
+        lambda p, g: torch.dot(p.flatten(), g.flatten()), lambda p, g: torch.vdot(p.view(-1), p.view(-1)),
+        lambda p, g: torch._foreach_norm([p, g])[1], lambda p, g: torch.tensor(torch.equal(p, p.clone())),
+        lambda p, g: (p - g).double().norm(float("inf")), lambda p, g: torch.where(p > 0, p, g).sum(),
+    ]  # fmt: skip
+    pair = Pair(tmp_path)
+    for model in pair.models:
+        model(*vectors(2)).backward()
+    with torch.no_grad():
+        for reduction in reductions:
+            pair.each(lambda model, _, f=reduction: f(model.first.weight, model.first.weight.grad))  # type: ignore[misc]
+
+
+class SharpnessAware:
+    """As the scripts that people copy do it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.old: dict[nn.Parameter, torch.Tensor] = {}
+        self.base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        grads = [(torch.abs(p) * p.grad).norm(p=2) for p in self.parameters if p.grad is not None]
+        scale = 0.05 / (torch.norm(torch.stack(grads), p=2) + 1e-12)
+        for p in self.parameters:
+            assert p.grad is not None
+            self.old[p] = p.data.clone()
+            p.add_(torch.pow(p, 2) * p.grad * scale.to(p))
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p in self.parameters:
+            p.data = self.old[p]
+        self.base.step()
+        self.base.zero_grad()
+
+
+def test_sharpness_aware_steps_and_lookahead(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    optimizers = [SharpnessAware(model) for model in pair.models]
+    slow = pair.companions(clones)
+
+    def ascend_and_descend(model: nn.Module, sam: SharpnessAware) -> torch.Tensor:
+        loss: torch.Tensor = model(*vectors(3))
+        loss.backward()
+        sam.ascend()
+        sam.base.zero_grad()
+        model(*vectors(3)).backward()
+        sam.descend()
+        return loss
+
+    @torch.no_grad()
+    def look_ahead(model: nn.Module, slow: list[torch.Tensor]) -> None:
+        for mine, p in zip(slow, model.parameters(), strict=True):
+            mine.add_(p.data - mine, alpha=0.5)
+            p.copy_(mine)
+
+    for _ in range(2):
+        pair.each(ascend_and_descend, optimizers)
+        pair.each(look_ahead, slow)
+
+
+def test_weight_penalties_reach_the_gradients(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    anchors = pair.companions(clones)
+    pair.each(step)
+
+    def penalised(model: nn.Module, anchors: list[torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(*vectors(2)) + 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+        loss = loss + sum(((p - a) ** 2).sum() for p, a in zip(model.parameters(), anchors, strict=True))
+        (loss + model.get_parameter("first.weight").norm()).backward()
+        return loss
+
+    pair.each(penalised, anchors)
+    for one, other in zip(pair.eager.parameters(), pair.ours.parameters(), strict=True):
+        assert_same("gradient", one.grad, other.grad.full_tensor())  # type: ignore[union-attr]
+    pair.each(lambda model, optimizer: optimizer.step())
+    penalty = pair.ours.get_parameter("first.weight").pow(2).sum()
+    with torch.no_grad():
+        pair.ours.get_parameter("first.weight").mul_(2)
+    with pytest.raises(RuntimeError, match=r"first.weight was changed in place"):
+        penalty.backward()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        pair.ours.get_parameter("first.weight").add_(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, more({"avg_fn": get_ema_avg_fn(0.9)})],
+    ids=["mean", "foreach", "each"],
+)
+def test_an_averaged_model_is_a_partitioned_twin(settings: dict[str, Any], tmp_path: Path) -> None:
+    pair = Pair(tmp_path, build=MutatedBuffers)
+    averaged = [AveragedModel(model, use_buffers=True, **settings) for model in pair.models]
+    for parameter, own in zip(averaged[1].parameters(), pair.ours.parameters(), strict=True):
+        assert isinstance(parameter, ShardedParameter)
+        assert parameter is not own
+        assert parameter._zinf_unit.placement.params == "nvme"
+    for _ in range(3):
+        pair.each(step)
+        pair.each(lambda model, average: average.update_parameters(model), averaged)
+    state = zinf_compile.full_state_dict(averaged[1])
+    for name, value in averaged[0].state_dict().items():
+        assert_same(name, value, state[name])
+    averaged[1].compile(backend=BACKEND)
+    with torch.no_grad():
+        assert_same("evaluated", *[average(*vectors(4)) for average in averaged])
+    for average in averaged:  # and it may be trained
+        step(average, torch.optim.SGD(average.parameters(), lr=0.1))
+    assert_same("trained", averaged[0].module.first.weight.detach(), whole(averaged[1].module.first.weight.detach()))
+
+
+def test_a_deep_copy_goes_its_own_way(tmp_path: Path) -> None:
+    for model in (in_place(Mlp()), compiled(Mlp(), options_for(("nvme",) * 3, tmp_path))):
+        step(model, adamw(model.parameters()))
+        twin, before = copy.deepcopy(model), zinf_compile.full_state_dict(model)
+        shared = copy.deepcopy([model.first, model.first])
+        assert shared[0] is shared[1]
+        with torch.no_grad():
+            model.get_parameter("first.weight").zero_()
+        found = zinf_compile.full_state_dict(twin)
+        for name, value in before.items():
+            assert_same(name, value, found[name])
+
+
+def test_a_change_reaches_the_master_copy(tmp_path: Path) -> None:
+    """Beside the same model in memory, where PyTorch itself makes the change."""
+    models = []
+    for placement in (("device",) * 3, ("nvme",) * 3):
+        torch.manual_seed(3)
+        model = compiled(Mlp().to(torch.bfloat16), options_for(placement, tmp_path, master="float32"))
+        optimizer = adamw(model.parameters())
+        for number in range(3):
+            model(*[value.bfloat16() for value in vectors(number)]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.get_parameter("first.weight").mul_(1.5)
+        models.append(zinf_compile.full_state_dict(model))
+    for name, value in models[0].items():
+        assert_same(name, value, models[1][name])
+
+
+def test_a_tensor_made_before_is_partitioned_alike_or_refused_by_name(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, train=False)
+    averages = pair.companions(clones)
+    kept = averages[1][0]
+    averaged = [AveragedModel(model) for model in pair.models]
+    pair.each(step)
+
+    @torch.no_grad()
+    def average(model: nn.Module, averages: list[torch.Tensor]) -> None:
+        for average, p in zip(averages, model.parameters(), strict=True):
+            average.lerp_(p, 0.5)
+
+    pair.each(average, averages)
+    assert type(kept) is ShardedTensor
+    assert repr(kept) == "ShardedTensor(like first.weight, shape=[13, 7], dtype=torch.float32, rank 0 of 1)"
+    for one, other in zip(*averages, strict=True):
+        assert_same("average", one, whole(other))
+    weight = pair.ours.get_parameter("first.weight")
+    owner = torch.zeros(13, 7)
+    for target, problem in (
+        (owner.detach(), "shares its memory with another one"), (torch.zeros(26, 7)[:13], "is a part of another"),
+        (nn.Parameter(owner, requires_grad=False), "is a Parameter"), (kept.new_zeros(14, 7), r"tensor of shape \[14, 7\]"),
+    ):  # fmt: skip
+        with (
+            pytest.raises(PartitionedParameterError, match=rf"copy_\(\) reads parameter first.weight.*{problem}"),
+            torch.no_grad(),
+        ):
+            target.copy_(weight)
+    with pytest.raises(PartitionedParameterError, match=r"shares its memory with another one.*AveragedModel\(model\) of what is"):
+        averaged[1].update_parameters(pair.ours)
+
+
+def test_what_needs_whole_values_is_refused_by_name(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    weight = pair.ours.get_parameter("first.weight")
+    copied = weight.detach().clone()
+    for act, name in (
+        (lambda: copied[0], "select"), (lambda: copied @ torch.ones(7), "mv"), (copied.numpy, "numpy"), (copied.tolist, "tolist"),
+        (lambda: copied.sum(0), "sum"), (lambda: copied + torch.ones(7), "add"), (copied.normal_, "normal_"),
+        (lambda: copied * pair.ours.get_parameter("second.weight"), "mul"),
+    ):  # fmt: skip
+        with pytest.raises(PartitionedParameterError, match=rf"{name}.*parameter (first|second).weight"), torch.no_grad():
+            act()
+    with pytest.raises(PartitionedParameterError, match=r"select|__getitem__"):
+        weight[0]
+
+
+class Lookahead(Optimizer):
+    """Keeps slow weights in its own state; PyTorch's hooks don't know of its step."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.state, self.defaults = base, base.param_groups, base.state, base.defaults
+        self.slow = [p.detach().clone() for group in base.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step(closure)
+        for slow, p in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+
+def test_an_optimizer_around_another_one(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, train=False)
+    for model in pair.models:
+        model(*vectors(0)).backward()
+    optimizers = [Lookahead(optimizer) for optimizer in pair.optimizers]
+    for _ in range(2):
+        pair.each(lambda model, optimizer: optimizer.step(), optimizers)

@@ -1,0 +1,81 @@
+"""A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is partitioned alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._torch import become, no_torch_function, storage_owners
+from .gradient import ShardedGradient
+from .runtime.companion_room import make_values
+from .runtime.dense import Dense
+from .runtime.partition import is_dense
+from .runtime.shard_values import pieces_of
+from .runtime.whole import scatter_whole
+from .sharded_tensor import ShardedTensor, first_sharded
+
+
+def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Partition what a function is about to change and is whole, like what is partitioned beside it.
+
+    The same tensor object then holds this rank's shard of rank 0's values. A collective operation. Refuses what it could not
+    change in all places where it is known: a view, or a tensor that shares its memory with another, as `data` and `detach()` do.
+    """
+    for index, target in enumerate(targets):
+        if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor | ShardedGradient):
+            continue
+        beside = _beside(index, args, kwargs)
+        if beside is None:
+            continue
+        if target.shape != beside.shape:
+            beside.refuse(name, f"it would change a whole tensor of shape {list(target.shape)}")
+        problem = _problem(target)
+        if problem:
+            beside.refuse(
+                name,
+                f"it would change a whole tensor, which {problem}. A tensor made before the first compiled call is partitioned "
+                "like the parameter when it is itself changed, and memory of its own; make other ones afterwards: clone(), "
+                "copy.deepcopy(model) and AveragedModel(model) of what is partitioned are partitioned alike",
+            )
+        _partition(name, target, beside)
+
+
+def _beside(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor | None:
+    """Return what is partitioned among the other arguments; of lists, what is in the same place."""
+    others = [*args[1:], *kwargs.values()]
+    own = [value[index] if isinstance(value, (list, tuple)) and index < len(value) else value for value in others]
+    return first_sharded([own, args[0] if "out" in kwargs else None])
+
+
+def _problem(target: torch.Tensor) -> str:
+    if type(target) is not torch.Tensor:
+        return f"is a {type(target).__name__}"
+    if target.requires_grad:
+        return "requires grad"
+    if target.layout != torch.strided or not is_dense(tuple(target.shape), target.stride()):
+        return "has gaps or overlaps in memory"
+    size = target.numel() * target.element_size()
+    if target._base is not None or target.storage_offset() or target.untyped_storage().nbytes() != size:
+        return "is a part of another one"
+    return "shares its memory with another one" if storage_owners(target) > 1 else ""
+
+
+def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
+    unit = beside.unit
+    context = unit.context
+    what = f"partitioning a tensor like {unit.name}"
+    dtype, stride = target.dtype, beside.stride()
+    if target.device != beside.device:
+        beside.refuse(name, f"it would change a whole tensor on {target.device}")
+    context.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
+    values = make_values(unit, dtype, lasting=True)
+    with torch.no_grad(), no_torch_function():
+        flat = Dense(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None
+        resident = values.resident
+        shard = context.staged_buffer(unit.shard_numel, dtype) if resident is None else resident
+        scatter_whole(unit, flat, shard, what)
+        for start, end in pieces_of(unit) if resident is None else ():
+            values.write(start, shard[start:end].cpu()).wait()
+        become(target, ShardedTensor(values, target.shape, stride))

@@ -1,0 +1,87 @@
+"""What user code calls on partitioned tensors, before autograd sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._torch import no_torch_function, tree_leaves
+from .gradient import ShardedGradient
+from .partition_alike import partition_targets
+from .runtime.context import Context
+from .sharded_operands import is_scalar
+from .sharded_tensor import ShardedTensor, first_sharded, reads_memory
+
+_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
+
+
+@torch.compiler.disable  # what runs between two graphs: nothing to capture
+def call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of which an argument is a `ShardedTensor`, none a parameter."""
+    name = getattr(func, "__name__", str(func))
+    owner = first_sharded((args, kwargs))
+    assert owner is not None, "it was called for one"
+    if reads_memory(name):
+        owner.refuse(name)
+    if name not in ("__get__", "__set__"):
+        partition_targets(name, written(name, args, kwargs), args, kwargs)
+        _reject_differentiable(name, owner, args, kwargs)
+    with no_torch_function():
+        result = func(*args, **kwargs)
+    if owner.unit.context.size == 1 or name in ("__get__", "__set__") or not _all_sharded(args):
+        return result
+    if isinstance(result, (list, tuple)):
+        return type(result)(_shared(value, owner, name) for value in result)
+    return _shared(result, owner, name)
+
+
+def written(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what a function of this name changes in place."""
+    found = [kwargs["out"]] if isinstance(kwargs.get("out"), torch.Tensor) else []
+    if args and ((name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED):
+        found += args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+    return found
+
+
+def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for value in tree_leaves((args, kwargs)):
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor | ShardedGradient)
+        if whole and value.requires_grad and not is_scalar(value) and value.shape == owner.shape:
+            owner.refuse(name, "beside a whole tensor that requires grad, whose gradient would be spread over the ranks")
+
+
+def _all_sharded(args: Sequence[Any]) -> bool:
+    """Whether what a function is given that may require grad is partitioned: then its result is the same on all ranks."""
+    tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+    return all(isinstance(value, ShardedTensor | ShardedGradient) or not value.requires_grad for value in tensors)
+
+
+def _shared(value: Any, owner: ShardedTensor, name: str) -> Any:
+    whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor | ShardedGradient)
+    if not whole or not value.requires_grad or not torch.is_grad_enabled():
+        return value
+    return _Shared.apply(value, owner.unit.context, f"backward of {owner.describe(name)[0]}")
+
+
+class _Shared(torch.autograd.Function):
+    """A number that all ranks have computed from their shards together, as a part of each rank's loss.
+
+    The gradient of a parameter is the mean of what the ranks' losses have: so is the gradient of this number, of which each rank
+    then computes that of its shard.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, context: Context, what: str) -> torch.Tensor:
+        ctx.context, ctx.what = context, what
+        return value.view_as(value)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ranks = ctx.context.exchange(grad.double().reshape(-1), what=ctx.what)
+        mean = ranks[0] if bool((ranks == ranks[0]).all()) else ranks.sum(0) / len(ranks)
+        return mean.reshape(grad.shape).to(device=grad.device, dtype=grad.dtype), None, None

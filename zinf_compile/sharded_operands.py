@@ -1,0 +1,89 @@
+"""What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from .errors import RankMismatchError
+from .gradient import ShardedGradient
+from .runtime.dense import Dense
+from .runtime.shard_values import AwayShard, DeviceShard, ShardValues
+from .runtime.unit import Unit
+from .sharded_tensor import ShardedTensor
+
+
+def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardValues | None:
+    """Return the shard of an argument beside `owner`; None for a scalar.
+
+    A whole tensor of the same shape is cut, where it has the same values on all ranks: a collective operation that raises
+    `RankMismatchError` where it hasn't. Whatever isn't partitioned alike is refused.
+    """
+    if isinstance(value, ShardedTensor):
+        _check_alike(value.unit, value.shape, value.stride(), owner, operator)
+        return value.shard_values
+    if isinstance(value, ShardedGradient):
+        _check_alike(value.unit, value.shape, value.stride(), owner, operator)
+        return gradient_values(value)
+    if is_scalar(value):
+        return None
+    if value.shape != owner.shape or value.layout != torch.strided:
+        owner.refuse(operator, f"beside a tensor of shape {list(value.shape)} it would be broadcast")
+    return DeviceShard(owner.unit, cut_whole(value, owner, operator))
+
+
+def gradient_values(gradient: ShardedGradient) -> ShardValues:
+    """Return a gradient's shard."""
+    away = gradient.away
+    return DeviceShard(gradient.unit, gradient.local()) if away is None else AwayShard(gradient.unit, away)
+
+
+def is_scalar(value: torch.Tensor) -> bool:
+    """Say whether all elements of a whole tensor are one."""
+    return value.numel() == 1 or all(step == 0 for step, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+
+
+def as_scalar(value: torch.Tensor) -> torch.Tensor:
+    """Return that element, such that types are promoted beside it as beside the tensor."""
+    if not value.dim():
+        return value
+    return value.as_strided((1,), (1,), value.storage_offset())
+
+
+def cut_whole(value: torch.Tensor, owner: ShardedTensor, operator: str) -> torch.Tensor:
+    """Return this rank's part of a whole tensor beside `owner`, after all ranks have found that they have the same one."""
+    context = owner.unit.context
+    flat = Dense(owner.shape, owner.stride(), value.dtype, value.device).flat(value.detach())
+    if context.size > 1:
+        try:
+            context.agree([*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()")
+        except RankMismatchError as error:
+            raise RankMismatchError(
+                f"{operator}() of what is partitioned like {owner.unit.name} and of a whole tensor, which must have the same "
+                f"values on all ranks: make it from the partitioned one, as clone() does, or seed all ranks alike. {error}"
+            ) from None
+    return cut(flat, owner.unit)
+
+
+def cut(flat: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Return this rank's part of a flat whole tensor, padded with zeros."""
+    part = torch.cat([flat[start:end] for start, end in unit.held])
+    return torch.cat([part, part.new_zeros(unit.shard_numel - part.numel())])
+
+
+def _check_alike(unit: Unit, shape: Sequence[int], stride: Sequence[int], owner: ShardedTensor, operator: str) -> None:
+    own = owner.unit
+    if tuple(shape) != tuple(owner.shape):
+        owner.refuse(operator, f"beside one partitioned like {unit.name}, of shape {list(shape)}, it would be broadcast")
+    strides = [(a, b) for a, b, size in zip(stride, owner.stride(), shape, strict=True) if size > 1]
+    if any(a != b for a, b in strides):
+        owner.refuse(operator, f"one partitioned like {unit.name} lies in memory in another order")
+    if unit.stretches != own.stretches or (unit.context is not own.context and (unit.context.size, own.context.size) != (1, 1)):
+        owner.refuse(operator, f"one partitioned like {unit.name} is cut otherwise, or over other ranks")
+
+
+def _hash(flat: torch.Tensor) -> str:
+    values = flat.contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(values.data, digest_size=8).hexdigest()

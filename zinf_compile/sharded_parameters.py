@@ -1,0 +1,161 @@
+"""Eager calls on partitioned parameters whose values are spread over ranks or off the device: on shards, where these serve."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function, tree_map
+from .callers import stepping
+from .errors import PartitionedParameterError
+from .gradient import ShardedGradient
+from .runtime.lanes import Done
+from .runtime.swap import take_away
+from .runtime.unit import Unit
+from .sharded_calls import written
+from .sharded_operands import cut_whole, gradient_values, is_scalar
+from .sharded_tensor import ShardedTensor, first_sharded, is_refusal, parameter_values, reads_memory
+
+_LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
+_NOT_HERE = frozenset(
+    [
+        "__bool__",
+        "__complex__",
+        "__contains__",
+        "__float__",
+        "__format__",
+        "__index__",
+        "__int__",
+        "__iter__",
+        "__reduce_ex__",
+        "__setitem__",
+        "_has_compatible_shallow_copy_type",
+        "is_nonzero",
+        "item",
+    ]
+)
+"""What says by itself why it needs the whole value."""
+
+_FRAMES = 16
+"""Up the stack within which a state dict or a wrapper of torch.distributed is looked for."""
+
+
+def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], parameters: Sequence[Any]) -> Any:
+    """Perform a call on the shards of `parameters`; return `NotImplemented` where it needs whole values."""
+    units = {id(p): p._zinf_unit for p in parameters}
+    if name in _NOT_HERE or reads_memory(name):
+        return NotImplemented
+    if all(unit.at_hand for unit in units.values()) and first_sharded((args, kwargs)) is None:
+        return NotImplemented
+    if _saves_or_wraps(alone=all(unit.context.size == 1 for unit in units.values())):
+        return NotImplemented
+    if name == "__set__":
+        return _assign(parameters[0], args[1])
+    targets = {id(target) for target in written(name, args, kwargs)}
+    differentiate = torch.is_grad_enabled() and name not in ("detach", "__get__", *_LIKE)
+    values: dict[int, ShardedTensor] = {}
+    for parameter in parameters:
+        with no_torch_function():
+            needs_grad = parameter.requires_grad and differentiate
+        if needs_grad and id(parameter) in targets:
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+        if id(parameter) not in values:
+            values[id(parameter)] = _Values.apply(parameter) if needs_grad else parameter_values(units[id(parameter)])
+
+    def value_of(item: Any) -> Any:
+        return values.get(id(item), item) if isinstance(item, torch.Tensor) else item
+
+    try:
+        result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    except PartitionedParameterError as error:
+        if not is_refusal(error):
+            raise
+        return NotImplemented
+    return next((p for p in parameters if result is values[id(p)]), result)
+
+
+def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Say whether a call makes a tensor like a parameter whose values aren't at hand: it is partitioned alike."""
+    if getattr(func, "__name__", "") not in _LIKE or not args:
+        return False
+    unit = getattr(args[0], "_zinf_unit", None)
+    device = kwargs.get("device")
+    return isinstance(unit, Unit) and not unit.at_hand and (device is None or torch.empty(0, device=device).device == unit.device)
+
+
+def _assign(parameter: Any, value: Any) -> Any:
+    """Perform `parameter.data = value` for a value that is partitioned alike."""
+    unit: Unit = parameter._zinf_unit
+    if not isinstance(value, ShardedTensor) or (tuple(value.shape), value.dtype) != (unit.shape, unit.dtype):
+        return NotImplemented
+    with torch.no_grad():
+        parameter_values(unit).copy_(value)
+    return None
+
+
+def _saves_or_wraps(*, alone: bool) -> bool:
+    """Say whether `state_dict()`, or DDP or FSDP, is what calls: these would take shards for parameters.
+
+    Or `nn.Parameter()`; or, on several ranks, `load_state_dict()`, which one of them may call alone.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        code = frame.f_code
+        makes = code.co_name == "__new__" and code.co_filename == nn.parameter.__file__
+        loads = code.co_name == "_load_from_state_dict" and not alone
+        if makes or loads or code.co_name == "_save_to_state_dict" or "torch/distributed/" in code.co_filename.replace("\\", "/"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return any(_entered_before(optimizer) for optimizer in stepping())
+
+
+def _entered_before(optimizer: Any) -> bool:
+    """Say whether an optimizer's step runs on hollow parameters: its closure has partitioned them."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
+        return False
+    return any(hasattr(p, "_zinf_unit") for group in optimizer.param_groups for p in group["params"])
+
+
+class _Values(torch.autograd.Function):
+    """A parameter's values on shards, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> ShardedTensor:
+        ctx.unit = parameter._zinf_unit
+        with no_torch_function():
+            ctx.version = parameter._version
+        return parameter_values(ctx.unit)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        unit: Unit = ctx.unit
+        parameter = unit.parameter()
+        with no_torch_function():
+            if parameter is not None and parameter._version != ctx.version:
+                raise RuntimeError(
+                    f"parameter {unit.name} was changed in place, as by a step, between what was computed from it and the "
+                    "backward of that: call backward() first"
+                )
+        shard = _local_gradient(grad, unit).to(unit.dtype)
+        unit.context.ledger.track("grads", shard)
+        return ShardedGradient(unit, *take_away(unit, shard, Done()))
+
+
+def _local_gradient(grad: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Return this rank's part of a gradient, in memory of its own."""
+    like = parameter_values(unit)
+    if isinstance(grad, ShardedGradient):
+        grad = ShardedTensor(gradient_values(grad), grad.shape, grad.stride())
+    if isinstance(grad, ShardedTensor):
+        return grad.local().clone()
+    if is_scalar(grad):
+        value = grad.as_strided((1,), (1,), grad.storage_offset())
+        return value.expand(unit.shard_numel).clone()
+    return cut_whole(grad, like, "backward")

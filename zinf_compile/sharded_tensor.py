@@ -1,0 +1,189 @@
+"""A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ._torch import never_compile_alone, no_torch_function, tree_leaves
+from .errors import PartitionedParameterError
+from .gradient import ShardedGradient
+from .runtime.dense import Dense
+from .runtime.shard_values import ParameterShard, ShardValues, pieces_of
+from .runtime.unit import Unit
+from .runtime.whole import gather_whole
+
+_READ_MEMORY = frozenset(
+    [
+        "__array__",
+        "__dlpack__",
+        "data_ptr",
+        "numpy",
+        "pin_memory",
+        "share_memory_",
+        "storage",
+        "tolist",
+        "untyped_storage",
+    ]
+)  # fmt: skip
+"""Methods that read memory past every operator."""
+
+_refusals: weakref.WeakSet[PartitionedParameterError] = weakref.WeakSet()
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this rank holds 1/N, the same elements as of a partitioned parameter, on the tier of that parameter.
+
+    Element-wise operators, also in place and in their foreach forms, work on the shards, with parameters, gradients and other
+    tensors that are partitioned alike. Sums, norms, dot products, extremes and comparisons take the shards of all ranks: these
+    are collective operations. `full_tensor()`, on all ranks, gathers the values for anything else.
+    """
+
+    _unit: Unit
+    _shard_values: ShardValues
+
+    @staticmethod
+    def __new__(cls, values: ShardValues, shape: Sequence[int], stride: Sequence[int]) -> ShardedTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), strides=tuple(stride), dtype=values.dtype, device=values.unit.device, requires_grad=False
+        )
+
+    def __init__(self, values: ShardValues, shape: Sequence[int], stride: Sequence[int]) -> None:
+        self._unit, self._shard_values = values.unit, values
+
+    @property
+    def unit(self) -> Unit:
+        """The parameter that it is partitioned like."""
+        return self._unit
+
+    @property
+    def shard_values(self) -> ShardValues:
+        """This rank's elements."""
+        return self._shard_values
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter's own values."""
+        return isinstance(self._shard_values, ParameterShard)
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's shard on the device, flat, with its padding; a copy where it lives elsewhere."""
+        resident = self._shard_values.resident
+        if resident is not None:
+            return resident
+        context = self._unit.context
+        shard = context.staged_buffer(self._unit.shard_numel, self.dtype)
+        with context.meter.waiting(), torch.no_grad():
+            for start, end in pieces_of(self._unit):
+                shard[start:end].copy_(self._shard_values.fetch(start, end)())
+        return shard.to(self._unit.device)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole tensor on every rank. A collective operation."""
+        context, dense = self._unit.context, Dense(self.shape, self.stride(), self.dtype, self.device)
+        context.agree(self.describe("full_tensor"), what="gathering a tensor")
+        with torch.no_grad():
+            shard = self.local()
+            if context.size == 1:
+                return dense.logical(shard.clone())
+            full = context.full_buffer(self._unit.numel, self.dtype, self.device)
+            gather_whole(self._unit, shard, full, f"gathering a tensor partitioned like {self._unit.name}")
+            return dense.logical(full)
+
+    def describe(self, operator: str) -> list[str]:
+        """Return what ranks compare before they do something together with it."""
+        what = "parameter" if self.is_parameter else "a tensor partitioned like parameter"
+        return [f"{operator}() of {what} {self._unit.name}, unit {self._unit.serial}, changes {self._shard_values.changes:08x}"]
+
+    def refuse(self, operator: str, because: str = "") -> NoReturn:
+        """Raise the error of an operation that needs whole values."""
+        unit = self._unit
+        where = f"spread over {unit.context.size} ranks" if unit.context.size > 1 else "kept off the device"
+        if self.is_parameter:
+            subject = f"{operator}() reads parameter {unit.name}, shape {list(self.shape)}, whose values are {where}"
+            way = "`with zinf_compile.gathered(model):`, on all ranks, has them whole (write=True to change them)"
+        else:
+            subject = f"{operator}() reads a tensor partitioned like parameter {unit.name}, shape {list(self.shape)}, {where}"
+            way = "full_tensor(), on all ranks, returns it whole"
+        error = PartitionedParameterError(
+            f"{subject}{because and '; ' + because}. Accepted: element-wise operators with scalars and with tensors of the same "
+            f"shape and strides, sums, norms and dot products over all elements; for anything else {way}"
+        )
+        if not because:
+            _refusals.add(error)
+        raise error
+
+    def as_subclass(self, cls: type[Any]) -> NoReturn:
+        self.refuse("as_subclass")  # torch's own looks past __torch_function__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        context = self._unit.context
+        return (
+            f"ShardedTensor(like {self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
+            f"rank {context.rank} of {context.size})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = self.clone().requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse("pickle", "a rank's shard alone is of no use in a file")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, nn.Parameter) for kind in types):
+            return NotImplemented  # the parameter's own answers
+        from .sharded_calls import call_on_shards  # noqa: PLC0415  (which works on these)
+
+        return call_on_shards(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from .sharded_ops import answer  # noqa: PLC0415  (which makes these)
+
+        return answer(func, args, kwargs or {})
+
+
+ShardedGradient.answered_by.append(ShardedTensor)
+for _function in (ShardedTensor.__torch_function__, ShardedTensor.__torch_dispatch__):
+    never_compile_alone(_function.__func__)  # type: ignore[union-attr]
+
+
+def first_sharded(args: Any) -> ShardedTensor | None:
+    """Return the first partitioned tensor among arguments."""
+    return next((item for item in tree_leaves(args) if isinstance(item, ShardedTensor)), None)
+
+
+def is_refusal(error: PartitionedParameterError) -> bool:
+    """Say whether an error means that an operation needs whole values, and says no more than that."""
+    return error in _refusals
+
+
+def reads_memory(name: str) -> bool:
+    """Say whether a method reads memory past every operator."""
+    return name in _READ_MEMORY
+
+
+def parameter_values(unit: Unit) -> ShardedTensor:
+    """Return a parameter's own values: what is done to them in place is done to the parameter."""
+    return ShardedTensor(ParameterShard(unit), unit.shape, unit.stride)
+
+
+def same_values(tensor: ShardedTensor) -> ShardedTensor:
+    """Return another tensor object with the same values."""
+    with no_torch_function():
+        return ShardedTensor(tensor.shard_values, tensor.shape, tensor.stride())
