@@ -243,23 +243,23 @@ class Context:
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
 
-    def share(self, value: Any, *, what: str) -> Any:
-        """Return rank 0's value on every rank; what can't be pickled is an error on all of them."""
+    def share(self, value: Any, *, what: str, source: int = 0) -> Any:
+        """Return one rank's value on every rank; what can't be pickled is an error on all of them."""
         if self._control is None:
             return value
         error: Exception | None = None
         shared: list[bytes] = [b""]
         try:
-            if self.rank == 0:
+            if self.rank == source:
                 shared[0] = pickle.dumps(value)
         except Exception as raised:
             error = raised
-        failed = self.agree([what], what=what, value=float(error is not None))[0]
+        failed = self.agree([what], what=what, value=float(error is not None))[source]
         if error is not None:
             raise error
         if failed:
-            raise RankMismatchError(f"{what} failed on rank 0, see there")
-        self._patiently(lambda: dist.broadcast_object_list(shared, group_src=0, group=self._control), what)
+            raise RankMismatchError(f"{what} failed on rank {source}, see there")
+        self._patiently(lambda: dist.broadcast_object_list(shared, group_src=source, group=self._control), what)
         return pickle.loads(shared[0])
 
     def end_step(self) -> None:
