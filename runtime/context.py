@@ -124,7 +124,7 @@ class Context:
         """What moves bytes to and from drives; made when first needed. Who uses drives is short of memory."""
         if self._engine is None:
             return_large_blocks()
-            self._engine = Engine()
+            self._engine = Engine(timeout_s=self.timeout_s)
             atexit.register(self._let_engine_go)
         return self._engine
 

@@ -36,7 +36,7 @@ class ScratchFile:
             fd = _open_nameless(folder)
         except OSError as error:
             raise StoreError(
-                error.errno, f"cannot keep states in {folder!r} ({error.strerror}); accepted: a folder you may write to"
+                error.errno, f"cannot keep states in {folder!r} ({error.strerror}); accepted: a folder you may write to", folder
             ) from error
         try:
             _write_in_place(fd)
@@ -81,7 +81,7 @@ def _no_room(folders: Sequence[str], code: int, size: int, free: int) -> StoreEr
         errno.EOPNOTSUPP: "this filesystem cannot reserve space; choose one that can, such as ext4, xfs or btrfs",
     }.get(code, os.strerror(code))
     where = ", ".join(map(repr, folders))
-    return StoreError(code, f"cannot reserve space in {where}: {size:,} bytes needed, {free:,} bytes free: {means}")
+    return StoreError(code, f"cannot reserve space in {where}: {size:,} bytes needed, {free:,} bytes free: {means}", folders[0])
 
 
 def fallocate(fd: int, size: int) -> int:

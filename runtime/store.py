@@ -125,8 +125,10 @@ class Store:
         self.staging = staging or BufferPool(
             max(staging_bytes, block_bytes), pinned=torch.cuda.is_initialized() if pinned is None else pinned
         )
-        self.checks = BlockChecks(self.layout.blocks, describe=self._describe)
-        self._io = BlockIO(self.engine, self.files, self.checks, self.staging, describe=self._describe, verify=verify)
+        self.checks = BlockChecks(self.layout.blocks, describe=self._describe, folder=self._folder)
+        self._io = BlockIO(
+            self.engine, self.files, self.checks, self.staging, describe=self._describe, folder=self._folder, verify=verify
+        )
         _LIVE.add(self)
 
     def __enter__(self) -> Store:
@@ -189,8 +191,11 @@ class Store:
             raise
         return Transfer(pieces)
 
+    def _folder(self, block: Block) -> str:
+        return self.folders[block.device]
+
     def _describe(self, block: Block) -> str:
-        where = f"offset {block.offset:,} of the store's file in {self.folders[block.device]!r}"
+        where = f"offset {block.offset:,} of the store's file in {self._folder(block)!r}"
         return f"bytes [{block.start:,}, {block.start + block.size:,}) of extent {block.key!r} ({where})"
 
 
