@@ -9,6 +9,7 @@ import fcntl
 import os
 import secrets
 import struct
+import sys
 from collections.abc import Sequence
 
 from zinf_compile.errors import StoreError
@@ -60,6 +61,10 @@ class ScratchFile:
                 os.ftruncate(self.file.fd, 0)  # the bytes free are those without what was reserved before it failed
             raise _no_room([self.folder], code, size, look_up(self.folder).free_bytes)
 
+    def release(self) -> None:
+        """Give back what was reserved."""
+        os.ftruncate(self.file.fd, 0)
+
     def close(self) -> None:
         """Let go of the file: its space is free, unless another process holds it too."""
         self.file.close()
@@ -67,10 +72,15 @@ class ScratchFile:
 
 def check_room(folders: Sequence[str], size: int) -> None:
     """Raise `StoreError` where `size` bytes are more than are free in all folders together, as far as they say."""
-    filesystems = [look_up(folder) for folder in folders]
-    free = sum({(f.mount_point, f.source): f.free_bytes for f in filesystems}.values())
-    if size > free and all(f.total_bytes for f in filesystems):  # 0: one that counts nothing, such as a tmpfs without a limit
+    free = sum(dict(free_rooms(folders)).values())
+    if size > free:
         raise _no_room(folders, errno.ENOSPC, size, free)
+
+
+def free_rooms(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
+    """Return for each folder its filesystem and the bytes free there."""
+    filesystems = [look_up(folder) for folder in folders]  # of 0 bytes: one that counts nothing, such as a tmpfs without a limit
+    return [((f.mount_point, f.source), f.free_bytes if f.total_bytes else sys.maxsize) for f in filesystems]
 
 
 def _no_room(folders: Sequence[str], code: int, size: int, free: int) -> StoreError:
