@@ -137,6 +137,15 @@ class Engine:
         return self._submit(file, offset, source, write=True, checksum=checksum)
 
     @property
+    def timeout_s(self) -> float:
+        """Seconds without any progress after which who waits gets an error."""
+        return self._watch.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._watch.timeout_s = seconds
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
         return self._native.counters().bytes_read

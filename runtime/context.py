@@ -128,6 +128,12 @@ class Context:
             atexit.register(self._let_engine_go)
         return self._engine
 
+    def wait_for_drives(self, timeout_s: float) -> None:
+        """From now on a drive may stand still for so long."""
+        self.timeout_s = timeout_s
+        if self._engine is not None:
+            self._engine.timeout_s = timeout_s
+
     def _let_engine_go(self) -> None:
         self._engine = None  # its last transfers are finished when it is dropped
 
@@ -336,6 +342,7 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"option timeout_s={timeout_s:g} differs from the {context.timeout_s:g} of an earlier model on the same ranks; use "
             "one value, or a process group of its own"
         )
+    context.wait_for_drives(timeout_s)
     context.admit(signature)
     return context
 
