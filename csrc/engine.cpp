@@ -87,6 +87,12 @@ void Engine::close() {
     mover_.reset();
 }
 
+int Engine::broken() const {
+    check_process();
+    const std::lock_guard locked(mutex_);
+    return mover_ ? mover_->broken() : 0;
+}
+
 bool Engine::forked() const { return ::getpid() != process_; }
 
 void Engine::check_process() const {

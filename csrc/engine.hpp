@@ -70,6 +70,7 @@ public:
 
     Kind kind() const { return kind_; }
     const std::string& reason() const { return reason_; }  // why not io_uring, if it was tried
+    int broken() const;  // the errno with which io_uring refused to go on, since when threads move the bytes; 0 if it didn't
     bool forked() const;
 
 private:
@@ -79,7 +80,7 @@ private:
     Kind kind_;
     std::string reason_;
     std::shared_ptr<Work> work_;
-    std::mutex mutex_;  // guards what follows
+    mutable std::mutex mutex_;  // guards what follows
     std::unique_ptr<Mover> mover_;
     bool started_ = false;
 };

@@ -2,6 +2,7 @@
 //
 // Ownership: Python owns engines and pendings. Memory is passed as an address, which aio.py keeps alive.
 // Threads: called with the GIL held; what may block releases it. No I/O thread ever takes the GIL.
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <system_error>
@@ -46,14 +47,18 @@ Kind kind_of(const std::string& name) {
     throw nb::value_error(("engine is \"auto\", \"io_uring\" or \"threads\", not \"" + name + "\"").c_str());
 }
 
-// Waits with the GIL released, looking for signals such as Ctrl-C from time to time.
-void wait(const Pending& pending) {
+// Waits with the GIL released, looking for signals such as Ctrl-C from time to time. Says whether the transfer is over.
+bool wait(const Pending& pending, double seconds) {
+    using Clock = std::chrono::steady_clock;
+    const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
     while (true) {
+        const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
         {
             const nb::gil_scoped_release released;
-            if (pending.wait_for(between_signals)) return;
+            if (pending.wait_for(std::clamp(left, std::chrono::milliseconds(0), between_signals))) return true;
         }
         if (PyErr_CheckSignals() != 0) nb::raise_python_error();
+        if (Clock::now() >= until) return false;
     }
 }
 
@@ -91,7 +96,7 @@ void bind_engine(nb::module_& m) {
     nb::class_<Pending>(m, "Pending", "A submitted transfer.")
         .def_prop_ro("number", &Pending::number, "The engine's count of transfers when this one was submitted.")
         .def("done", &Pending::done, "Whether it is over.")
-        .def("wait", &wait, "Wait until it is over; the GIL is released.")
+        .def("wait", &wait, "seconds"_a, "Wait for so long; the GIL is released. Return whether it is over.")
         .def("outcome", &Pending::outcome, "What came of it, once it is over.");
 
     nb::class_<Engine>(m, "Engine", "The asynchronous I/O engine.")
@@ -105,6 +110,7 @@ void bind_engine(nb::module_& m) {
             "name", [](const Engine& self) { return self.kind() == Kind::io_uring ? "io_uring" : "threads"; },
             "The engine chosen: \"io_uring\" or \"threads\".")
         .def_prop_ro("reason", &Engine::reason, "Why io_uring was refused; empty if it wasn't.")
+        .def_prop_ro("broken", &Engine::broken, "The errno with which io_uring refused to go on: now threads do. 0 if it didn't.")
         .def_prop_ro("forked", &Engine::forked, "True in a forked child of the process that made it.")
         .def(
             "submit",

@@ -23,7 +23,13 @@ public:
 
     // There is something new in Work: a request or its end.
     virtual void notify() = 0;
+
+    // The errno with which the kernel refused to go on, since when threads move the chunks; 0 if it didn't. Any thread may ask.
+    virtual int broken() const { return 0; }
 };
+
+// Moves what is left of a chunk by system calls, and sums its bytes.
+void move_by_calls(Chunk& chunk, SystemCalls& calls);
 
 // A pool of threads, each with a system call under way.
 std::unique_ptr<Mover> make_thread_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth);

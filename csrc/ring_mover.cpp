@@ -1,5 +1,7 @@
-// One thread with an io_uring: it submits chunks, sums bytes while the kernel moves others, and takes the results in.
+// One thread with an io_uring: it submits chunks, sums bytes while the kernel moves others, and takes the results in. Where the
+// kernel refuses to go on with the ring, threads take its place.
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <deque>
@@ -30,8 +32,9 @@ class RingMover final : public Mover {
 public:
     RingMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
         : work_(std::move(work)),
+          calls_(std::move(calls)),
           bell_(::eventfd(0, EFD_CLOEXEC)),
-          ring_(std::move(calls), depth + extra_entries),
+          ring_(calls_, depth + extra_entries),
           under_way_(depth) {
         if (!bell_.is_open()) throw std::system_error(errno, std::system_category(), "eventfd");
         for (std::size_t place = depth; place > 0; --place) free_.push_back(place - 1);
@@ -43,6 +46,8 @@ public:
     }
 
     void notify() override { ::eventfd_write(bell_.get(), 1); }
+
+    int broken() const override { return broken_; }
 
 private:
     // A filter may allow to set up a ring but not to use it.
@@ -63,14 +68,50 @@ private:
     void run() {
         while (true) {
             fill();
-            if (over_ && idle() && (!listening_ || broken_ != 0)) return;
+            if (over_ && idle() && !listening_) return;
             if (!over_) listen();
             // Sums are made while the kernel is busy: what has room there is submitted first.
             enter(to_sum_.empty() && arrived_.empty() ? 1 : 0);
             sum();
             while (const auto completion = ring_.pop()) take(*completion);
-            if (broken_ != 0) withdraw();
+            if (broken_ != 0) return go_on_with_threads();
         }
+    }
+
+    // The ring can't be entered any more. What wasn't submitted is moved by system calls; completions of the rest still arrive,
+    // so that nothing is lost, or written by two at a time. This thread stays, for where no other can be made.
+    void go_on_with_threads() {
+        threads_ = make_thread_mover(work_, calls_, static_cast<unsigned>(under_way_.size()));
+        try {
+            threads_->start();
+        } catch (const std::system_error&) {  // those that were made go on
+        }
+        while (const auto withdrawn = ring_.withdraw()) {
+            if (*withdrawn != bell_rang && *withdrawn != time_passed) resumed_.push_back(leave(*withdrawn));
+        }
+        while (!idle()) {
+            sum();
+            while (const auto completion = ring_.pop()) take(*completion);
+            if (resumed_.empty()) {
+                std::this_thread::sleep_for(pause);
+                continue;
+            }
+            move_by_calls(resumed_.front(), *calls_);
+            work_->finish(resumed_.front());
+            resumed_.pop_front();
+        }
+        while (auto chunk = work_->take()) {
+            move_by_calls(*chunk, *calls_);
+            work_->finish(*chunk);
+        }
+    }
+
+    // Takes a chunk out of its place.
+    Chunk leave(std::size_t place) {
+        Chunk chunk = std::move(*under_way_[place]);
+        under_way_[place].reset();
+        free_.push_back(place);
+        return chunk;
     }
 
     void sum() {
@@ -99,11 +140,6 @@ private:
     }
 
     void begin(Chunk&& chunk, bool first) {
-        if (broken_ != 0) {
-            advance(chunk, -broken_);
-            work_->finish(chunk);
-            return;
-        }
         const std::size_t place = free_.back();
         free_.pop_back();
         under_way_[place] = std::move(chunk);
@@ -149,17 +185,13 @@ private:
     }
 
     void enter(unsigned wait_for) {
-        if (broken_ == 0) {
-            const int error = -ring_.enter(wait_for);
-            if (error == 0 || error == EINTR) return;
-            if (error != EAGAIN && error != EBUSY) broken_ = error;
+        const int error = -ring_.enter(wait_for);
+        if (error == 0 || error == EINTR) return;
+        if (error != EAGAIN && error != EBUSY) {
+            broken_ = error;
+            return;
         }
         std::this_thread::sleep_for(pause);
-    }
-
-    // Once the ring can't be entered any more, all that wasn't submitted fails; completions of the rest still arrive.
-    void withdraw() {
-        while (const auto withdrawn = ring_.withdraw()) take({.user_data = *withdrawn, .result = -broken_});
     }
 
     void take(const Ring::Completion& completion) {
@@ -171,10 +203,7 @@ private:
             timing_ = false;
             return;
         }
-        const auto place = static_cast<std::size_t>(completion.user_data);
-        Chunk chunk = std::move(*under_way_[place]);
-        under_way_[place].reset();
-        free_.push_back(place);
+        Chunk chunk = leave(static_cast<std::size_t>(completion.user_data));
         switch (advance(chunk, completion.result)) {
             case Next::finished:
                 if (!chunk.transfer.write && chunk.transfer.checksum && chunk.error == 0) {
@@ -192,6 +221,7 @@ private:
     }
 
     std::shared_ptr<Work> work_;
+    std::shared_ptr<SystemCalls> calls_;
     FileDescriptor bell_;
     Ring ring_;
     std::vector<std::optional<Chunk>> under_way_;  // by place
@@ -205,8 +235,9 @@ private:
     bool listening_ = false;
     bool timing_ = false;
     bool over_ = false;
-    int broken_ = 0;
-    std::jthread thread_;  // last, so that it ends first
+    std::atomic<int> broken_ = 0;
+    std::unique_ptr<Mover> threads_;  // in place of the ring, once that is broken
+    std::jthread thread_;             // last, so that it ends first
 };
 
 }  // namespace

@@ -13,6 +13,12 @@ namespace {
 constexpr unsigned most_threads = 16;
 constexpr std::chrono::milliseconds pause{1};
 
+ssize_t call(const Chunk& chunk, SystemCalls& calls) {
+    const int fd = chunk.transfer.fd;
+    return chunk.transfer.write ? calls.write(fd, chunk.address(), chunk.left(), chunk.offset())
+                                : calls.read(fd, chunk.address(), chunk.left(), chunk.offset());
+}
+
 class ThreadMover final : public Mover {
 public:
     ThreadMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
@@ -28,23 +34,9 @@ public:
 private:
     void run() {
         while (auto chunk = work_->take()) {
-            move(*chunk);
+            move_by_calls(*chunk, *calls_);
             work_->finish(*chunk);
         }
-    }
-
-    void move(Chunk& chunk) {
-        if (chunk.transfer.write) sum_up(chunk);
-        for (Next next = Next::again; next != Next::finished; next = advance(chunk, call(chunk))) {
-            if (next == Next::later) std::this_thread::sleep_for(pause);
-        }
-        if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
-    }
-
-    ssize_t call(const Chunk& chunk) {
-        const int fd = chunk.transfer.fd;
-        return chunk.transfer.write ? calls_->write(fd, chunk.address(), chunk.left(), chunk.offset())
-                                    : calls_->read(fd, chunk.address(), chunk.left(), chunk.offset());
     }
 
     std::shared_ptr<Work> work_;
@@ -54,6 +46,14 @@ private:
 };
 
 }  // namespace
+
+void move_by_calls(Chunk& chunk, SystemCalls& calls) {
+    if (chunk.transfer.write) sum_up(chunk);
+    for (Next next = Next::again; next != Next::finished; next = advance(chunk, call(chunk, calls))) {
+        if (next == Next::later) std::this_thread::sleep_for(pause);
+    }
+    if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
+}
 
 std::unique_ptr<Mover> make_thread_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls,
                                          unsigned depth) {

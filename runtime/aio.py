@@ -10,6 +10,7 @@ The result of every transfer is read: short ones are resumed, and whatever fails
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -20,6 +21,7 @@ import torch
 
 from zinf_compile import _csrc
 from zinf_compile.runtime.file import File
+from zinf_compile.runtime.stalls import TIMEOUT_S, StallWatch
 
 __all__ = ["Engine", "File", "Request", "crc32c", "crc32c_combine"]
 
@@ -32,9 +34,10 @@ Memory = torch.Tensor | memoryview | bytearray | bytes
 class Request:
     """A transfer under way; made by `Engine.read` and `Engine.write`. Dropping it neither cancels nor endangers the transfer."""
 
-    def __init__(self, pending: _csrc.Pending, held: _Held, what: str, path: str, checksum: bool) -> None:
+    def __init__(self, pending: _csrc.Pending, held: _Held, watch: StallWatch, what: str, path: str, checksum: bool) -> None:
         self._pending = pending
         self._held = held
+        self._watch = watch
         self._what = what
         self._path = path
         self._checksum = checksum
@@ -43,10 +46,10 @@ class Request:
         """Wait until the transfer is over; return the CRC32C of its bytes, or None if that was not asked for.
 
         The GIL is released. Any thread may wait, and wait again for the same result. Raises `OSError` with errno, path and a
-        message with offset, wanted and got bytes; its errno is EIO where the file ended early. Raises `RuntimeError` in a
-        forked child.
+        message with offset, wanted and got bytes; its errno is EIO where the file ended early, and ETIMEDOUT where the drive gave
+        no answer: then the transfer is still under way, and its memory must not be used. Raises `RuntimeError` in a forked child.
         """
-        self._pending.wait()
+        self._watch.wait(self._pending, self._what, self._path)
         self._held.release(self._pending.number)
         outcome = self._pending.outcome()
         if outcome.error:
@@ -79,15 +82,25 @@ class Engine:
     `engine` is "io_uring", "threads", or "auto": io_uring where this process may use it, and threads otherwise, which a line
     on the logger `zinf_compile` explains. io_uring asked for by name raises `OSError` where it is refused. Transfers are cut
     into pieces of `chunk_bytes` (a multiple of 4096), of which up to `depth` are under way at a time (with threads: 16 at
-    most). `bandwidth` caps reads and writes together, in bytes per second.
+    most). `bandwidth` caps reads and writes together, in bytes per second. Where io_uring refuses to go on, threads do.
+
+    Where nothing moves for some seconds, who waits is told by a `StoreWarning` what doesn't answer; after `timeout_s` that is an
+    error, and the engine takes no transfers until what was given up is over.
 
     Transfers start in the order they are submitted and end in any. Those in flight at the same time must not overlap. Any
     thread may call anything; a forked child gets `RuntimeError`. Memory and file may be dropped or closed meanwhile, but a
-    tensor's storage must not be resized. What is in flight when the engine is dropped or the interpreter ends is finished.
+    tensor's storage must not be resized. What is in flight when the engine is dropped or the interpreter ends is finished, where
+    the drives answer.
     """
 
     def __init__(
-        self, engine: str = "auto", *, depth: int = 32, chunk_bytes: int = 1 << 20, bandwidth: float | None = None
+        self,
+        engine: str = "auto",
+        *,
+        depth: int = 32,
+        chunk_bytes: int = 1 << 20,
+        bandwidth: float | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not 1 <= depth <= 4096:
             raise ValueError(f"depth is the number of pieces under way, 1 to 4096, not {depth}")
@@ -97,14 +110,15 @@ class Engine:
             raise ValueError(f"bandwidth is a positive number of bytes per second, or None, not {bandwidth}")
         self._native = _csrc.Engine(engine, depth, chunk_bytes, bandwidth or 0.0)
         self.name: str = self._native.name
-        """The engine chosen: "io_uring" or "threads"."""
+        """The engine chosen: "io_uring" or "threads"; threads too once io_uring has failed."""
         self.reason: str = self._native.reason
-        """Why io_uring was refused; empty if it was not, or not asked for."""
+        """Why io_uring was refused, or failed later; empty if it was not, or not asked for."""
         if self.reason:
             _log.info("I/O runs on threads, not on io_uring: %s", self.reason)
         self._held = _Held()
+        self._watch = StallWatch(self._native, timeout_s)
         self._submitting = threading.Lock()
-        self._finalizer = weakref.finalize(self, _close, self._native, self._held)
+        self._finalizer = weakref.finalize(self, _close, self._native, self._held, self._watch)
 
     def read(self, file: File, offset: int, into: Memory, *, checksum: bool = False) -> Request:
         """Start to read `into` from the bytes of `file` at `offset`; all of them, or the request fails.
@@ -121,6 +135,15 @@ class Engine:
         reading only.
         """
         return self._submit(file, offset, source, write=True, checksum=checksum)
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds without any progress after which who waits gets an error."""
+        return self._watch.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        self._watch.timeout_s = seconds
 
     @property
     def bytes_read(self) -> int:
@@ -143,7 +166,12 @@ class Engine:
         return self._native.counters().in_flight
 
     def close(self) -> None:
-        """Wait for what is in flight and end the engine's threads. Closing again does nothing."""
+        """Wait for what is in flight and end the engine's threads. Closing again does nothing.
+
+        Raises `OSError` (ETIMEDOUT) where the drives give no answer; the engine is left as it is then.
+        """
+        if not self._native.forked and not self._watch.drained():
+            raise self._watch.error()
         self._native.close()
         self._finalizer()
 
@@ -168,6 +196,10 @@ class Engine:
         descriptor, alignment = file.choose(offset, address, size, write=write)
         for number in self._native.take_finished():
             self._held.release(number)
+        self._watch.admit()
+        if self.name == "io_uring" and (error := self._native.broken):
+            self.name, self.reason = "threads", f"io_uring_enter: {os.strerror(error)}"
+            _log.warning("I/O goes on on threads, since io_uring failed: %s", self.reason)
         with self._submitting:
             # Held first, under the number to come, so that no interrupt can come between submitting and holding.
             number = self._native.counters().requests
@@ -187,13 +219,19 @@ class Engine:
                 raise
             assert pending.number == number, "transfers are numbered in the order they are submitted"
         what = f"{'write' if write else 'read'} of {size} bytes at offset {offset}"
-        return Request(pending, self._held, what, file.path, checksum)
+        return Request(pending, self._held, self._watch, what, file.path, checksum)
 
 
-def _close(native: _csrc.Engine, held: _Held) -> None:
+def _close(native: _csrc.Engine, held: _Held, watch: StallWatch) -> None:
     """End an engine nobody refers to any more. `held` comes along so that it lives until then."""
-    if not native.forked:
+    if native.forked:
+        return
+    if watch.drained():
         native.close()
+        return
+    _log.error("the process goes on without %s", watch.error())
+    for kept in (native, held):  # for ever: ending the engine would wait for what is under way, and that writes to memory
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def _locate(memory: Memory, *, writable: bool) -> tuple[int, int, object]:

@@ -11,6 +11,11 @@ from zinf_compile.errors import StoreError, StoreRequestError
 from .layout import Block
 
 _NEVER, _TORN, _WHOLE = range(3)
+_WAY_OUT = (
+    "load a checkpoint of model and optimizer, both from before that (load_full_state_dict, load_full_optimizer_state_dict), and "
+    "go on from there"
+)
+"""What is lost is in memory nowhere; a value that is loaded is written anew."""
 
 
 class BlockChecks:
@@ -23,10 +28,11 @@ class BlockChecks:
     Not locked: the store has at most one write, or any number of reads, of a block under way.
     """
 
-    def __init__(self, blocks: Sequence[Block], *, describe: Callable[[Block], str]) -> None:
+    def __init__(self, blocks: Sequence[Block], *, describe: Callable[[Block], str], folder: Callable[[Block], str]) -> None:
         count = len(blocks)
         self._blocks = blocks
         self._describe = describe
+        self._folder = folder
         self._state = bytearray(count)
         self._generation = array("L", bytes(count * array("L").itemsize))
         self._crc = array("L", bytes(count * array("L").itemsize))
@@ -55,7 +61,9 @@ class BlockChecks:
         if state == _TORN:
             raise StoreError(
                 errno.EIO,
-                f"{self._describe(block)}: its last write failed, so neither the old nor the new bytes are there for certain",
+                f"{self._describe(block)}: its last write failed, so neither the old nor the new bytes are there for certain; "
+                f"{_WAY_OUT}",
+                self._folder(block),
             )
 
     def end_read(self, block: Block, crc: int | None) -> None:
@@ -66,7 +74,8 @@ class BlockChecks:
         raise StoreError(
             errno.EBADMSG,
             f"{self._describe(block)}: the drive returned other bytes than were written: CRC32C {crc:08x}, not {expected:08x} of "
-            f"generation {self._generation[block.number]}; {self._diagnose(block, crc)}",
+            f"generation {self._generation[block.number]}; {self._diagnose(block, crc)}; {_WAY_OUT}",
+            self._folder(block),
         )
 
     def _diagnose(self, block: Block, crc: int) -> str:

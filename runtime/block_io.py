@@ -79,6 +79,8 @@ class Piece:
                 with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
                     self.data.copy_(self.staging[: self.data.numel()])
         except Exception as error:
+            if not self._request.done():  # it was given up, and the drive may still write to the staging buffer
+                self._io.lose_staging(self)
             self._end(error)
         else:
             self._end(None)
@@ -91,7 +93,8 @@ class Piece:
 
     def _explain(self, error: Exception) -> ZinfError:
         what = f"cannot {'write' if self.write else 'read'} {self._io.describe(self.block)}: {error}"
-        explained = StoreError(error.errno, what) if isinstance(error, OSError) else StoreRequestError(what)
+        folder = self._io.folder(self.block)
+        explained = StoreError(error.errno, what, folder) if isinstance(error, OSError) else StoreRequestError(what)
         explained.__cause__ = error
         return explained
 
@@ -111,9 +114,11 @@ class BlockIO:
         staging: BufferPool,
         *,
         describe: Callable[[Block], str],
+        folder: Callable[[Block], str],
         verify: bool,
     ) -> None:
         self.describe = describe
+        self.folder = folder
         self._engine = engine
         self._files = files
         self._checks = checks
@@ -191,6 +196,12 @@ class BlockIO:
         self.withdraw(piece)
         if piece.staging is not None:
             self._staging.give_back(piece.staging)
+            piece.staging = None
+
+    def lose_staging(self, piece: Piece) -> None:
+        """Never use a piece's staging buffer again: the engine keeps it until the transfer is over."""
+        if piece.staging is not None:
+            self._staging.lose(piece.staging)
             piece.staging = None
 
     def withdraw(self, piece: Piece) -> None:

@@ -127,6 +127,14 @@ class BufferPool:
             self._idle.append(buffer)
             self.returned.notify_all()
 
+    def lose(self, buffer: torch.Tensor) -> None:
+        """Do without a buffer that was taken and that nobody may use again."""
+        with self.lock:
+            if self._closed:
+                return
+            self._count(-buffer.numel())
+            self.returned.notify_all()
+
     def clear(self) -> None:
         """Drop the idle buffers."""
         with self.lock:

@@ -137,9 +137,15 @@ class Context:
         """What moves bytes to and from drives; made when first needed. Who uses drives is short of memory."""
         if self._engine is None:
             return_large_blocks()
-            self._engine = Engine()
+            self._engine = Engine(timeout_s=self.timeout_s)
             atexit.register(self._let_engine_go)
         return self._engine
+
+    def wait_for_drives(self, timeout_s: float) -> None:
+        """From now on a drive may stand still for so long."""
+        self.timeout_s = timeout_s
+        if self._engine is not None:
+            self._engine.timeout_s = timeout_s
 
     def _let_engine_go(self) -> None:
         self._engine = None  # its last transfers are finished when it is dropped
@@ -296,23 +302,23 @@ class Context:
         self._patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
         return torch.stack(out)
 
-    def share(self, value: Any, *, what: str) -> Any:
-        """Return rank 0's value on every rank; what can't be pickled is an error on all of them."""
+    def share(self, value: Any, *, what: str, source: int = 0) -> Any:
+        """Return one rank's value on every rank; what can't be pickled is an error on all of them."""
         if self._control is None:
             return value
         error: Exception | None = None
         shared: list[bytes] = [b""]
         try:
-            if self.rank == 0:
+            if self.rank == source:
                 shared[0] = pickle.dumps(value)
         except Exception as raised:
             error = raised
-        failed = self.agree([what], what=what, value=float(error is not None))[0]
+        failed = self.agree([what], what=what, value=float(error is not None))[source]
         if error is not None:
             raise error
         if failed:
-            raise RankMismatchError(f"{what} failed on rank 0, see there")
-        self._patiently(lambda: dist.broadcast_object_list(shared, group_src=0, group=self._control), what)
+            raise RankMismatchError(f"{what} failed on rank {source}, see there")
+        self._patiently(lambda: dist.broadcast_object_list(shared, group_src=source, group=self._control), what)
         return pickle.loads(shared[0])
 
     def end_step(self) -> None:
@@ -392,6 +398,7 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"option timeout_s={timeout_s:g} differs from the {context.timeout_s:g} of an earlier model on the same ranks; use "
             "one value, or a process group of its own"
         )
+    context.wait_for_drives(timeout_s)
     context.admit(signature)
     return context
 

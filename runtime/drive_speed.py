@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import closing
 
+from zinf_compile.errors import StoreError
+
 from .aio import Engine
 from .buffers import aligned_buffer
+from .filesystem import look_up
 from .scratch_file import ScratchFile
 
 _REQUEST_BYTES = 4 << 20
@@ -15,15 +19,31 @@ _REQUESTS = 16
 
 
 def measure_shares(engine: Engine, folders: Sequence[str]) -> list[float]:
-    """Write and read 64 MiB in each folder; return bytes per second of both together. A single folder is not measured."""
-    return [_measure(engine, folder) for folder in folders] if len(folders) > 1 else [1.0]
+    """Write and read up to 64 MiB in each folder; return bytes per second of both together. A single folder is not measured.
+
+    One without space to measure in counts as the slowest of the others.
+    """
+    if len(folders) == 1:
+        return [1.0]
+    speeds = [_measure(engine, folder) for folder in folders]
+    slowest = min((speed for speed in speeds if speed is not None), default=1.0)
+    return [slowest if speed is None else speed for speed in speeds]
 
 
-def _measure(engine: Engine, folder: str) -> float:
-    total = _REQUEST_BYTES * _REQUESTS
+def _measure(engine: Engine, folder: str) -> float | None:
+    found = look_up(folder)
+    count = min(_REQUESTS, found.free_bytes // 2 // _REQUEST_BYTES) if found.total_bytes else _REQUESTS
+    if not count:
+        return None
+    total = _REQUEST_BYTES * count
     parts = aligned_buffer(total).split(_REQUEST_BYTES)
     with closing(ScratchFile(folder)) as scratch:
-        scratch.reserve(total)
+        try:
+            scratch.reserve(total)
+        except StoreError as error:
+            if error.errno == errno.ENOSPC:  # others took it meanwhile
+                return None
+            raise
         begin = time.perf_counter()
         for transfer in (engine.write, engine.read):
             requests = [transfer(scratch.file, number * _REQUEST_BYTES, part) for number, part in enumerate(parts)]

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 
 from zinf_compile.errors import StoreRequestError
 
 Key = Hashable
 """Names an extent; by convention (unit, kind of state), such as `("h.0.weight", "exp_avg")`."""
+
+
+Room = tuple[Hashable, int]
+"""A filesystem, and the bytes that are free on it."""
+
+_SPARE_PART = 20
+"""One in so many bytes of free space is used only where no other filesystem has space: its own records need some."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +48,19 @@ class Layout:
     """The places of all extents, fixed from the start.
 
     An extent is cut into blocks of `block_bytes`, the last one shorter; each is padded to `alignment`. Of several devices each
-    is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once.
+    is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once; one that
+    has no space left for a block gets none. `rooms`: for each device its filesystem and the bytes free there; by default there is
+    always space.
     """
 
     def __init__(
-        self, extents: Iterable[tuple[Key, int]], *, block_bytes: int, alignment: int, shares: Sequence[float] = (1.0,)
+        self,
+        extents: Iterable[tuple[Key, int]],
+        *,
+        block_bytes: int,
+        alignment: int,
+        shares: Sequence[float] = (1.0,),
+        rooms: Sequence[Room] | None = None,
     ) -> None:
         if block_bytes <= 0 or block_bytes % alignment:
             raise StoreRequestError(f"block_bytes={block_bytes} is not a positive multiple of the alignment, {alignment}")
@@ -53,6 +69,9 @@ class Layout:
         self.block_bytes = block_bytes
         self.file_bytes = [0] * len(shares)
         """What each device's file must hold."""
+        self._filesystems = [filesystem for filesystem, _ in rooms] if rooms else list(range(len(shares)))
+        self._left = dict(rooms) if rooms else dict.fromkeys(self._filesystems, sys.maxsize)
+        self._spare = {filesystem: left // _SPARE_PART for filesystem, left in self._left.items()}
         self.extents: dict[Key, Extent] = {}
         self.blocks: list[Block] = []
         for key, size in extents:
@@ -67,7 +86,12 @@ class Layout:
 
     def _deal(self, key: Key, start: int, size: int, alignment: int, shares: Sequence[float]) -> None:
         padded = -(-size // alignment) * alignment
-        device = min(range(len(shares)), key=lambda d: (self.file_bytes[d] + padded) / shares[d])
+        left = [self._left[filesystem] - padded for filesystem in self._filesystems]
+        spare = [self._spare[filesystem] for filesystem in self._filesystems]
+        devices = range(len(shares))
+        roomy = [d for d in devices if left[d] >= spare[d]] or [d for d in devices if left[d] >= 0] or devices
+        device = min(roomy, key=lambda d: (self.file_bytes[d] + padded) / shares[d])
+        self._left[self._filesystems[device]] -= padded
         offset = self.file_bytes[device]
         self.file_bytes[device] += padded
         self.blocks.append(Block(key=key, number=len(self.blocks), start=start, size=size, device=device, offset=offset))

@@ -9,6 +9,7 @@ import fcntl
 import os
 import secrets
 import struct
+import sys
 from collections.abc import Sequence
 
 from zinf_compile.errors import StoreError
@@ -36,7 +37,7 @@ class ScratchFile:
             fd = _open_nameless(folder)
         except OSError as error:
             raise StoreError(
-                error.errno, f"cannot keep states in {folder!r} ({error.strerror}); accepted: a folder you may write to"
+                error.errno, f"cannot keep states in {folder!r} ({error.strerror}); accepted: a folder you may write to", folder
             ) from error
         try:
             _write_in_place(fd)
@@ -60,6 +61,10 @@ class ScratchFile:
                 os.ftruncate(self.file.fd, 0)  # the bytes free are those without what was reserved before it failed
             raise _no_room([self.folder], code, size, look_up(self.folder).free_bytes)
 
+    def release(self) -> None:
+        """Give back what was reserved."""
+        os.ftruncate(self.file.fd, 0)
+
     def close(self) -> None:
         """Let go of the file: its space is free, unless another process holds it too."""
         self.file.close()
@@ -67,10 +72,15 @@ class ScratchFile:
 
 def check_room(folders: Sequence[str], size: int) -> None:
     """Raise `StoreError` where `size` bytes are more than are free in all folders together, as far as they say."""
-    filesystems = [look_up(folder) for folder in folders]
-    free = sum({(f.mount_point, f.source): f.free_bytes for f in filesystems}.values())
-    if size > free and all(f.total_bytes for f in filesystems):  # 0: one that counts nothing, such as a tmpfs without a limit
+    free = sum(dict(free_rooms(folders)).values())
+    if size > free:
         raise _no_room(folders, errno.ENOSPC, size, free)
+
+
+def free_rooms(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
+    """Return for each folder its filesystem and the bytes free there."""
+    filesystems = [look_up(folder) for folder in folders]  # of 0 bytes: one that counts nothing, such as a tmpfs without a limit
+    return [((f.mount_point, f.source), f.free_bytes if f.total_bytes else sys.maxsize) for f in filesystems]
 
 
 def _no_room(folders: Sequence[str], code: int, size: int, free: int) -> StoreError:
@@ -81,7 +91,7 @@ def _no_room(folders: Sequence[str], code: int, size: int, free: int) -> StoreEr
         errno.EOPNOTSUPP: "this filesystem cannot reserve space; choose one that can, such as ext4, xfs or btrfs",
     }.get(code, os.strerror(code))
     where = ", ".join(map(repr, folders))
-    return StoreError(code, f"cannot reserve space in {where}: {size:,} bytes needed, {free:,} bytes free: {means}")
+    return StoreError(code, f"cannot reserve space in {where}: {size:,} bytes needed, {free:,} bytes free: {means}", folders[0])
 
 
 def fallocate(fd: int, size: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import os
 import warnings
@@ -11,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from zinf_compile.errors import StoreRequestError, StoreWarning
+from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
 
 from .aio import Engine, File
 from .block_checks import BlockChecks
@@ -20,9 +22,11 @@ from .buffers import BufferPool
 from .drive_speed import measure_shares
 from .filesystem import look_up
 from .layout import Block, Key, Layout
-from .scratch_file import ScratchFile, check_room
+from .scratch_file import ScratchFile, check_room, free_rooms
 
 _LEAST_ALIGNMENT = 4096
+_ATTEMPTS = 3
+"""To reserve space that other processes reserve some of at the same time."""
 
 BLOCK_BYTES = 4 << 20
 """What is checked, and staged, as one."""
@@ -115,9 +119,7 @@ class Store:
             extents = list(extents)
             check_room(self.folders, sum(size for _, size in extents if isinstance(size, int)))
             shares = measure_shares(self.engine, self.folders) if shares is None else shares
-            self.layout = Layout(extents, block_bytes=block_bytes, alignment=alignment, shares=shares)
-            for opened, size in zip(self._scratch, self.layout.file_bytes, strict=True):
-                opened.reserve(size)
+            self.layout = self._lay_out(extents, block_bytes, alignment, shares)
         except BaseException:
             self.close()
             raise
@@ -125,8 +127,10 @@ class Store:
         self.staging = staging or BufferPool(
             max(staging_bytes, block_bytes), pinned=torch.cuda.is_initialized() if pinned is None else pinned
         )
-        self.checks = BlockChecks(self.layout.blocks, describe=self._describe)
-        self._io = BlockIO(self.engine, self.files, self.checks, self.staging, describe=self._describe, verify=verify)
+        self.checks = BlockChecks(self.layout.blocks, describe=self._describe, folder=self._folder)
+        self._io = BlockIO(
+            self.engine, self.files, self.checks, self.staging, describe=self._describe, folder=self._folder, verify=verify
+        )
         _LIVE.add(self)
 
     def __enter__(self) -> Store:
@@ -166,6 +170,23 @@ class Store:
         for opened in self._scratch:
             opened.file.abandon()
 
+    def _lay_out(self, extents: Sequence[tuple[Key, int]], block_bytes: int, alignment: int, shares: Sequence[float]) -> Layout:
+        """Reserve the space of a layout; where others took some of it meanwhile, of one that makes do with what is left."""
+        for attempt in itertools.count(1):
+            rooms = free_rooms(self.folders)
+            layout = Layout(extents, block_bytes=block_bytes, alignment=alignment, shares=shares, rooms=rooms)
+            try:
+                for opened, size in zip(self._scratch, layout.file_bytes, strict=True):
+                    opened.reserve(size)
+            except StoreError as error:
+                if error.errno != errno.ENOSPC or len(self.folders) == 1 or attempt == _ATTEMPTS:
+                    raise
+                for opened in self._scratch:
+                    opened.release()
+            else:
+                return layout
+        raise AssertionError("the last attempt returns or raises")
+
     def _begin(self, key: Key, tensor: torch.Tensor, offset: int | None, *, write: bool) -> Transfer:
         if os.getpid() != self._pid:
             raise StoreRequestError(f"this store belongs to process {self._pid}, which forked this one; make one here")
@@ -189,8 +210,11 @@ class Store:
             raise
         return Transfer(pieces)
 
+    def _folder(self, block: Block) -> str:
+        return self.folders[block.device]
+
     def _describe(self, block: Block) -> str:
-        where = f"offset {block.offset:,} of the store's file in {self.folders[block.device]!r}"
+        where = f"offset {block.offset:,} of the store's file in {self._folder(block)!r}"
         return f"bytes [{block.start:,}, {block.start + block.size:,}) of extent {block.key!r} ({where})"
 
 

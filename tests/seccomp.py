@@ -3,16 +3,18 @@
 import ctypes
 import struct
 
+SETUP, ENTER = 425, 426
+"""The numbers of io_uring_setup and io_uring_enter, the same on every architecture."""
 
-def make_io_uring_fail_in_this_thread(code: int) -> None:
-    """Install a seccomp filter, as containers do: io_uring_setup fails with `code` until this thread ends."""
-    io_uring_setup = 425  # the same number on every architecture
+
+def make_io_uring_fail_in_this_thread(code: int, call: int = SETUP) -> None:
+    """Install a seccomp filter, as containers do: a call fails with `code` until this thread ends, and in those it starts."""
     load, jump_if_equal, give_back = 0x20, 0x15, 0x06
     fail, allow = 0x00050000, 0x7FFF0000
     instruction = struct.Struct("=HBBI")
     program = ctypes.create_string_buffer(
         instruction.pack(load, 0, 0, 0)
-        + instruction.pack(jump_if_equal, 0, 1, io_uring_setup)
+        + instruction.pack(jump_if_equal, 0, 1, call)
         + instruction.pack(give_back, 0, 0, fail | code)
         + instruction.pack(give_back, 0, 0, allow)
     )

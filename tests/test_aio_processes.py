@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from seccomp import make_io_uring_fail_in_this_thread
+from seccomp import ENTER, make_io_uring_fail_in_this_thread
 
 from zinf_compile import _csrc
 from zinf_compile.runtime.aio import Engine, File, crc32c
@@ -126,3 +126,28 @@ def test_what_is_in_flight_when_the_interpreter_ends_is_finished(name: str, tmp_
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "data").read_bytes() == b"\1" * (1 << 21)
+
+
+@pytest.mark.skipif("io_uring" not in ENGINES, reason="needs io_uring")
+def test_a_ring_that_is_forbidden_later_on_gives_way_to_threads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's thread is started by its first transfer, and a filter holds for what a thread starts."""
+
+    def work() -> None:
+        engine = Engine("io_uring", chunk_bytes=1 << 16)
+        make_io_uring_fail_in_this_thread(errno.EPERM, ENTER)
+        source = torch.arange(1 << 17, dtype=torch.int64)
+        with File(tmp_path / "data", write=True) as file:
+            for _ in range(3):
+                requests = [engine.write(file, n << 20, source, checksum=True) for n in range(3)]
+                assert {request.wait() for request in requests} == {crc32c(source)}
+                into = torch.zeros_like(source)
+                engine.read(file, 1 << 20, into).wait()
+                assert torch.equal(into, source)
+        assert engine.name == "threads"
+        assert "io_uring_enter: Operation not permitted" in engine.reason
+        assert (engine.bytes_written, engine.bytes_read, engine.in_flight) == (9 * source.nbytes, 3 * source.nbytes, 0)
+        engine.close()
+
+    with caplog.at_level(logging.WARNING, "zinf_compile"), ThreadPoolExecutor(1) as one:
+        one.submit(work).result(timeout=60)
+    assert "I/O goes on on threads, since io_uring failed" in caplog.text

@@ -92,8 +92,8 @@ class Pending:
     def done(self) -> bool:
         """Whether it is over."""
 
-    def wait(self) -> None:
-        """Wait until it is over; the GIL is released."""
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long; the GIL is released. Return whether it is over."""
 
     def outcome(self) -> Outcome:
         """What came of it, once it is over."""
@@ -110,6 +110,10 @@ class Engine:
     @property
     def reason(self) -> str:
         """Why io_uring was refused; empty if it wasn't."""
+
+    @property
+    def broken(self) -> int:
+        """The errno with which io_uring refused to go on: now threads do. 0 if it didn't."""
 
     @property
     def forked(self) -> bool:

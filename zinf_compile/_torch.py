@@ -61,12 +61,16 @@ def raise_through_dynamo(error: Exception) -> Exception:
     """Return `error` as an instance of its own class that Dynamo raises to the user as it is, not as BackendCompilerFailed."""
     kind = type(error)
     through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": _init_through})
-    passed: Exception = through(*error.args)
+    args = error.args
+    if isinstance(error, OSError) and error.filename is not None:  # which its `args` leave out
+        args = (*args, error.filename, None, error.filename2)
+    passed: Exception = through(*args)
+    passed.__dict__.update(error.__dict__)  # notes, and whatever else it says
     return passed
 
 
 def _init_through(self: Any, *args: object) -> None:
-    Exception.__init__(self, *args)
+    (OSError if isinstance(self, OSError) else Exception).__init__(self, *args)
     self.first_useful_frame = None
 
 

@@ -123,7 +123,10 @@ class Config:
     """The same as a one-dimensional device mesh; give this or `process_group`."""
 
     timeout_s: float = 600.0
-    """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone."""
+    """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone.
+
+    And seconds that a drive may stand still for before that is a `StoreError`.
+    """
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None, check_folders: bool = True) -> Config:

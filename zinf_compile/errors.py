@@ -48,7 +48,14 @@ class IllegalGraphError(ZinfError, AssertionError):
 
 
 class StoreError(ZinfError, OSError):
-    """A drive, its filesystem or its quota failed the store; `errno` says how, the message names extent, file and offset."""
+    """A drive, its filesystem or its quota failed the store: `errno` says how, `filename` in which folder.
+
+    The message names extent, file and offset.
+    """
+
+    def __str__(self) -> str:
+        """Show errno and message, which names the folder itself."""
+        return super().__str__() if self.errno is None else f"[Errno {self.errno}] {self.strerror}"
 
 
 class StoreRequestError(ZinfError, ValueError):

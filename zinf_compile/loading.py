@@ -57,20 +57,45 @@ def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context)
         )
     except CheckpointError as error:
         problems = [str(error)]
-    counts = context.agree(["opening a checkpoint"], what="opening a checkpoint", value=float(len(problems)))
-    bad = [rank for rank, count in enumerate(counts) if count]
-    if files is None or bad:
+    except Exception as error:  # whatever it was, the other ranks must not wait
+        problems = [f"{path} cannot be read: {error!r}"]
+    listed = _problem_of_any_rank("; ".join(problems), context, "opening a checkpoint")
+    if files is None or listed:  # then there is something
         if files is not None:
             files.close()
-        listed = "; ".join(problems) or f"named on rank {bad[0]}"
         raise CheckpointError(f"checkpoint {path} doesn't fit the model, which is on meta as before: {listed}")
     return Checkpoint(files, stored)
+
+
+def _problem_of_any_rank(mine: str, context: Context, what: str) -> str:
+    """Return what is wrong on this rank or, where nothing is, on the first one that has a problem; empty where none has."""
+    counts = context.agree([what], what=what, value=float(bool(mine)))
+    bad = [rank for rank, count in enumerate(counts) if count]
+    if not bad:
+        return ""
+    first = context.share(mine, what=f"{what}: what is wrong", source=bad[0])
+    return mine or f"named on rank {bad[0]}: {first}"
 
 
 def load_values(
     model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
 ) -> None:
-    """Bring parameters and buffers from the files to where they are kept, one after the other."""
+    """Bring parameters and buffers from the files to where they are kept, one after the other. What fails, fails on all ranks."""
+    error: Exception | None = None
+    try:
+        _load_values(model, checkpoint, newborns, units, nursery)
+    except Exception as raised:
+        error = raised
+    said = _problem_of_any_rank("" if error is None else str(error) or repr(error), units[0].context, "loading a checkpoint")
+    if error is not None:
+        raise error
+    if said:
+        raise CheckpointError(f"loading {checkpoint.files.path} failed, {said}")
+
+
+def _load_values(
+    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
+) -> None:
     files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
     streamed = [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)]
     on_drives = _DriveLoader(files, streamed, units[0].context)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from .checkpoint import agree_on_units, on_first_rank, partitioned_parameters, plain, state_names
 from .config import parse_bytes
 from .errors import PartitionedParameterError
+from .folder_update import FolderUpdate
 from .parameter import ShardedParameter
 from .runtime.context import Context
-from .tensor_files import INDEX
+from .safetensors_index import INDEX, SINGLE
+from .safetensors_writer import new_file, save_file, write_all
 
-_SAVED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Names of files that a save writes."""
+_SAVED = re.compile(r"model((-[0-9a-f]{16})?-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files that a save writes, and transformers too."""
 
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int | str = "1GiB") -> list[str]:
@@ -30,8 +30,10 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
 
     A collective operation; rank 0 writes, and needs memory for the tensors of one file. A tensor larger than `file_bytes` has a
     file to itself. Names, shapes and types are those of the plain model's `state_dict()`; tied tensors are written once, under
-    their first name. The folder is made where it is missing; files of an earlier save are replaced only once all new ones are
-    complete. Returns the names of the files. Raises `OSError`, on all ranks `PartitionedParameterError`, where writing fails.
+    their first name. The folder is made where it is missing. Several files have names of their own for each save, and the index
+    is the last to be put into place: a process killed at any moment, or a full drive, leaves all old files or all new ones, for
+    transformers and for `partition(checkpoint=)`. What is left of a process that was killed goes with the next save. Returns
+    the names of the files. Raises `OSError` with errno and path, on other ranks `PartitionedParameterError`, where writing fails.
     """
     model = plain(model)
     context = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
@@ -41,30 +43,29 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor
-    plan = plan_files(tensors, parse_bytes(file_bytes, option="file_bytes"))
-    target, first = Path(folder), context is None or context.rank == 0
-    drafts = {file: target / f".{file}.{os.getpid()}.partial" for file in plan} if first else {}
-
-    def replace() -> None:
-        for file, draft in drafts.items():
-            draft.replace(target / file)
-        _write_index(target, plan, tensors)
-
+    most = parse_bytes(file_bytes, option="file_bytes")
+    tag = secrets.token_hex(8)
+    plan = plan_files(tensors, most, tag=tag if context is None else context.share(tag, what="naming the files of a save"))
+    first = context is None or context.rank == 0
+    update = FolderUpdate(Path(folder))
     try:
-        _on_first_rank(context, partial(target.mkdir, parents=True, exist_ok=True))
+        _on_first_rank(context, update.begin)
         for file, names in plan.items():
             whole = _bring({name: tensors[name] for name in names}, first=first)
-            _on_first_rank(context, partial(_write, whole, drafts, file))
-        _on_first_rank(context, replace)
+            _on_first_rank(context, lambda file=file, whole=whole: _write(update, file, whole))  # type: ignore[misc]
+            del whole
+        _on_first_rank(context, lambda: _replace(update, plan, tensors))
     finally:
-        for draft in drafts.values():
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+        update.end()
     return list(plan)
 
 
-def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> dict[str, list[str]]:
-    """Return the files and the names of the tensors in each: in order, each file as full as it can be."""
+def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int, *, tag: str = "") -> dict[str, list[str]]:
+    """Return the files and the names of the tensors in each: in order, each file as full as it can be.
+
+    `tag`: what tells the names of several files from those of other saves; where transformers saves to the same folder
+    afterwards, it knows them for files of an earlier save by the numbers at their end.
+    """
     groups: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():
@@ -75,8 +76,9 @@ def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> dict[str
         groups[-1].append(name)
         room -= size
     if len(groups) <= 1:
-        return {"model.safetensors": groups[0] if groups else []}
-    return {f"model-{n:05}-of-{len(groups):05}.safetensors": names for n, names in enumerate(groups, start=1)}
+        return {SINGLE: groups[0] if groups else []}
+    stem = f"model-{tag}" if tag else "model"
+    return {f"{stem}-{n:05}-of-{len(groups):05}.safetensors": names for n, names in enumerate(groups, start=1)}
 
 
 def _bring(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, torch.Tensor]:
@@ -92,8 +94,27 @@ def _bring(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, tor
     return whole
 
 
-def _write(tensors: dict[str, torch.Tensor], drafts: Mapping[str, Path], file: str) -> None:
-    save_file(tensors, drafts[file], metadata={"format": "pt"})
+def _write(update: FolderUpdate, file: str, tensors: dict[str, torch.Tensor]) -> None:
+    update.write(file, lambda draft: save_file(tensors, draft, metadata={"format": "pt"}))
+
+
+def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put the files into place: what counts for transformers is a single file before an index."""
+    if len(plan) == 1:
+        update.replace(list(plan), last=SINGLE, stale=INDEX, stale_counts=False, old=_SAVED)
+        return
+    index = {
+        "metadata": {"total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())},
+        "weight_map": {name: file for file, names in plan.items() for name in names},
+    }
+    text = memoryview((json.dumps(index, indent=2) + "\n").encode())
+
+    def write(draft: Path) -> None:
+        with new_file(draft) as fd:
+            write_all(fd, text)
+
+    update.write(INDEX, write)
+    update.replace(list(plan), last=INDEX, stale=SINGLE, stale_counts=True, old=_SAVED)
 
 
 def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
@@ -109,21 +130,3 @@ def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
             everyone = context.agree(["saving the model: is a file written"], what="saving the model", value=float(failed))
     if any(everyone):
         raise PartitionedParameterError("writing the model failed on rank 0, see there")
-
-
-def _write_index(target: Path, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the index of several files, and remove what an earlier save of another layout left."""
-    if len(plan) > 1:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in plan.items() for name in names},
-        }
-        draft = target / f".{INDEX}.{os.getpid()}.partial"
-        draft.write_text(json.dumps(index, indent=2) + "\n")
-        draft.replace(target / INDEX)
-    else:
-        (target / INDEX).unlink(missing_ok=True)
-    for old in target.iterdir():
-        if _SAVED.fullmatch(old.name) and old.name not in plan:
-            old.unlink()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +13,15 @@ import torch
 from .errors import CheckpointError
 from .file_reads import FileRead
 from .places import read_at
+from .regular_file import open_regular
 from .runtime.aio import Engine
 from .runtime.buffers import BufferPool
 from .runtime.file import File
+from .safetensors_header import read_header
+from .safetensors_index import find_files
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_MOST_HEADER_BYTES = 100_000_000
-"""What the format allows."""
 _MOST_OPEN = 4
 """Files that the I/O engine has descriptors of its own of."""
-INDEX = "model.safetensors.index.json"
-"""Says which of several files has which tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +30,7 @@ class Stored:
 
     path: Path
     dtype: torch.dtype | str
-    """The format's own name for one that PyTorch doesn't have."""
+    """The format's own name for one that no parameter has."""
     shape: tuple[int, ...]
     start: int
     """Its first byte in the file."""
@@ -60,7 +51,7 @@ class Reading:
 class TensorFiles:
     """The tensors of a safetensors file, of those that an index names, or of a folder with either. Not one is read yet.
 
-    Raises `CheckpointError` where a file is missing, isn't one of this format, or is shorter than it says.
+    Raises `CheckpointError`, naming file and tensor, where a file is missing, isn't one of this format or not as long as it says.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -68,8 +59,10 @@ class TensorFiles:
         self._fds: dict[Path, int] = {}
         self._opened: dict[Path, File] = {}
         self.tensors: dict[str, Stored] = {}
+        self._everywhere: dict[str, Path] = {}
+        """The file of each tensor, of those too that the index doesn't name."""
         try:
-            for file, wanted in _files(self.path).items():
+            for file, wanted in find_files(self.path).items():
                 self._add(file, wanted)
         except BaseException:
             self.close()
@@ -123,32 +116,20 @@ class TensorFiles:
         return file
 
     def _add(self, path: Path, wanted: set[str] | None) -> None:
-        try:
-            fd = self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-        size = os.fstat(fd).st_size
-        header, data = _read_header(path, fd, size)
-        problems: list[str] = []
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            try:
-                dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            except (TypeError, KeyError, ValueError):
-                problems.append(f"{name} has no dtype, shape and data_offsets")
-                continue
-            known = _DTYPES.get(dtype, dtype)
-            if data + end > size:
-                problems.append(f"{name} ends at byte {data + end:,} of {size:,}")
-            elif isinstance(known, torch.dtype) and end - begin != math.prod(shape) * known.itemsize:
-                problems.append(f"{name}, {list(shape)} {dtype}, has {end - begin:,} bytes")
+        fd = self._fds[path] = open_regular(path)
+        entries = read_header(path, fd)
+        for name, entry in entries.items():
+            if name in self._everywhere:
+                raise CheckpointError(
+                    f"tensor {name} is both in {self._everywhere[name]} and in {path}; accepted: each tensor in one file"
+                )
+            self._everywhere[name] = path
             if wanted is None or name in wanted:
-                self.tensors[name] = Stored(path, known, shape, data + begin)
-        if wanted is not None:
-            problems += [f"{name} is missing, which the index says is in it" for name in sorted(wanted - header.keys())]
-        if problems:
-            raise CheckpointError(f"{path} is damaged or was not written to its end: {'; '.join(problems)}. Fetch it again")
+                self.tensors[name] = Stored(path, entry.dtype, entry.shape, entry.begin)
+        absent = sorted(wanted - entries.keys()) if wanted is not None else []
+        if absent:
+            listed = "; ".join(f"{name} is missing, which the index says is in it" for name in absent)
+            raise CheckpointError(f"{path} is damaged or was not written to its end: {listed}. Fetch it again")
 
 
 def _check_length(got: int, wanted: int, stored: Stored, name: str, offset: int) -> None:
@@ -157,49 +138,3 @@ def _check_length(got: int, wanted: int, stored: Stored, name: str, offset: int)
             f"{stored.path} ends within tensor {name}: {wanted:,} bytes wanted at offset {offset:,}, {got:,} are there. "
             "The file changed while it was read; the model is on meta as before"
         )
-
-
-def _files(path: Path) -> dict[Path, set[str] | None]:
-    """Return the files, and which of their tensors count (None: all)."""
-    if path.is_dir():
-        singles = sorted(path.glob("*.safetensors"))
-        if (path / INDEX).exists():
-            return _files(path / INDEX)
-        if (path / "model.safetensors").exists():
-            return {path / "model.safetensors": None}
-        if len(singles) != 1:
-            raise CheckpointError(
-                f"folder {path} holds {len(singles)} files *.safetensors and no {INDEX}; accepted: a folder with an index, with "
-                "a model.safetensors or with a single such file, or the path of one"
-            )
-        return {singles[0]: None}
-    if path.suffix != ".json":
-        return {path: None}
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        files: dict[Path, set[str] | None] = {path.parent / file: set() for file in weight_map.values()}
-        for name, file in weight_map.items():
-            files[path.parent / file].add(name)  # type: ignore[union-attr]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of safetensors files ({error!r}); accepted: JSON with a weight_map") from error
-    absent = [str(file) for file in files if not file.exists()]
-    if absent:
-        raise CheckpointError(f"{path} names files that are missing: {', '.join(absent)}")
-    return files
-
-
-def _read_header(path: Path, fd: int, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header and where the data begins."""
-    prefix = os.pread(fd, 8, 0)
-    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-    if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
-        raise CheckpointError(
-            f"{path} ({size:,} bytes) is no whole safetensors file: its header would have {length:,} bytes. Fetch it again"
-        )
-    try:
-        header = json.loads(os.pread(fd, length, 8))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file: its header is a {type(header).__name__}")
-    return header, 8 + length

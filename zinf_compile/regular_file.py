@@ -1,0 +1,47 @@
+"""Files of a checkpoint opened so that nothing else in their place can hang or mislead the process."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from .errors import CheckpointError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
+def open_regular(path: Path) -> int:
+    """Return a descriptor to read a file by, links followed; raise `CheckpointError` where it isn't a file."""
+    try:
+        _check(path, os.stat(path))  # before it is opened: that alone may do something to a device
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        _check(path, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """Return all of a small file of UTF-8; raise `CheckpointError` where it isn't one."""
+    fd = open_regular(path)
+    with open(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > most_bytes:
+            raise CheckpointError(f"{path} has {size:,} bytes; accepted: {most_bytes:,} at most")
+        try:
+            return file.read(most_bytes).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _check(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}; accepted: a file")

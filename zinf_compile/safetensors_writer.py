@@ -1,0 +1,65 @@
+"""Writes one safetensors file from tensors of the host, so that what fails is an `OSError` that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from .errors import UnsupportedModelError
+from .safetensors_header import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CALL_BYTES = 64 << 20
+"""Written by one system call, at most."""
+
+
+def save_file(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+    """Write contiguous tensors of the host to a file that isn't there yet, and sync it.
+
+    Raises `OSError` with errno and path, `UnsupportedModelError` naming a tensor of a type that the format doesn't have.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each one is aligned
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise UnsupportedModelError(f"{name} is {tensor.dtype}, which safetensors files don't hold; accepted: {list(_NAMES)}")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(path) as fd:
+        write_all(fd, memoryview(struct.pack("<Q", len(text)) + text))
+        for name in order:
+            if tensors[name].numel():
+                write_all(fd, memoryview(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data))
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[int]:
+    """Context with the descriptor of a file made here, of the mode that the umask leaves; what is written is synced at the end.
+
+    Raises `OSError` with errno and path, `FileExistsError` where there is anything of that name, links included.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all bytes at the descriptor's place."""
+    while data:
+        data = data[os.write(fd, data[:_CALL_BYTES]) :]
