@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 from marks import more
+from models import Mlp, vectors
 from rank_save_check import save_check
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiers import Meter, compiled, context_of, options_for, sundry, train_step
 from torch import nn
-from training import adamw, assert_same, assert_same_models
+from training import BACKEND, adamw, assert_same, assert_same_models
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, PartitionedParameterError
@@ -353,3 +354,30 @@ def test_several_ranks_are_told_at_the_first_step() -> None:
     assert "zinf_compile.full_state_dict(model)" in said[0]
     assert others == []
     assert "full_state_dict" in error
+
+
+def test_what_shards_cannot_answer_brings_the_whole_value(tmp_path: Path) -> None:
+    """Outside `state_dict` element-wise operators work piece by piece; the rest reads the value, but for autograd."""
+    torch.manual_seed(0)
+    eager = Mlp()
+    ours = copy.deepcopy(eager)
+    ours.compile(backend=BACKEND, options={"params": "nvme", "nvme": tmp_path})
+    ours(*vectors(0)).backward()
+    mine, theirs = ours.first.weight, eager.first.weight
+    x = torch.randn(mine.shape[1])
+    for read in (
+        lambda p: p.detach()[1:3, ::2],
+        lambda p: p.detach() @ x,
+        lambda p: p.detach().t() @ p.detach(),
+        lambda p: torch.from_numpy(p.detach().numpy().copy()),
+        lambda p: torch.tensor(p.data.tolist()),
+        lambda p: p.data.flatten()[3],
+        lambda p: torch.quantile(p.detach(), 0.5),
+    ):
+        torch.testing.assert_close(read(mine), read(theirs))
+    for model in (eager, ours):
+        model.first.weight.detach()[0].zero_()
+        model.first.weight.data[1:, 1] += 1.0
+    assert torch.equal(ours.state_dict()["first.weight"], theirs)
+    with pytest.raises(PartitionedParameterError, match=r"first\.weight"):
+        mine[0].sum().backward()

@@ -146,8 +146,14 @@ class ShardedTensor(torch.Tensor):
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
         from .sharded_calls import call_on_shards  # noqa: PLC0415  (which works on these)
+        from .whole_values import on_whole_values  # noqa: PLC0415  (likewise)
 
-        return call_on_shards(func, args, kwargs or {})
+        try:
+            return call_on_shards(func, args, kwargs or {})
+        except PartitionedParameterError as error:
+            if not is_refusal(error) or (result := on_whole_values(func, args, kwargs or {})) is NotImplemented:
+                raise
+            return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
