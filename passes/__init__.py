@@ -40,10 +40,10 @@ LOOK_AHEAD = 1
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered."""
+"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as many more as memory has room for."""
 
 BUCKETS_ON_THE_WAY = 5
-"""The swaps of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
+"""The same of its swaps: buckets that are gathered or on their way to the device."""
 
 
 def inference_passes(

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from .waits import Past, worker
 
@@ -38,6 +38,8 @@ class Claims:
         self.declared_device: int | None = None
         self.declared_host: int | None = None
         """The last caps that options named, for this rank; what else it takes stays within them too."""
+        self.ahead: dict[Hashable, int] = {}
+        """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
         self._made: weakref.WeakSet[Claim] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:

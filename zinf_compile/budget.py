@@ -17,8 +17,8 @@ from .errors import BudgetError
 from .limits import ranks_of_node, usable_bytes
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage
-from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
-from .passes.needs import measure_needs
+from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
+from .passes.needs import ahead_key, measure_ahead, measure_needs
 from .program import Slot
 from .runtime import chunks
 from .runtime.chunk_slots import SLOTS
@@ -213,6 +213,7 @@ class GraphBudget:
         self._checked = False
         cut = config.tile is None and any(slot.tiles for slot in slots)
         self._tiles = f" with option tile={config.tile_bytes}, as here" if cut else ""
+        self._signature = config.signature()
         self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
@@ -240,8 +241,18 @@ class GraphBudget:
         ahead = spare.take(widest - full, share, from_drive) if gathered else 0
         flight = spare.take(BUCKETS_REDUCED * self._bucket - reduced, 1) if reduced else 0
         staging = spare.take(STAGING_BYTES - self._passage.staging, 0, 1) if self._passage.staging else 0
-        passing = math.ceil(ahead * share) + flight + (staging if context.bridge.unified else 0)
+        next_gathered, next_on_the_way = self._one_ahead(graph, widening)
+        ahead += spare.take(next_on_the_way - full - ahead, share, from_drive) if gathered else 0
         claims = context.claims
+        besides = flight + (staging if context.bridge.unified else 0)
+        if size > 1:  # what ranks send each other follows from it: one that compiles again alone goes by what all had before
+            known = claims.ahead.setdefault((self._signature, ahead_key(graph)), ahead)
+            if known < ahead or (
+                device.passing + math.ceil(known * share) + besides <= claims.passing
+                and host.passing + math.ceil(known * from_drive) + staging <= claims.passing_host
+            ):
+                ahead = known
+        passing = math.ceil(ahead * share) + besides
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
         claim = Claim(
             passing=device.passing + passing,
@@ -257,7 +268,18 @@ class GraphBudget:
         context.staging.limit(claims.staging or STAGING_BYTES)
         if not gathered:  # what is used is held anyway
             return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
-        return min(int((full + ahead) / widening), BUCKETS_GATHERED * self._bucket), full + ahead
+        return min(int((full + ahead) / widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), full + ahead
+
+    def _one_ahead(self, graph: fx.Graph, widening: float) -> tuple[int, int]:
+        """Return what is gathered, and gathered or on the way, where nothing but `LOOK_AHEAD` bounds the schedule, in bytes.
+
+        That is how far the largest unit is brought ahead of its use, too; more memory would not be used.
+        """
+        hops = len(way_in(self._placement.params, unified=self._context.bridge.unified))
+        if self._placement.params == "nvme" and hops == 2:  # one read takes the place of two hops
+            hops += 1
+        gathered = measure_ahead(graph, stages=LOOK_AHEAD)
+        return gathered, math.ceil(widening * measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops)))
 
     def _on_their_way(self, gradients: int) -> int:
         """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
