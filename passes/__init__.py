@@ -40,7 +40,7 @@ LOOK_AHEAD = 1
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as many more as memory has room for."""
+"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as much as memory has room for."""
 
 BUCKETS_ON_THE_WAY = 5
 """The same of its swaps: buckets that are gathered or on their way to the device."""

@@ -19,6 +19,7 @@ from .binding import Binder
 from .budget import GraphBudget, agree_on_memory, bucket_of, check_second_gradients
 from .callers import callers
 from .capture import (
+    Captured,
     cut_into_tiles,
     explaining_empty_inputs,
     mark_inputs,
@@ -40,7 +41,7 @@ from .passes.facts import leave_alone, left_alone
 from .passes.lower import lower, run_by_operator
 from .passes.take_apart import WHOLE
 from .program import Program, Reduce, Slot
-from .residence import follow_units
+from .residence import follow_units, follows_cap
 from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
@@ -99,13 +100,15 @@ class GraphCompiler:
         _reject_wrappers()
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
-        self.config = follow_units(self.config, self._given, example_inputs)
+        asked = self.config
+        self.config = follow_units(asked, self._given, example_inputs)
         context = context_for(
             self.config.resolve_group(),
             captured.device,
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        default_tile = follows_cap(asked, self._given, example_inputs)
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
         # decided from sizes alone, ranks with other batches would decide otherwise, and gather other units
         self._chunk = False if self.config.chunk_loss is None and context.size > 1 else self.config.chunk_loss
@@ -118,6 +121,19 @@ class GraphCompiler:
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
+        compiled = self._trace(gm, example_inputs, captured, context)
+        context.claims.tiles_follow = default_tile
+        measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
+        self._budget.check(measure=measure)
+        if self.unified:
+            return_large_blocks(self._budget.caps.device)
+        self._regions.compile(rank=context.rank, ranks=context.size)
+        if self._binder is not None and is_first_variant():
+            self._binder.partition_ahead(example_inputs)
+        return compiled
+
+    def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context) -> Compiled:
+        """Take a captured graph through AOTAutograd and the passes."""
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
@@ -146,13 +162,14 @@ class GraphCompiler:
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
-        self._budget.check()
-        if self.unified:
-            return_large_blocks(self._budget.caps.device)
-        self._regions.compile(rank=context.rank, ranks=context.size)
-        if self._binder is not None and is_first_variant():
-            self._binder.partition_ahead(example_inputs)
         return compiled
+
+    def _measure(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
+    ) -> GraphBudget:
+        """Return the budget that the graph would have with another `device_memory`, and the tiles that follow from that."""
+        measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
+        return measurer.measure(gm, inputs, captured, context, like=self)
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
@@ -232,6 +249,48 @@ class GraphCompiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
+        return run
+
+
+_NOTHING = Program(
+    name="nothing",
+    registers=0,
+    inputs=0,
+    slots={},
+    tiles={},
+    buffers={},
+    constants={},
+    steps=(),
+    frees=(),
+    outputs=(),
+    sequence=(),
+)
+
+
+class _Measurer(GraphCompiler):
+    """Takes a graph that doesn't fit through the passes with other tiles, to see what it needs then; nothing of it runs."""
+
+    def measure(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
+    ) -> GraphBudget:
+        """Return the budget of the graph, which `like` was compiling, with this one's configuration."""
+        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, anew=True)
+        slots = list(captured.slots.values())
+        self._chunk, self.chunk_bytes, self.unified = like._chunk, like.chunk_bytes, like.unified
+        self._bucket = bucket_of(self.config, slots)
+        self._budget = GraphBudget(self.config, slots, inputs, context, measuring=True)
+        self._trace(gm, inputs, captured, context)
+        return self._budget
+
+    def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+        run_passes(graph, self.graph_passes())
+        return _NOTHING
+
+    def finish(self, program: Program, context: Context) -> Compiled:
+        def run(args: list[Any]) -> list[Any]:
+            raise AssertionError("a graph that is measured never runs")
+
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 

@@ -52,6 +52,14 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return value
 
 
+def tile_range(device_memory: int) -> tuple[int, int]:
+    """Return the smallest device_memory from which, and up to which, the default tile is the same; (0, n): there is none."""
+    if device_memory < 4 * _LEAST_TILE:
+        return 0, 4 * _LEAST_TILE
+    first = 1 << (device_memory.bit_length() - 1)
+    return first, 2 * first
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What the user declares; everything else is decided from the graph."""
@@ -157,8 +165,8 @@ class Config:
         """`tile` in bytes, or what stands for it; None: nothing is cut."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
-        quarter = 0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory") // 4
-        return 1 << (quarter.bit_length() - 1) if quarter >= _LEAST_TILE else None
+        first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
+        return first // 4 if first else None
 
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
