@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -62,8 +63,8 @@ class Caps:
 
     def options(self, unified: bool) -> dict[str, int]:
         """Return the options that set the device's cap, each with the ranks that share it."""
-        declared = {"device_memory": 1} if self.device_source.startswith("option") else {}
-        if unified and self.host_source.startswith("option"):
+        declared = {"device_memory": 1} if self.device_source == "option device_memory" else {}
+        if self.host_source.startswith("option") and (unified or self.device_source == self.host_source):
             declared["host_memory"] = ranks_of_node()
         return declared
 
@@ -337,7 +338,7 @@ class GraphBudget:
         besides = passage.read if unified else passage.on_device
         passing = max(gathered + reduced, besides) + (passage.staging if unified else 0)
         here = resident.device + slot + passing
-        least = here + held_bytes(context.ledger, here, cap)
+        least = here + self._held(context.ledger, here, cap)
         self._note(
             Need(
                 side="device",
@@ -363,7 +364,7 @@ class GraphBudget:
             return _Side(cap, 0, 0, 0)
         passing = max(read + leaving, passage.read) + passage.staging
         here = resident.host + resident.slot_host + passing
-        least = here + held_bytes(context.host_ledger, here, cap)
+        least = here + self._held(context.host_ledger, here, cap)
         fixed = least - resident.slot_host - passing
         self._note(
             Need(
@@ -409,6 +410,9 @@ class GraphBudget:
     def works(self, side: str) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
         return max((need.works for need in self._needs if need.side == side), default=0)
+
+    def _held(self, ledger: Ledger, more: int, cap: int) -> int:
+        return held_bytes(ledger, more, sys.maxsize if self._measuring else cap)  # what nobody uses went before
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)

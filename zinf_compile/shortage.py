@@ -46,13 +46,16 @@ def refusal(needs: Sequence[Need], smallest: Mapping[str, int]) -> BudgetError |
     """Return the error for graphs that don't fit; None where all do. `smallest` are the caps that work, by side."""
     if all(need.least <= need.cap for need in needs):
         return None
-    parts = []
+    worst = {}
     for side in ("device", "host"):
         here = [need for need in needs if need.side == side]
-        worst = max(here, key=lambda need: need.works, default=None)
-        if worst is not None and (worst.works > worst.cap or smallest[side] > worst.cap or worst.least > worst.cap):
-            parts.append(_part(worst, smallest[side]))
-    return BudgetError(". ".join(parts))
+        if here and max(need.works for need in here) > here[0].cap:
+            worst[side] = max(here, key=lambda need: need.works)
+    if (
+        len(worst) > 1 and worst["device"].options.keys() == worst["host"].options.keys()
+    ):  # one option for both: the larger counts
+        del worst[min(worst, key=lambda side: smallest[side])]
+    return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()))
 
 
 def _part(need: Need, works: int) -> str:
