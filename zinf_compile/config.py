@@ -82,9 +82,10 @@ class Config:
 
     chunk_loss: bool | None = None
     """Whether a loss over classes (cross-entropy and what it is made of) and its gradients are computed a chunk of tokens at a
-    time, so that the logits never exist whole. Default: on one rank, where they would take more than 256 MiB in fp32. A loss that
-    can't be chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why. Numbers differ from those of whole
-    logits by the order in which tokens are added up."""
+    time, so that the logits never exist whole. Default: where they would take more than 256 MiB in fp32; several ranks decide
+    that once for each head, from the largest logits of all when the first graph that uses it is compiled, and compile such graphs
+    for each number of tokens. A loss that can't be chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why.
+    Numbers differ from those of whole logits by the order in which tokens are added up."""
 
     params: str = "device"
     """Where parameters live between their uses: `"device"`, `"host"` (in the host's memory; the same, for a model on the CPU) or
