@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from zinf_compile.program import Slot
+
 from .add_in_place import add_in_place
 from .align_regions import align_regions
 from .chain_tiles import chain_tiles
@@ -18,10 +20,12 @@ from .insert_reduce_scatters import insert_reduce_scatters
 from .insert_releases import insert_releases
 from .insert_swaps import insert_swaps
 from .lift_tiles import lift_tiles
+from .look_rows_up import look_rows_up
 from .merge_gathers import merge_gathers
 from .narrow_gathers import narrow_gathers
 from .prefetch import prefetch
 from .prefetch_swaps import prefetch_swaps
+from .read_logits import Logits
 from .recompute_unit_views import recompute_unit_views
 from .reduce_in_place import reduce_in_place
 from .sink_tile_gradients import sink_tile_gradients
@@ -40,34 +44,45 @@ LOOK_AHEAD = 1
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered."""
+"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as much as memory has room for."""
 
 BUCKETS_ON_THE_WAY = 5
-"""The swaps of one graph run ahead while no more than this many buckets are gathered or on their way to the device."""
+"""The same of its swaps: buckets that are gathered or on their way to the device."""
 
 
 def inference_passes(
-    *, chunk: bool | None = None, chunk_bytes: int = CHUNK_BYTES, rules: Mapping[Any, Callable[..., Any]] | None = None
+    *,
+    chunk: bool | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    worth: Callable[[Logits], bool] | None = None,
+    rows: Callable[[Slot], bool] | None = None,
+    rules: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Pass, ...]:
     """Rewrites of a graph that has no backward, before its schedule is written.
 
-    `chunk` and `chunk_bytes` say which losses are computed in chunks, and how large these are; `rules` take operators apart
-    that were kept whole until then.
+    `chunk` and `worth` say which losses are computed in chunks, `chunk_bytes` how large these are; `rows` in which parameters
+    rows are looked up; `rules` take operators apart that were kept whole until then.
     """
     return (
-        partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes),
+        partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
         partial(take_apart, table=rules or {}),
+        partial(look_rows_up, chosen=rows or (lambda slot: False)),
         tile_matmuls,
         chain_tiles,
     )
 
 
 def joint_passes(
-    *, chunk: bool | None = None, chunk_bytes: int = CHUNK_BYTES, rules: Mapping[Any, Callable[..., Any]] | None = None
+    *,
+    chunk: bool | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    worth: Callable[[Logits], bool] | None = None,
+    rows: Callable[[Slot], bool] | None = None,
+    rules: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Pass, ...]:
     """Rewrites of the joint graph, before forward and backward are cut apart."""
     return (
-        *inference_passes(chunk=chunk, chunk_bytes=chunk_bytes, rules=rules),
+        *inference_passes(chunk=chunk, chunk_bytes=chunk_bytes, worth=worth, rows=rows, rules=rules),
         recompute_unit_views,
         insert_reduce_scatters,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from torch import fx
 
@@ -10,6 +11,7 @@ from .facts import fake_value, hinted_numel, leave_alone, user_line
 from .find_losses import LeftAlone, find_losses
 from .head_tiles import tiles_of_head
 from .logits import UnknownLogitsError, input_of
+from .read_logits import Logits
 from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss
 
 CHUNK_BYTES = 256 * 2**20
@@ -31,6 +33,7 @@ def chunk_loss(
     *,
     enabled: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    worth: Callable[[Logits], bool] | None = None,
     make_tiles: MakeTiles = tiles_of_head,
 ) -> fx.GraphModule:
     """Write the loop over chunks of tokens that gives loss and gradients in one sweep, in place of head and log-softmax.
@@ -55,16 +58,19 @@ def chunk_loss(
     added up in place, the hidden states' for each token is where it was. What the loss ignores, weighs or smooths is read from
     the graph (`find_losses`), and what isn't known leaves the graph as it was, with a note in the dump and the log.
 
+    Where nobody says whether it is `enabled`, a loss is computed so if it is `worth` it: by default, if its logits are large.
+
     Chunks follow from the numbers of tokens and classes alone, never from where states live. For a head in several tiles there
     are two sweeps, in which the tiles come one after the other (`loss_two_sweeps`).
     """
     if enabled is False:
         return gm
+    worth = worth or (lambda logits: is_large(fake_value(logits.product)))
     losses, others = find_losses(gm.graph)
     left = [alone for alone in others if enabled or is_large(fake_value(input_of(alone.softmax)))]
     for loss in losses:
         logits = loss.logits
-        if enabled or is_large(fake_value(logits.product)):
+        if enabled or worth(logits):
             try:
                 plan = plan_loss(gm.graph, loss)
             except UnknownLogitsError as error:
@@ -77,16 +83,21 @@ def chunk_loss(
     return gm
 
 
-def may_chunk(gm: fx.GraphModule, enabled: bool | None) -> bool:
+def may_chunk(gm: fx.GraphModule, enabled: bool | None, worth_bytes: int = WORTH_BYTES) -> bool:
     """Say whether a graph as Dynamo captured it may have a loss that `chunk_loss` would rewrite."""
     if enabled is not None:
         return enabled
-    return any(is_large(node.meta.get("example_value")) for node in gm.graph.nodes)
+    return any(logits_bytes(node.meta.get("example_value")) > worth_bytes for node in gm.graph.nodes)
 
 
 def is_large(logits: object) -> bool:
     """Say whether traced logits would take more than `WORTH_BYTES` in fp32, in which a loss is taken of them."""
-    return 4 * hinted_numel(logits) > WORTH_BYTES
+    return logits_bytes(logits) > WORTH_BYTES
+
+
+def logits_bytes(logits: object) -> int:
+    """Return the bytes of traced logits in fp32."""
+    return 4 * hinted_numel(logits)
 
 
 def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[int, int]]:

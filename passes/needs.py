@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 from torch import fx
 
 from zinf_compile import ops
 from zinf_compile.lookup import rows_on_their_way
 
-from .facts import group_of, unit_of, wire_bytes, wire_type
+from .facts import group_of, live_bytes, unit_of, wire_bytes, wire_type
+from .prefetch import find_stages, peak_ahead
 from .verify import peak_gathered_bytes
+
+_BETWEEN_RANKS = frozenset({ops.all_gather, ops.gather_rows, ops.reduce_scatter})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,3 +69,15 @@ def measure_needs(graph: fx.Graph) -> Needs:
         left=left,
         reduced=reduced,
     )
+
+
+def measure_ahead(graph: fx.Graph, *, stages: int) -> int:
+    """Return the most bytes held at once where each gather of a just-in-time graph starts `stages` stages ahead of its use."""
+    groups, released = find_stages(graph)
+    return peak_ahead([sum(map(live_bytes, group)) for group in groups], released, stages=stages)
+
+
+def ahead_key(graph: fx.Graph) -> Hashable:
+    """Return what identifies a graph by the transfers between ranks that it makes, whatever the shapes of its inputs."""
+    moves = [node for node in graph.nodes if node.target in _BETWEEN_RANKS]
+    return tuple((str(n.target), unit_of(n).name, unit_of(n).shape, wire_type(n), group_of(n)) for n in moves)

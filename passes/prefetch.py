@@ -72,6 +72,16 @@ def choose_stages(
     return chosen
 
 
+def peak_ahead(sizes: Sequence[int], released: Sequence[Sequence[tuple[int, int]]], *, stages: int) -> int:
+    """Return the most live bytes of any stage where each group starts `stages` stages early; see `choose_stages`."""
+    change = [0] * (len(sizes) + 1)
+    for number, size in enumerate(sizes):
+        change[max(0, number - stages)] += size
+        for stage, freed in released[number]:
+            change[stage + 1] -= freed
+    return max(itertools.accumulate(change), default=0)
+
+
 def find_stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
     """Return the gathers of each stage, which stand together, and for each the (stage, bytes) of their releases."""
     groups: list[list[fx.Node]] = []

@@ -6,9 +6,20 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from .waits import Past, worker
+
+
+class Sides(NamedTuple):
+    """Bytes of the device, and of host memory beside it."""
+
+    device: int
+    host: int
+
+
+_NONE = Sides(0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,6 +38,12 @@ class Claim:
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
     """What it leaves room for of memory in which unaligned blocks are staged, part of what passes; None: it doesn't say."""
+    least: Sides = _NONE
+    """What would pass where there is no more memory than it takes."""
+    works: Sides = _NONE
+    """The caps with which it and steps of an optimizer with two states work, as far as was known when it was planned."""
+    wish: Sides = _NONE
+    """What it takes beside that where there is room: transfers further ahead, more chunks."""
 
 
 class Claims:
@@ -38,6 +55,10 @@ class Claims:
         self.declared_device: int | None = None
         self.declared_host: int | None = None
         """The last caps that options named, for this rank; what else it takes stays within them too."""
+        self.tiles_follow = False
+        """The sizes of tiles follow from `declared_device`."""
+        self.ahead: dict[Hashable, int] = {}
+        """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
         self._made: weakref.WeakSet[Claim] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:
@@ -58,6 +79,19 @@ class Claims:
     def passing_host(self) -> int:
         """The same, for host memory beside the device."""
         return max((claim.passing_host for claim in self._made), default=0)
+
+    def works(self, side: str, held: int) -> int:
+        """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
+
+        Where more is held than was planned for, that plan has room to run further ahead, and takes it.
+        """
+        number = ("device", "host").index(side)
+        found = [(held + claim.least[number], claim.works[number], claim.wish[number]) for claim in self._made]
+        return max((least if least <= planned else least + wish for least, planned, wish in found), default=held)
+
+    def planned(self, side: str) -> int:
+        """Return the smallest cap that graphs were planned with, steps and second gradients included."""
+        return max((claim.works[("device", "host").index(side)] for claim in self._made), default=0)
 
     @property
     def staging(self) -> int | None:

@@ -14,7 +14,7 @@ import re
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +89,8 @@ class Context:
         self._update_lane: Lane | None = None
         self.ending = False
         """The process ends: whoever works beside it stops."""
+        self.chosen: dict[Hashable, bool] = {}
+        """The same as `Unit.chosen`, by the names and forms of parameters that were decided about."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self.gather_lane: Lane = InlineLane()

@@ -31,7 +31,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     what = f"looking rows of {unit.name} up in {where}"
     wanted, order = indices.reshape(-1).to("cpu", torch.int64).sort()
     distinct, place = torch.unique_consecutive(wanted, return_inverse=True)
-    rounds = rounds_of_rows(unit.shape, unit.stride, unit.boxes)
+    rounds = rounds_of_rows(unit.shape, unit.stride, unit.boxes, unit.dtype.itemsize)
     borders = torch.tensor([part.first for part in rounds] + [rows])
     ends = torch.searchsorted(distinct, borders).tolist()
     outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows

@@ -65,6 +65,8 @@ class Unit(Dense):
         """Where the shard is; None: on the device, in `shard`."""
         self.gradient_room: tuple[GradientShelves, int] | None = None
         """Where gradients go whose tier is a drive: the unit's number there."""
+        self.chosen: dict[str, bool] = {}
+        """What ranks decided about its transfers, see `choices`; graphs follow it."""
         self.updates: Updates | None = None
         """The step that may still have to update the shard."""
         self.steps_digest = 0

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, in a private module
+from torch.utils._python_dispatch import _disable_current_modes  # real tensors, while AOTAutograd traces
 from torch.utils._pytree import tree_leaves as tree_leaves  # the public one is slower
 from torch.utils._pytree import tree_map as tree_map
 
@@ -184,6 +185,11 @@ def is_first_variant() -> bool:
     """Say whether Dynamo compiles the function at hand for the first time, not again for other inputs."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and compile_id.frame_compile_id == 0
+
+
+def outside_tracing() -> contextlib.AbstractContextManager[Any]:
+    """Context in which tensors are real ones, while a graph is traced."""
+    return _disable_current_modes()
 
 
 def level_group_names(group: torch.distributed.ProcessGroup) -> None:

@@ -19,6 +19,7 @@ from .binding import Binder
 from .budget import GraphBudget, agree_on_memory, bucket_of, check_second_gradients
 from .callers import callers
 from .capture import (
+    Captured,
     cut_into_tiles,
     explaining_empty_inputs,
     mark_inputs,
@@ -27,6 +28,7 @@ from .capture import (
     reject_mutations,
     reject_sparse_gradients,
 )
+from .choices import Choices
 from .config import Config
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
@@ -34,17 +36,19 @@ from .inductor import InductorRegions, decompositions, prepare
 from .limits import warn_of_caps
 from .optimizer import install
 from .passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
-from .passes.chunk_loss import CHUNK_BYTES, may_chunk
+from .passes.chunk_loss import CHUNK_BYTES, WORTH_BYTES, logits_bytes, may_chunk
 from .passes.clone_aliased_outputs import clone_aliased_outputs
-from .passes.facts import leave_alone, left_alone
+from .passes.facts import fake_value, leave_alone, left_alone
 from .passes.lower import lower, run_by_operator
+from .passes.read_logits import Logits
 from .passes.take_apart import WHOLE
 from .program import Program, Reduce, Slot
-from .residence import follow_units
+from .residence import follow_units, follows_cap
 from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
 from .runtime.placement import way_in
+from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
 _numbers = itertools.count()
@@ -79,6 +83,9 @@ class GraphCompiler:
     chunk_bytes = CHUNK_BYTES
     """Of a chunk's logits, where a loss is computed in chunks. Part of the compute shape: where states live doesn't change it."""
 
+    worth_bytes = WORTH_BYTES
+    """Logits of more bytes in fp32 are computed in chunks, where option `chunk_loss` doesn't say."""
+
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
         self._given = given
@@ -87,6 +94,9 @@ class GraphCompiler:
         self._budget: GraphBudget | None = None
         self._bucket = config.bucket_bytes
         self._chunk = config.chunk_loss
+        self._choices: Choices | None = None
+        self._together = False
+        """Several ranks decide which losses are computed in chunks."""
         self.unified = True
         """The device is host memory."""
         self._binder: Binder | None = None
@@ -99,30 +109,48 @@ class GraphCompiler:
         _reject_wrappers()
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
-        self.config = follow_units(self.config, self._given, example_inputs)
+        asked = self.config
+        self.config = follow_units(asked, self._given, example_inputs)
         context = context_for(
             self.config.resolve_group(),
             captured.device,
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        default_tile = follows_cap(asked, self._given, example_inputs)
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
-        # decided from sizes alone, ranks with other batches would decide otherwise, and gather other units
-        self._chunk = False if self.config.chunk_loss is None and context.size > 1 else self.config.chunk_loss
-        _tell_tiles(captured.slots.values(), self.number)
-        self._bucket = bucket_of(self.config, list(captured.slots.values()))
+        slots = list(captured.slots.values())
+        self._together = self.config.chunk_loss is None and context.size > 1
+        self._choices = Choices(slots, example_inputs, context, self.config.placement(), first=is_first_variant())
+        _tell_tiles(slots, self.number)
+        self._bucket = bucket_of(self.config, slots)
         self.unified = context.bridge.unified
-        self._budget = self.make_budget(list(captured.slots.values()), example_inputs, context)
+        self._budget = self.make_budget(slots, example_inputs, context)
         install()
         if self.config.compute == "inductor":
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
+        compiled = self._trace(gm, example_inputs, captured, context)
+        context.claims.tiles_follow = default_tile
+        measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
+        self._budget.check(measure=measure)
+        if self.unified:
+            return_large_blocks(self._budget.caps.device)
+        self._regions.compile(rank=context.rank, ranks=context.size)
+        if self._binder is not None and is_first_variant():
+            self._binder.partition_ahead(example_inputs)
+        self._choices.keep()
+        return compiled
+
+    def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context) -> Compiled:
+        """Take a captured graph through AOTAutograd and the passes."""
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
             reject_mutations(joint, captured)
             reject_sparse_gradients(joint, captured)
+            self._decide(joint)
             self.run_joint_passes(joint)
             joint.recompile()
             return self.cut(joint, joint_inputs, **kwargs)
@@ -132,11 +160,14 @@ class GraphCompiler:
                 if kind == "inference":
                     mark_inputs(graph, captured)
                     reject_mutations(graph, captured)
+                    self._decide(graph)
                     self.run_inference_passes(graph)
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
 
+        if self._together and self._choices is not None and self._choices.any_chunks:
+            example_inputs = with_static_shapes(gm, example_inputs)
         compiler = aot_autograd(
             fw_compiler=stage("forward"),
             bw_compiler=stage("backward"),
@@ -146,13 +177,14 @@ class GraphCompiler:
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
-        self._budget.check()
-        if self.unified:
-            return_large_blocks(self._budget.caps.device)
-        self._regions.compile(rank=context.rank, ranks=context.size)
-        if self._binder is not None and is_first_variant():
-            self._binder.partition_ahead(example_inputs)
         return compiled
+
+    def _measure(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
+    ) -> GraphBudget:
+        """Return the budget that the graph would have with another `device_memory`, and the tiles that follow from that."""
+        measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
+        return measurer.measure(gm, inputs, captured, context, like=self)
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
@@ -205,13 +237,29 @@ class GraphCompiler:
         )
 
     def _loss_settings(self) -> dict[str, Any]:
-        return {"chunk": self._chunk, "chunk_bytes": self.chunk_bytes, "rules": self._rules}
+        choices, together = self._choices, self._together
+        return {
+            "chunk": self._chunk,
+            "chunk_bytes": self.chunk_bytes,
+            "worth": choices.chunks if together and choices is not None else self._is_worth,
+            "rows": None if choices is None else choices.rows,
+            "rules": self._rules,
+        }
+
+    def _decide(self, graph: fx.GraphModule) -> None:
+        """Decide, with the other ranks, what this graph does about losses and lookups, where that is open."""
+        if self._choices is not None:
+            self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.worth_bytes)
+
+    def _is_worth(self, logits: Logits) -> bool:
+        return logits_bytes(fake_value(logits.product)) > self.worth_bytes
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
         """Return what operators AOTAutograd takes apart: where a loss may be chunked, not those it is recognised by."""
         if self.config.compute != "inductor":
             return None
-        if not may_chunk(gm, self._chunk):
+        together = self._choices if self._together else None
+        if not (may_chunk(gm, self._chunk, self.worth_bytes) if together is None else together.may_chunk):
             return decompositions()
         self._rules = decompositions()
         return {op: rule for op, rule in self._rules.items() if op not in WHOLE}
@@ -232,6 +280,49 @@ class GraphCompiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
+        return run
+
+
+_NOTHING = Program(
+    name="nothing",
+    registers=0,
+    inputs=0,
+    slots={},
+    tiles={},
+    buffers={},
+    constants={},
+    steps=(),
+    frees=(),
+    outputs=(),
+    sequence=(),
+)
+
+
+class _Measurer(GraphCompiler):
+    """Takes a graph that doesn't fit through the passes with other tiles, to see what it needs then; nothing of it runs."""
+
+    def measure(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
+    ) -> GraphBudget:
+        """Return the budget of the graph, which `like` was compiling, with this one's configuration."""
+        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, anew=True)
+        slots = list(captured.slots.values())
+        self._chunk, self._choices, self._together = like._chunk, like._choices, like._together
+        self.chunk_bytes, self.worth_bytes, self.unified = like.chunk_bytes, like.worth_bytes, like.unified
+        self._bucket = bucket_of(self.config, slots)
+        self._budget = GraphBudget(self.config, slots, inputs, context, measuring=True)
+        self._trace(gm, inputs, captured, context)
+        return self._budget
+
+    def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
+        run_passes(graph, self.graph_passes())
+        return _NOTHING
+
+    def finish(self, program: Program, context: Context) -> Compiled:
+        def run(args: list[Any]) -> list[Any]:
+            raise AssertionError("a graph that is measured never runs")
+
+        run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
 

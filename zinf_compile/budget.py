@@ -5,24 +5,25 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import sys
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .config import Config, parse_bytes
+from .config import Config, parse_bytes, tile_range
 from .errors import BudgetError
 from .limits import ranks_of_node, usable_bytes
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage
-from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
-from .passes.needs import measure_needs
+from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
+from .passes.needs import ahead_key, measure_ahead, measure_needs
 from .program import Slot
 from .runtime import chunks
 from .runtime.chunk_slots import SLOTS
-from .runtime.claims import Claim
+from .runtime.claims import Claim, Sides
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .runtime.mover import Mover
@@ -30,6 +31,7 @@ from .runtime.placement import Placement, way_in
 from .runtime.store import STAGING_BYTES
 from .runtime.tile import Tile
 from .runtime.unit import Unit
+from .shortage import Need, advice, advice_at_birth, find_smallest, gradient_bytes, name_cap, refusal
 
 BUCKETS_REDUCED = 4
 """Full gradients on their way to their tier or to other ranks, where there is room for as many."""
@@ -58,6 +60,13 @@ class Caps:
     host: int
     device_source: str
     host_source: str
+
+    def options(self, unified: bool) -> dict[str, int]:
+        """Return the options that set the device's cap, each with the ranks that share it."""
+        declared = {"device_memory": 1} if self.device_source == "option device_memory" else {}
+        if self.host_source.startswith("option") and (unified or self.device_source == self.host_source):
+            declared["host_memory"] = ranks_of_node()
+        return declared
 
 
 def agree_on_memory(context: Context) -> None:
@@ -147,8 +156,8 @@ def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> Non
         raise BudgetError(
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
-            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}. "
-            "params and grads on 'host' or 'nvme' keep less there"
+            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
+            + advice_at_birth(config.placement(), unified=unified, side="device")
         )
     here = resident.host + largest.bytes + staging
     host = here + (0 if unified else held_bytes(context.host_ledger, here, caps.host))
@@ -156,8 +165,8 @@ def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> Non
         raise BudgetError(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
-            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}. 'nvme' for params and "
-            "grads keeps less there"
+            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
+            + advice_at_birth(config.placement(), unified=False, side="host")
         )
     if staging and not context.claims.staging:
         context.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
@@ -184,22 +193,39 @@ class Spare:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """Of the device, or of host memory beside it: the cap, what passes at least, and what is left besides that."""
+    """Of the device, or of host memory beside it: the cap, what passes at least, what is left besides that, what cap works."""
 
     cap: int
     passing: int
     spare: int
+    works: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wish:
+    """What a graph takes where there is room for it, in bytes beside the least."""
+
+    ahead: int
+    flight: int
+    staging: int
 
 
 class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 
     Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
-    default those of this process.
+    default those of this process. While `measuring` nothing is claimed: the graph is not going to run.
     """
 
     def __init__(
-        self, config: Config, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, *, caps: Caps | None = None
+        self,
+        config: Config,
+        slots: Sequence[Slot],
+        inputs: Sequence[Any],
+        context: Context,
+        *,
+        caps: Caps | None = None,
+        measuring: bool = False,
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
@@ -207,12 +233,12 @@ class GraphBudget:
         born = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
-        self._short: list[tuple[int, str]] = []
+        self._needs: list[Need] = []
         self._claims: list[Claim] = []
         """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
-        cut = config.tile is None and any(slot.tiles for slot in slots)
-        self._tiles = f" with option tile={config.tile_bytes}, as here" if cut else ""
+        self._measuring = measuring
+        self._signature = config.signature()
         self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
@@ -234,14 +260,32 @@ class GraphBudget:
         from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
         device = self._check_device(gathered + looked_up, reduced, needs.largest)
         host = self._check_host(math.ceil((full + looked_up) * from_drive), self._passage.leaving if needs.left else 0)
+        standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
+        if self._measuring:
+            return standing
         spare = Spare(device.spare, None if context.bridge.unified else host.spare)
         slots = 1 + spare.take(SLOTS - 1, resident.slot_device, resident.slot_host)
+        next_gathered, next_on_the_way = self._one_ahead(graph, widening)
         widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))
-        ahead = spare.take(widest - full, share, from_drive) if gathered else 0
-        flight = spare.take(BUCKETS_REDUCED * self._bucket - reduced, 1) if reduced else 0
-        staging = spare.take(STAGING_BYTES - self._passage.staging, 0, 1) if self._passage.staging else 0
-        passing = math.ceil(ahead * share) + flight + (staging if context.bridge.unified else 0)
+        wish = _Wish(
+            ahead=max(0, max(widest, next_on_the_way) - full) if gathered else 0,
+            flight=max(0, BUCKETS_REDUCED * self._bucket - reduced) if reduced else 0,
+            staging=max(0, STAGING_BYTES - self._passage.staging) if self._passage.staging else 0,
+        )
+        ahead = spare.take(min(widest - full, wish.ahead), share, from_drive)
+        flight = spare.take(wish.flight, 1)
+        staging = spare.take(wish.staging, 0, 1)
+        ahead += spare.take(wish.ahead - ahead, share, from_drive)
         claims = context.claims
+        besides = flight + (staging if context.bridge.unified else 0)
+        if size > 1:  # what ranks send each other follows from it: one that compiles again alone goes by what all had before
+            known = claims.ahead.setdefault((self._signature, ahead_key(graph)), ahead)
+            if known < ahead or (
+                device.passing + math.ceil(known * share) + besides <= claims.passing
+                and host.passing + math.ceil(known * from_drive) + staging <= claims.passing_host
+            ):
+                ahead = known
+        passing = math.ceil(ahead * share) + besides
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
         claim = Claim(
             passing=device.passing + passing,
@@ -250,14 +294,34 @@ class GraphBudget:
             slots=slots,
             passing_host=host.passing + math.ceil(ahead * from_drive) + staging,
             staging=self._passage.staging + staging or None,
+            least=Sides(device.passing, host.passing),
+            works=Sides(device.works, host.works),
+            wish=Sides(
+                (SLOTS - 1) * (resident.slot_device + (resident.slot_host if context.bridge.unified else 0))
+                + math.ceil(wish.ahead * share)
+                + wish.flight
+                + (wish.staging if context.bridge.unified else 0),
+                (SLOTS - 1) * resident.slot_host + math.ceil(wish.ahead * from_drive) + wish.staging,
+            ),
         )
         self._claims.append(claim)
         claims.add(claim)
         context.gradient_room.limit = claims.on_the_way
         context.staging.limit(claims.staging or STAGING_BYTES)
         if not gathered:  # what is used is held anyway
-            return BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
-        return min(int((full + ahead) / widening), BUCKETS_GATHERED * self._bucket), full + ahead
+            return standing
+        return min(int((full + ahead) / widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), full + ahead
+
+    def _one_ahead(self, graph: fx.Graph, widening: float) -> tuple[int, int]:
+        """Return what is gathered, and gathered or on the way, where nothing but `LOOK_AHEAD` bounds the schedule, in bytes.
+
+        That is how far the largest unit is brought ahead of its use, too; more memory would not be used.
+        """
+        hops = len(way_in(self._placement.params, unified=self._context.bridge.unified))
+        if self._placement.params == "nvme" and hops == 2:  # one read takes the place of two hops
+            hops += 1
+        gathered = measure_ahead(graph, stages=LOOK_AHEAD)
+        return gathered, math.ceil(widening * measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops)))
 
     def _on_their_way(self, gradients: int) -> int:
         """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
@@ -274,51 +338,87 @@ class GraphBudget:
         besides = passage.read if unified else passage.on_device
         passing = max(gathered + reduced, besides) + (passage.staging if unified else 0)
         here = resident.device + slot + passing
-        least = here + held_bytes(context.ledger, here, cap)
-        if least > cap:
-            source = self.caps.device_source if cap == self.caps.device else self.caps.host_source
-            self._fall_short(
-                least,
-                f"the model needs {least:,} bytes on {context.device} of each rank: {least - slot - passing:,} stay there "
+        least = here + self._held(context.ledger, here, cap)
+        self._note(
+            Need(
+                side="device",
+                text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - slot - passing:,} stay there "
                 f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
                 f"{largest or 'nothing'}), {reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's "
-                f"step, {passing - gathered - reduced:,} for gradients read back and blocks on their way to a drive. {cap:,} are "
-                f"allowed ({source}); the smallest that works is {least:,}{self._tiles}. A smaller `bucket` gathers less at "
-                "once; params, grads and optimizer on 'host' or 'nvme' keep less there",
+                f"step, {passing - gathered - reduced:,} for gradients read back and blocks on their way to a drive",
+                stays=least - passing,
+                least=least,
+                later=resident.later,
+                cap=cap,
+                options=self.caps.options(unified),
+                source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
+                advice=advice(self._placement, unified=unified, side="device", several=gathered > 0),
             )
-        return _Side(cap, passing, max(0, cap - least - resident.later))
+        )
+        return _Side(cap, passing, max(0, cap - least - resident.later), least + resident.later)
 
     def _check_host(self, read: int, leaving: int) -> _Side:
         """`read`: of parameters on their way from a drive; `leaving`: of a gradient on its way to one."""
         context, resident, passage, cap = self._context, self._resident, self._passage, self.caps.host
         if context.bridge.unified:
-            return _Side(cap, 0, 0)
+            return _Side(cap, 0, 0, 0)
         passing = max(read + leaving, passage.read) + passage.staging
         here = resident.host + resident.slot_host + passing
-        least = here + held_bytes(context.host_ledger, here, cap)
-        if least > cap:
-            fixed = least - resident.slot_host - passing
-            self._fall_short(
-                least,
-                f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
-                f"{passing:,} on their way from drives and to them, {resident.slot_host:,} for one chunk of the optimizer's "
-                f"step. {cap:,} are allowed ({self.caps.host_source}); the smallest host_memory that works is "
-                f"{least * ranks_of_node():,}. 'nvme' for params, grads or optimizer keeps less there",
+        least = here + self._held(context.host_ledger, here, cap)
+        fixed = least - resident.slot_host - passing
+        self._note(
+            Need(
+                side="host",
+                text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
+                f"{passing:,} on their way from drives and to them, {resident.slot_host:,} for one chunk of the optimizer's step",
+                stays=least - passing,
+                least=least,
+                later=resident.later_host,
+                cap=cap,
+                options={"host_memory": ranks_of_node()},
+                source=self.caps.host_source,
+                advice=advice(self._placement, unified=False, side="host"),
             )
-        return _Side(cap, passing, max(0, cap - least - resident.later_host))
+        )
+        return _Side(cap, passing, max(0, cap - least - resident.later_host), least + resident.later_host)
 
-    def check(self) -> None:
-        """Raise `BudgetError` for the graph seen so far that needs most beyond a cap; from now on, at once for any other."""
+    def check(self, *, measure: Callable[[int], GraphBudget] | None = None) -> None:
+        """Raise `BudgetError` for the graphs seen so far if one doesn't fit; from now on, at once for any other.
+
+        `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.
+        """
         self._checked = True
-        if self._short:
-            raise BudgetError(max(self._short)[1])
+        smallest = {side: self.works(side) for side in ("device", "host")}
+        short = any(need.least > need.cap for need in self._needs)
+        if short and measure is not None and "device_memory" in self.caps.options(True):
+            known: dict[int, GraphBudget] = {}
+
+            def needed(cap: int) -> int:
+                known[cap] = measure(cap)
+                return known[cap].works("device")
+
+            floor = max(need.stays + need.later for need in self._needs if need.side == "device")
+            smallest["device"] = find_smallest(needed, floor=floor, edges=tile_range)
+            smallest["host"] = known[max(known)].works("host")
+        error = refusal(self._needs, smallest)
+        if error is not None:
+            self._claims.clear()  # who has hold of the error has hold of this object: the graph is not going to run
+            raise error
         for unit in self._units.values():
             _unplanned.discard(unit)
 
-    def _fall_short(self, needed: int, message: str) -> None:
-        self._short.append((needed, message))
-        if self._checked:
-            raise BudgetError(message)
+    def works(self, side: str) -> int:
+        """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
+        return max((need.works for need in self._needs if need.side == side), default=0)
+
+    def _held(self, ledger: Ledger, more: int, cap: int) -> int:
+        return held_bytes(ledger, more, sys.maxsize if self._measuring else cap)  # what nobody uses went before
+
+    def _note(self, need: Need) -> None:
+        self._needs.append(need)
+        error = refusal([need], {need.side: need.works}) if self._checked else None
+        if error is not None:
+            raise error
 
 
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
@@ -333,34 +433,37 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
     needed = held + slots + states + passing
     if needed > cap:
+        more = gradient_bytes(context, context.units)[side]
+        works = claims.works(side, held + slots + states + more)
+        second = f", with {more:,} for second gradients while they accumulate" if more else ""
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
-            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. The smallest "
-            f"{side}_memory that works is {needed * (1 if on_device else ranks_of_node()):,}; optimizer='nvme' keeps states on a "
-            "drive"
+            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. "
+            f"The smallest {name_cap(context, side, works)}{second}"
+            + ("; optimizer='nvme' keeps states on a drive" if states else "")
         )
 
 
 def check_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> None:
     """Raise `BudgetError` where gradients in memory, about to be made beside earlier ones of the same units, exceed a cap."""
-    second = {"device": 0, "host": 0}
-    for unit in {part.unit if isinstance(part, Tile) else part for part in units}:
-        parameter, tier = unit.parameter(), unit.placement.grads
-        if tier != "nvme" and parameter is not None and parameter.grad is not None:
-            second["device" if context.bridge.unified else tier] += unit.shard_numel * unit.dtype.itemsize
+    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
+    second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
     claims = context.claims
     sides = (
-        ("device", context.ledger, claims.device_cap, claims.passing, 1),
-        ("host", context.host_ledger, claims.host_cap, claims.passing_host, ranks_of_node()),
+        ("device", context.ledger, claims.device_cap, claims.passing),
+        ("host", context.host_ledger, claims.host_cap, claims.passing_host),
     )
-    for side, ledger, cap, passing, ranks in sides:
+    for side, ledger, cap, passing in sides:
         more = second[side]
         if more and cap is not None and (held := held_bytes(ledger, more + passing, cap)) + more + passing > cap:
             needed = held + more + passing
+            works = claims.works(side, held + more)
+            if not ledger.now()["states"]:  # no step was made yet
+                works = max(works, claims.planned(side))
             raise BudgetError(
                 f"a second backward before the step needs {needed:,} bytes on the {side} of this rank: {held:,} are held, "
                 f"{more:,} second gradients until they are added to the first, {passing:,} pass at once. {cap:,} are allowed; "
-                f"the smallest {side}_memory that works is {needed * ranks:,}; grads='nvme' keeps gradients on a drive"
+                f"the smallest {name_cap(context, side, works)}; grads='nvme' keeps gradients on a drive"
             )
 
 

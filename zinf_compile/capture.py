@@ -71,13 +71,15 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     return Captured(slots, buffers, names, device)
 
 
-def cut_into_tiles(captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int) -> Captured:
-    """Say of each parameter into which tiles it is cut, or will be when it is partitioned."""
+def cut_into_tiles(
+    captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, anew: bool = False
+) -> Captured:
+    """Say of each parameter into which tiles it is cut, or will be when it is partitioned; `anew`: or would be if it were not."""
     slots = {}
     for index, slot in captured.slots.items():
         unit, parameter = unit_of(inputs[index]), inputs[index]
         assert isinstance(parameter, torch.Tensor)
-        if unit is None:
+        if unit is None or anew:
             with no_torch_function():
                 tiles = cut_parameter(parameter, slot.name, placement.tile, world_size)
         else:

@@ -52,6 +52,14 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return value
 
 
+def tile_range(device_memory: int) -> tuple[int, int]:
+    """Return the smallest device_memory from which, and up to which, the default tile is the same; (0, n): there is none."""
+    if device_memory < 4 * _LEAST_TILE:
+        return 0, 4 * _LEAST_TILE
+    first = 1 << (device_memory.bit_length() - 1)
+    return first, 2 * first
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """What the user declares; everything else is decided from the graph."""
@@ -75,9 +83,10 @@ class Config:
 
     chunk_loss: bool | None = None
     """Whether a loss over classes (cross-entropy and what it is made of) and its gradients are computed a chunk of tokens at a
-    time, so that the logits never exist whole. Default: on one rank, where they would take more than 256 MiB in fp32. A loss that
-    can't be chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why. Numbers differ from those of whole
-    logits by the order in which tokens are added up."""
+    time, so that the logits never exist whole. Default: where they would take more than 256 MiB in fp32; several ranks decide
+    that once for each head, from the largest logits of all when the first graph that uses it is compiled, and compile such graphs
+    for each number of tokens. A loss that can't be chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why.
+    Numbers differ from those of whole logits by the order in which tokens are added up."""
 
     params: str = "device"
     """Where parameters live between their uses: `"device"`, `"host"` (in the host's memory; the same, for a model on the CPU) or
@@ -161,8 +170,8 @@ class Config:
         """`tile` in bytes, or what stands for it; None: nothing is cut."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
-        quarter = 0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory") // 4
-        return 1 << (quarter.bit_length() - 1) if quarter >= _LEAST_TILE else None
+        first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
+        return first // 4 if first else None
 
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""

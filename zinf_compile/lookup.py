@@ -11,6 +11,12 @@ from .tiling import Box
 
 ROUNDS_PER_TILE = 4
 
+ROUND_BYTES = 16 << 20
+"""Of a parameter that isn't cut into tiles: at most as many a round."""
+
+_BLOCK_BYTES = 4 << 20
+"""In which drives give them."""
+
 
 class Round(NamedTuple):
     """Rows [first, last) of a tile."""
@@ -20,8 +26,8 @@ class Round(NamedTuple):
     last: int
 
 
-def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[Box]) -> list[Round]:
-    """Return the rounds in which rows of a parameter that is cut into `boxes` are moved.
+def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[Box], itemsize: int = 4) -> list[Round]:
+    """Return the rounds in which rows of a parameter that is cut into `boxes`, or isn't cut, are moved.
 
     None where it is no matrix, or where tiles aren't whole rows that lie in memory one after the other.
     """
@@ -29,15 +35,21 @@ def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[
         return []
     if any(columns != (0, shape[1]) for _, columns in boxes):
         return []
+    if not boxes:
+        step = max(1, ROUND_BYTES // (shape[1] * itemsize))
+        return [Round(0, first, min(shape[0], first + step)) for first in range(0, shape[0], step)]
     return [part for tile, (rows, _) in enumerate(boxes) for part in _cut(tile, *rows)]
 
 
 def rows_on_their_way(slot: Slot) -> int:
     """Return the most bytes that a round takes on one rank: the rows it wants, those it sends, and what is read of a tile."""
-    rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles)
+    rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize)
     if not rounds:
         return 0
     most = max(last - first for _, first, last in rounds)
+    if not slot.tiles:
+        part = most * (slot.bytes // slot.shape[0])
+        return 2 * part + min(slot.bytes, part + 2 * _BLOCK_BYTES)
     tile = max(end - start for (start, end), _ in slot.tiles)
     return (2 * most + tile) * (slot.bytes // slot.shape[0])
 

@@ -44,6 +44,14 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     )
 
 
+def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
+    """Say whether the tiles of all parameters are what `device_memory` makes them where no option `tile` is given."""
+    if config.tile is not None or "tile" in given or config.device_memory is None:
+        return False
+    units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
+    return all(unit.placement.tile == config.tile_bytes for unit in units)
+
+
 def _contradiction(unit: Unit, option: str, asked: object, found: object) -> OptionError:
     return OptionError(
         f"option {option}={asked!r}, but parameter {unit.name} was partitioned with {option}={found!r} and stays there: give the "

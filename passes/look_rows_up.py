@@ -1,0 +1,67 @@
+"""Bring the rows that an embedding names, where that moves less than its parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from zinf_compile import ops
+from zinf_compile.lookup import rounds_of_rows
+from zinf_compile.program import Slot
+
+from .alias import ALIASES, METADATA_OPS, is_cast
+from .emit import Emitter
+from .facts import hinted_numel, parameters
+
+aten = torch.ops.aten
+
+
+def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[Slot], bool]) -> fx.GraphModule:
+    """Replace the lookups in a parameter that the graph uses for nothing else, where it is `chosen`.
+
+        before:  y = embedding(w, i)
+        after:   y = gather_rows(w, i)
+
+    On a joint graph before the cut, or an inference graph. The gradient doesn't read the parameter and stays what it is. One in
+    tiles is `tile_matmuls`' matter.
+    """
+    for unit, slot in parameters(gm.graph):
+        for lookup, chain in find_lookups(unit, slot) if chosen(slot) else ():
+            emit = Emitter(gm.graph, lookup)
+            found = emit(ops.gather_rows, unit, lookup.args[1], name="rows")
+            for cast in filter(is_cast, chain):
+                found = emit(cast.target, found, *cast.args[1:], kwargs=cast.kwargs)
+            lookup.replace_all_uses_with(found)
+            gm.graph.erase_node(lookup)
+            for step in reversed(chain):
+                if not step.users:
+                    gm.graph.erase_node(step)
+    return gm
+
+
+def find_lookups(unit: fx.Node, slot: Slot) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """Return the embeddings that read a parameter, each with the casts and aliases before it; none where it is read whole too."""
+    if slot.tiles or not rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize):
+        return []
+    found: list[tuple[fx.Node, list[fx.Node]]] = []
+    stack: list[tuple[fx.Node, list[fx.Node]]] = [(unit, [])]
+    while stack:
+        source, chain = stack.pop()
+        for user in source.users:
+            if user.target in METADATA_OPS:
+                continue
+            if is_cast(user) or user.target in ALIASES:
+                stack.append((user, [*chain, user]))
+            elif user.target is aten.embedding.default and user.args[1] is not source and not any(user.args[3:]):
+                found.append((user, chain))
+            else:
+                return []
+    return found
+
+
+def rows_named(lookups: Sequence[tuple[fx.Node, Sequence[fx.Node]]]) -> float:
+    """Return how many rows some lookups name at most, as far as that is known before they run."""
+    indices = [lookup.args[1] for lookup, _ in lookups]
+    return float(sum(hinted_numel(node.meta["val"]) for node in indices if isinstance(node, fx.Node)))

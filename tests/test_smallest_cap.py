@@ -1,0 +1,156 @@
+"""The caps that refusals name: given as they are, they train, and a byte less does not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from marks import more
+from torch import nn
+from training import BACKEND, adamw
+
+import zinf_compile
+from zinf_compile.errors import BudgetError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.shortage import find_smallest
+
+ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_pieces() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "PIECE_NUMEL", 1 << 18)
+        yield
+
+
+class Stack(nn.Module):
+    """Linear layers of these widths, of up to 6 MB each: default tiles cut some of them, at some caps."""
+
+    def __init__(self, *widths: int, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths))
+        self.tied = tied
+        self.width = widths[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        for layer in reversed(self.layers) if self.tied else ():
+            x = x @ layer.weight
+        return x.square().mean()
+
+
+def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw) -> None:
+    """Accumulate two batches, clip, step; what is held stays within the cap."""
+    torch.compiler.reset()
+    model.compile(backend=BACKEND, options={"compute": "fx", **options})
+    optimizer = kind(model.parameters())
+    for _ in range(steps):
+        for _ in range(2):
+            model(torch.ones(2, model.width)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    zinf_compile.synchronize()
+
+
+def named_by(refusal: str, option: str = "device_memory") -> int:
+    found = re.search(
+        rf"the smallest{f'(?: {option})?' if option == 'device_memory' else f' {option}'} that works is ([\d,]+)",
+        refusal,
+        re.IGNORECASE,
+    )
+    assert found, refusal
+    return int(found[1].replace(",", ""))
+
+
+def refusal_of(model: Stack, options: dict[str, Any], **how: Any) -> str:
+    """Return what the error says; nothing where it trains."""
+    try:
+        train(model, options, **how)
+    except BudgetError as error:
+        return str(error)
+    return ""
+
+
+tiers = st.sampled_from(["device", "nvme"])
+
+
+@pytest.mark.parametrize("examples", [4, more(60)])
+def test_exactly_the_bytes_that_are_named_train(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 10, database=None)
+    @given(
+        widths=st.lists(st.sampled_from([64, 300, 768, 1000, 1500]), min_size=2, max_size=4),
+        tied=st.booleans(),
+        away=st.one_of(st.just(ALL_AWAY), st.fixed_dictionaries(dict.fromkeys(ALL_AWAY, tiers))),
+        tile=st.sampled_from([None, None, 1 << 18]),
+        cap=st.sampled_from([1, 4 << 20, 8 << 20]),
+    )
+    def check(widths: list[int], tied: bool, away: dict[str, str], tile: int | None, cap: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {**away, **({"nvme": folder} if "nvme" in away.values() else {})}
+            if tile is not None:
+                options["tile"] = tile
+            said = refusal_of(Stack(*widths, tied=tied), {**options, "device_memory": cap})
+            if said:
+                assert "nvme" not in said or set(away.values()) != {"nvme"}, "where everything is there already"
+                least = named_by(said)
+                train(Stack(*widths, tied=tied), {**options, "device_memory": least})
+                assert refusal_of(Stack(*widths, tied=tied), {**options, "device_memory": least - 1})
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ({0: 7, 1: 8, 2: 30, 3: 31}, 7),
+        ({0: 11, 1: 25, 2: 30, 3: 31}, 30),
+        ({0: 11, 1: 12, 2: 30, 3: 31}, 12),
+        ({0: 99, 1: 99, 2: 3}, 20),
+    ],
+)
+def test_the_smallest_cap_is_found_where_needs_grow_with_it(ranges: dict[int, int], expected: int) -> None:
+    """Caps from 0, 10, 20, 40 bytes on have tiles of one size, and need so much."""
+    borders = [0, 10, 20, 40, 80]
+
+    def edges(cap: int) -> tuple[int, int]:
+        number = next(n for n in range(4) if cap < borders[n + 1])
+        return borders[number], borders[number + 1]
+
+    found = find_smallest(lambda cap: ranges[borders.index(edges(cap)[0])], floor=6, edges=edges)
+    assert found == expected
+
+
+def test_later_refusals_name_what_works_as_well() -> None:
+    """More states than Adam's, which the first call can't know: the step says what works with second gradients besides."""
+
+    def amsgrad(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, amsgrad=True, fused=True)
+
+    widths = (300, 300, 64)
+    first = named_by(refusal_of(Stack(*widths), {"device_memory": 1}))
+    said = refusal_of(Stack(*widths), {"device_memory": first}, kind=amsgrad)
+    least = named_by(said)
+    train(Stack(*widths), {"device_memory": least}, kind=amsgrad)
+    assert refusal_of(Stack(*widths), {"device_memory": least - 1}, kind=amsgrad)
+
+
+@pytest.mark.parametrize("side", ["device_memory", "host_memory"])
+def test_caps_of_a_device_with_memory_of_its_own_are_named_together(side: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**ALL_AWAY, "params": "host", "nvme": tmp_path}
+    with played_by(FakeDevice()):
+        said = refusal_of(Stack(300, 300, 64), {**options, "device_memory": 1, "host_memory": 1})
+        caps = {"device_memory": named_by(said), "host_memory": named_by(said, "host_memory")}
+        assert said.count("Params on 'nvme' keep less there") == 1, "of host memory; grads and states are there already"
+        train(Stack(300, 300, 64), {**options, **caps})
+        assert refusal_of(Stack(300, 300, 64), {**options, **caps, side: caps[side] - 1})

@@ -1,0 +1,148 @@
+"""What ranks decide once for each parameter, from figures that they exchange, and every later graph follows.
+
+Whether an embedding's rows are looked up or its parameter is gathered, and whether a head's loss is computed in chunks: both
+decide which transfers a graph makes, which must be the same on all ranks, whatever their batches. They are decided where the
+first graph is compiled that looks rows up or takes a loss: that all ranks do at the same call. What was decided is kept with
+the unit, and by the parameter's name and form, for what is compiled or partitioned later without the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch import outside_tracing
+from .parameter import unit_of
+from .passes.alias import ALIASES, MOVES, is_cast
+from .passes.chunk_loss import logits_bytes
+from .passes.facts import fake_value, parameters, slot_of
+from .passes.find_losses import find_losses
+from .passes.look_rows_up import find_lookups, rows_named
+from .passes.read_logits import Logits, product_behind
+from .program import Slot
+from .runtime.context import Context
+from .runtime.placement import Placement
+from .runtime.store import BLOCK_BYTES
+
+ROWS, CHUNKS = "rows", "chunks"
+
+
+class Choices:
+    """Those of the parameters of one graph that is compiled."""
+
+    def __init__(
+        self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
+    ) -> None:
+        """`first`: the function at hand is compiled for the first time, not again for other inputs: all ranks do so."""
+        self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
+        self._chosen: dict[tuple[str, int], bool] = {}
+        """By kind and `Slot.index`."""
+        for slot in slots:
+            unit = unit_of(inputs[slot.index])
+            for kind in (ROWS, CHUNKS):
+                known = None if unit is None else unit.chosen.get(kind)
+                if known is None and not first:
+                    known = context.chosen.get(_key(kind, slot))
+                if known is not None:
+                    self._chosen[kind, slot.index] = known
+
+    def rows(self, slot: Slot) -> bool:
+        """Say whether rows are looked up in a parameter that a graph uses for nothing else."""
+        return self._chosen.get((ROWS, slot.index), False)
+
+    def chunks(self, logits: Logits) -> bool:
+        """Say whether a loss of these logits is computed in chunks."""
+        slot = _parameter_behind(logits.weight)
+        return slot is not None and self._chosen.get((CHUNKS, slot.index), False)
+
+    @property
+    def any_chunks(self) -> bool:
+        """Whether a loss is known to be computed in chunks."""
+        return any(kind == CHUNKS and chosen for (kind, _), chosen in self._chosen.items())
+
+    @property
+    def may_chunk(self) -> bool:
+        """Whether that may turn out: of some head it is decided so, or not yet."""
+        return self.any_chunks or any((CHUNKS, slot.index) not in self._chosen for slot in self._slots if len(slot.shape) == 2)
+
+    def decide(self, graph: fx.Graph, *, losses: bool, worth_bytes: int) -> None:
+        """Decide what is open of the parameters that a graph looks rows up in or, with `losses`, takes a loss with.
+
+        Collective where something is: it follows from what the graph does, which is the same on all ranks.
+        """
+        lookups = {slot.index: found for unit, slot in parameters(graph) if (found := find_lookups(unit, slot))}
+        logits = _losses(graph) if losses else {}
+        tables = [s for s in self._slots if s.index in lookups and (ROWS, s.index) not in self._chosen]
+        heads = [s for s in self._slots if s.index in logits and (CHUNKS, s.index) not in self._chosen]
+        if not tables and not heads:
+            return
+        figures = [rows_named(lookups[s.index]) for s in tables] + [logits[s.index] for s in heads]
+        with outside_tracing():
+            all_ranks = self._context.exchange(torch.tensor(figures, dtype=torch.float64), what="sizes of lookups and logits")
+            most = all_ranks.amax(0).tolist()
+        for slot, tokens in zip(tables, most[: len(tables)], strict=True):
+            self._choose(ROWS, slot, self._is_cheaper(slot, int(tokens)))
+        for slot, largest in zip(heads, most[len(tables) :], strict=True):
+            self._choose(CHUNKS, slot, worth_bytes < largest < math.inf)
+
+    def keep(self) -> None:
+        """Keep with the units, now that there are some, what was decided."""
+        for slot in self._slots:
+            unit = unit_of(self._inputs[slot.index])
+            for kind in (ROWS, CHUNKS):
+                if unit is not None and (kind, slot.index) in self._chosen:
+                    unit.chosen.setdefault(kind, self._chosen[kind, slot.index])
+
+    def _choose(self, kind: str, slot: Slot, chosen: bool) -> None:
+        self._chosen[kind, slot.index] = self._context.chosen[_key(kind, slot)] = chosen
+
+    def _is_cheaper(self, slot: Slot, tokens: int) -> bool:
+        """Say whether the rows that up to `tokens` indices on each rank name are fewer bytes than the parameter."""
+        size, unified = self._context.size, self._context.bridge.unified
+        row = slot.bytes // max(1, slot.shape[0])
+        shard = math.ceil(slot.numel / size) * slot.dtype.itemsize
+        rows = min(tokens, slot.shape[0]) * row
+        between = size > 1
+        if self._placement.params == "nvme":
+            blocks = math.ceil(shard / BLOCK_BYTES)
+            read = min(shard, min(size * tokens, blocks) * BLOCK_BYTES)
+        else:
+            read = min(shard, size * rows)
+        moves = self._placement.params == "nvme" or (self._placement.params == "host" and not unified)
+        return tokens > 0 and rows * between + read * moves < slot.bytes * between + shard * moves
+
+
+def _losses(graph: fx.Graph) -> dict[int, float]:
+    """Return the bytes of the largest logits of each head that a loss is taken with; infinity: of a form that isn't chunked."""
+    found, left = find_losses(graph)
+    largest: dict[int, float] = {}
+    for loss in found:
+        slot = _parameter_behind(loss.logits.weight)
+        if slot is not None:
+            largest[slot.index] = max(largest.get(slot.index, 0), logits_bytes(fake_value(loss.logits.product)))
+    for alone in left:
+        slot = _head_behind(alone.softmax)
+        if slot is not None:
+            largest[slot.index] = math.inf
+    return largest
+
+
+def _head_behind(softmax: fx.Node) -> Slot | None:
+    """Return the head whose logits a log-softmax is of, whether or not it can be computed in chunks."""
+    product = product_behind(softmax)
+    operands = product.all_input_nodes if product is not None else []
+    return next((slot for operand in reversed(operands) if (slot := _parameter_behind(operand)) is not None), None)
+
+
+def _parameter_behind(node: fx.Node) -> Slot | None:
+    while slot_of(node) is None and node.all_input_nodes and (is_cast(node) or node.target in ALIASES or node.target in MOVES):
+        node = node.all_input_nodes[0]
+    return slot_of(node)
+
+
+def _key(kind: str, slot: Slot) -> Hashable:
+    return kind, slot.name, slot.shape, slot.dtype

@@ -1,0 +1,143 @@
+"""What a refusal for lack of memory says: what is needed, the smallest cap that works, and which option takes less.
+
+Raised from by the checks in `budget`, before anything is made that would exceed a cap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .config import tile_range
+from .errors import BudgetError
+from .limits import ranks_of_node
+from .runtime.context import Context
+from .runtime.placement import Placement
+from .runtime.unit import Unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one graph needs of the device, or of host memory beside it, in bytes."""
+
+    side: str
+    """device or host."""
+    text: str
+    """What it is needed for; a message begins with it."""
+    stays: int
+    """The part of `least` that doesn't depend on tiles."""
+    least: int
+    """With this cap forward and backward run."""
+    later: int
+    """What comes on top at the first steps: two states for each parameter and second gradients, where these are kept there."""
+    cap: int
+    options: Mapping[str, int]
+    """The options of which `cap` is the smallest, each with the ranks that share it."""
+    source: str
+    advice: str = ""
+
+    @property
+    def works(self) -> int:
+        """With this cap training goes on: forward, backward, accumulation, and steps of an optimizer like Adam."""
+        return self.least + self.later
+
+
+def refusal(needs: Sequence[Need], smallest: Mapping[str, int]) -> BudgetError | None:
+    """Return the error for graphs that don't fit; None where all do. `smallest` are the caps that work, by side."""
+    if all(need.least <= need.cap for need in needs):
+        return None
+    worst = {}
+    for side in ("device", "host"):
+        here = [need for need in needs if need.side == side]
+        if here and max(need.works for need in here) > here[0].cap:
+            worst[side] = max(here, key=lambda need: need.works)
+    if (
+        len(worst) > 1 and worst["device"].options.keys() == worst["host"].options.keys()
+    ):  # one option for both: the larger counts
+        del worst[min(worst, key=lambda side: smallest[side])]
+    return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()))
+
+
+def _part(need: Need, works: int) -> str:
+    named = _named(need, works)
+    what = (
+        f"{need.text}. {need.cap:,} are allowed ({need.source}); {named}"
+        if need.least > need.cap
+        else f"{need.side} memory then needs more as well: {need.cap:,} bytes are allowed ({need.source}); {named}"
+    )
+    if need.later:
+        what += (
+            f". Of these {need.later:,} are for what comes after the first backward: two states for each parameter, as Adam "
+            "keeps, and second gradients while they accumulate, where these are kept there"
+        )
+    if works <= need.cap:
+        what += ". That is less than is allowed, and makes smaller tiles: option tile does so as well"
+    return what + (f". {need.advice}" if need.advice else "")
+
+
+def _named(need: Need, works: int) -> str:
+    if need.side == "host" and need.options:
+        return f"the smallest host_memory that works is {works * need.options['host_memory']:,}"
+    both = " and ".join(f"{works * ranks:,} of {option}" for option, ranks in need.options.items())
+    more = f" ({both})" if len(need.options) > 1 else ""
+    return f"the smallest that works is {works:,}{more}"
+
+
+def advice(placement: Placement, *, unified: bool, side: str, several: bool = True) -> str:
+    """Say which options keep less on the device, or in host memory beside it; empty where none does.
+
+    `several`: more than one unit is gathered at once, which a smaller bucket changes.
+    """
+    here = {"device", "host"} if unified else {side}
+    kinds = [kind for kind in ("params", "grads", "optimizer") if getattr(placement, kind) in here]
+    said = ["A smaller `bucket` gathers less at once"] if several and side == "device" else []
+    if kinds:
+        where = "'nvme'" if unified or side == "host" else "'host' or 'nvme'"
+        listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else kinds[0]
+        said.append(f"{listed} on {where} keep{'s' if kinds == ['optimizer'] else ''} less there")
+    text = "; ".join(said)
+    return text[:1].upper() + text[1:]
+
+
+def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[[int], tuple[int, int]]) -> int:
+    """Return the smallest cap that is no less than what is needed under that cap.
+
+    `measure(cap)` is what is needed where `cap` bytes are declared, the same between two `edges`: (first cap of such a range,
+    first of the next one). No cap under `floor` works.
+    """
+    cap = max(1, floor)
+    while True:
+        first, following = edges(cap)
+        works = max(measure(cap), first)
+        if works < following:
+            return works
+        cap = following
+
+
+def advice_at_birth(placement: Placement, *, unified: bool, side: str) -> str:
+    """Say what else takes memory later, and which options keep less of parameters and gradients there."""
+    placed = advice(dataclasses.replace(placement, optimizer="nvme"), unified=unified, side=side, several=False)
+    return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"
+
+
+def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[str, int]:
+    """Return the bytes of these units' gradients that stay in memory, by side."""
+    found = {"device": 0, "host": 0}
+    for unit in units:
+        parameter, tier = unit.parameter(), unit.placement.grads
+        if tier != "nvme" and parameter is not None and parameter.requires_grad:
+            found["device" if context.bridge.unified else tier] += unit.shard_numel * unit.dtype.itemsize
+    return found
+
+
+def name_cap(context: Context, side: str, works: int) -> str:
+    """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well."""
+    if side == "host":
+        return f"host_memory that works is {works * ranks_of_node():,}"
+    claims = context.claims
+    now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))
+    text = f"device_memory that works is {works:,}"
+    if not claims.tiles_follow or now == then:
+        return text
+    largest = max((unit.numel * unit.dtype.itemsize for unit in context.units), default=0)
+    return f"{text}, with option tile={now // 4 or largest}, as here"
