@@ -110,10 +110,11 @@ def measure_resident(
     largest = total = 0
     for slot in slots:
         shard = math.ceil(slot.numel / size)
-        own = () if slot.index in held else (placement.params,)
-        for tier in (*own, *((placement.grads,) if slot.requires_grad else ())):
+        own = () if slot.index in held else ((placement.params, slot.dtype),)
+        reduced = ((placement.grads, placement.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
+        for tier, dtype in (*own, *reduced):
             if tier != "nvme":
-                sides["device" if unified else tier] += shard * slot.dtype.itemsize
+                sides["device" if unified else tier] += shard * dtype.itemsize
         if slot.requires_grad:
             largest = max(largest, min(shard, chunks.PIECE_NUMEL))
             total += -(-shard // chunks.ALIGN) * chunks.ALIGN
@@ -125,10 +126,12 @@ def measure_resident(
     for side in range(2):
         rooms[side] = 4 * numel * (values[side] + (gradients[side] or brought[side]) + 2 * kept[side])
     later = {"device": 0, "host": 0}
-    trained = sum(math.ceil(s.numel / size) * s.dtype.itemsize for s in slots if s.requires_grad)
-    for count, tier in ((2, placement.optimizer), (1, placement.grads)):
-        if tier != "nvme":
-            later["device" if unified else tier] += count * trained
+    for slot in slots:
+        if slot.requires_grad:
+            second = placement.reduce_dtype_of(slot.dtype).itemsize
+            for size_of_one, tier in ((2 * slot.dtype.itemsize, placement.optimizer), (second, placement.grads)):
+                if tier != "nvme":
+                    later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
     return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
 
 
@@ -225,6 +228,7 @@ class GraphBudget:
         context, resident, size = self._context, self._resident, self._context.size
         needs = measure_needs(graph)
         reduced, left = (self._on_their_way(gradients) for gradients in (needs.reduced, needs.left))
+        converted = 0 if reduced else needs.converted  # in `reduced`, where there is any
         widening = needs.widening if self._swapped else 1.0
         full = math.ceil(needs.gathered * widening)  # in the units' own types, in which shards arrive
         share = max(1.0, 1 / widening + 1 / size) if self._swapped and size > 1 else 1.0  # a shard stays until it is gathered
@@ -232,7 +236,7 @@ class GraphBudget:
         looked_up = needs.rows if size > 1 or self._swapped else 0
         gathered = math.ceil(full * share) + cast if size > 1 or self._swapped or needs.narrowed else 0
         from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
-        device = self._check_device(gathered + looked_up, reduced, needs.largest)
+        device = self._check_device(gathered + looked_up, reduced + converted, needs.largest)
         host = self._check_host(math.ceil((full + looked_up) * from_drive), self._passage.leaving if needs.left else 0)
         spare = Spare(device.spare, None if context.bridge.unified else host.spare)
         slots = 1 + spare.take(SLOTS - 1, resident.slot_device, resident.slot_host)
@@ -347,7 +351,7 @@ def check_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> No
     for unit in {part.unit if isinstance(part, Tile) else part for part in units}:
         parameter, tier = unit.parameter(), unit.placement.grads
         if tier != "nvme" and parameter is not None and parameter.grad is not None:
-            second["device" if context.bridge.unified else tier] += unit.shard_numel * unit.dtype.itemsize
+            second["device" if context.bridge.unified else tier] += unit.shard_numel * unit.reduce_dtype.itemsize
     claims = context.claims
     sides = (
         ("device", context.ledger, claims.device_cap, claims.passing, 1),

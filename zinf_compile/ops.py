@@ -7,13 +7,14 @@
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
 | `zinf::gather_rows(unit, indices, src)`   | the rows of the unit that are named, from shards of all ranks              |
-| `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
+| `zinf::reduce_scatter(grad, unit, group, dtype=)` | full gradient -> averaged shard; starts it, as a gradient handle   |
 | `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
-it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
+it; a gradient is cast to its `dtype`, mostly a wider one, which is then that of its shard. Handles and results have the logical
+shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
 stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
@@ -54,7 +55,7 @@ _library.define('gather_rows(Tensor unit, Tensor indices, str src="device") -> T
 _library.define("room(Tensor unit) -> Tensor")
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
-_library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
+_library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
 
 
 def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
@@ -85,8 +86,10 @@ def _release(full: torch.Tensor) -> None:
     return None
 
 
-def _reduce_scatter(grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GROUP) -> torch.Tensor:
-    return grad.clone()
+def _reduce_scatter(
+    grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return grad.clone() if dtype is None else grad.to(dtype, copy=True).to(grad.dtype)
 
 
 def _tile(unit: torch.Tensor, start: Sequence[int], end: Sequence[int]) -> torch.Tensor:
