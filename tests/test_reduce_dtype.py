@@ -1,0 +1,228 @@
+"""Option `reduce_dtype`: the type in which gradients are summed over ranks and micro-batches and kept until the step."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import more
+from rank_reduce_dtype import (
+    EVERYWHERE,
+    ROWS,
+    SMALL,
+    Weights,
+    all_of_it,
+    assert_trained_alike,
+    build,
+    by_hand,
+    compiled_run,
+    table,
+)
+from ranks import run_ranks
+from tiers import compiled, words
+from torch import nn
+
+import zinf_compile
+from zinf_compile.errors import OptionError
+from zinf_compile.gradient import ShardedGradient
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+ROUNDED = pytest.mark.filterwarnings("ignore:all .* parameters are torch.bfloat16 and updated in that precision")
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+
+
+@pytest.mark.parametrize("micro_batches", [3, more(1)])
+def test_the_numbers_of_a_loop_that_adds_up_in_fp32(micro_batches: int, tmp_path: Path) -> None:
+    """Tied, frozen, tiled parameters, one without dimensions; gradients clipped, kept zeroed, and anywhere."""
+    assert table(0, 1, str(tmp_path), ROWS, [micro_batches]) == len(ROWS)
+
+
+@pytest.mark.distributed
+def test_on_two_ranks(tmp_path: Path) -> None:
+    for count, sent in run_ranks(all_of_it, 2, str(tmp_path)):
+        assert count == 2
+        assert sent == [8 * 4], "the other rank's part of 15 elements, padded, in fp32"
+
+
+@pytest.mark.distributed
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_on_several_ranks(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(table, ranks, str(tmp_path), ROWS, [1, 3]) == [2 * len(ROWS)] * ranks
+
+
+@ROUNDED
+def test_without_a_master_copy_the_step_rounds_once() -> None:
+    """Of what was added up in fp32; by default it is added up in bf16, as eager does."""
+    found = {}
+    for dtype in (None, "float32"):
+        torch.compiler.reset()
+        model = compiled(Weights().bfloat16(), {"reduce_dtype": dtype})
+        optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.0, 0.0), eps=1.0)  # by g / (g + 1)
+        for x in (1.0, *[2.0**-9] * 4):
+            model(torch.full((3, 5), x, dtype=torch.bfloat16)).backward()
+        optimizer.step()
+        found[dtype] = model.weight.unique().tolist()
+    assert found == {None: [0.5], "float32": [0.5 - 2.0**-9]}
+
+
+def test_a_narrower_type_is_taken_at_the_users_word() -> None:
+    """bf16 for fp32 parameters: half the bytes, fewer digits; an optimizer's step sees fp32."""
+    model = compiled(Weights(), {"reduce_dtype": torch.bfloat16})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for x in (1.0, SMALL):
+        model(torch.full((3, 5), x)).backward()
+    grad = model.weight.grad
+    assert isinstance(grad, ShardedGradient)
+    assert (grad.dtype, grad.kept_dtype, grad.norm_dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert grad.full_tensor().unique().tolist() == [1.0]
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].dtype == torch.float32
+    assert model.weight.unique().tolist() == [0.0]
+
+
+def saved_and_listed(grad: torch.Tensor) -> dict[str, Any]:
+    """Return what a gradient in memory becomes elsewhere."""
+    file = io.BytesIO()
+    torch.save(grad, file)
+    file.seek(0)
+    return {"saved": torch.load(file, weights_only=True), "list": torch.tensor(grad.tolist())}
+
+
+def read(grad: torch.Tensor) -> dict[str, Any]:
+    """Return what user code may make of a gradient of 3 by 5."""
+    return {
+        "twice": grad * 2,
+        "absolute": grad.abs(),
+        "in fp32": grad.float(),
+        "with a tensor": torch.lerp(grad, torch.ones_like(grad), 0.25),
+        "with a whole one": grad + torch.ones(grad.shape, dtype=grad.dtype),
+        "with a wider one": grad + torch.ones(grad.shape),
+        "like it": torch.zeros_like(grad),
+        "foreach": torch._foreach_mul([grad], 2.0)[0],
+        "product": grad @ torch.ones(5, dtype=grad.dtype),
+        "sum": grad.sum(),
+    }
+
+
+def test_what_is_made_of_a_gradient_has_the_types_that_eager_gives(tmp_path: Path) -> None:
+    eager = Weights().bfloat16()
+    for options in ({}, {"grads": "nvme", "nvme": tmp_path}):
+        torch.compiler.reset()
+        ours = compiled(copy.deepcopy(eager), {"master": "float32", **options})
+        x = torch.arange(15.0).view(3, 5).bfloat16()
+        results = []
+        for model in (eager, ours):
+            model.weight.grad = None
+            model(x).backward()
+            results.append(read(model.weight.grad) | ({} if options else saved_and_listed(model.weight.grad)))
+        for name, expected in results[0].items():
+            found = results[1][name]
+            found = found.full_tensor() if isinstance(found, ShardedGradient) else found
+            assert found.dtype == expected.dtype, name
+            assert torch.equal(found, expected), name
+
+
+def test_writing_to_parts_of_a_gradient_reaches_it_and_keeps_the_digits_of_the_rest() -> None:
+    model = compiled(Weights().bfloat16(), {"master": "float32"})
+    for x in (1.0, SMALL):
+        model(torch.full((3, 5), x, dtype=torch.bfloat16)).backward()
+    grad = model.weight.grad
+    grad[0] = 3
+    grad[torch.tensor([False, True, False])] = 2
+    grad.index_fill_(1, torch.tensor([4]), 7)
+    grad.index_add_(1, torch.tensor([3]), torch.ones(3, 1, dtype=torch.bfloat16))
+    expected = torch.tensor([[3, 3, 3, 4, 7], [2, 2, 2, 3, 7], [1, 1, 1, 2, 7]])
+    expected = expected + torch.tensor([[0.0], [0.0], [SMALL]]) * torch.tensor([1.0, 1, 1, 1, 0])
+    assert torch.equal(grad.float().full_tensor(), expected)
+
+
+def test_two_graphs_contribute_to_one_parameter() -> None:
+    """Tied over a graph break: autograd adds what comes from two graphs, in fp32; within one graph it adds as eager does."""
+
+    class Broken(Weights):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = super().forward(x)
+            torch._dynamo.graph_break()
+            return first + super().forward(x * SMALL)
+
+    model = compiled(Broken().bfloat16(), {"master": "float32"})
+    model(torch.ones(3, 5, dtype=torch.bfloat16)).backward()
+    assert model.weight.grad.float().full_tensor().unique().tolist() == [1 + SMALL]
+
+
+def test_a_loss_in_chunks() -> None:
+    """Chunks are added up within the graph; what that gives is cast, whatever the number of micro-batches."""
+    options = {"compute": "fx", "master": "float32", "chunk_loss": True}
+    expected = [compiled_run(0, 1, count, options).gradients for count in (1, 1)]
+    assert expected[0][0]["embedding.weight"].dtype == torch.float32
+    model = compiled(build(), options)
+    sums: dict[str, torch.Tensor] = {}
+    for micro in range(2):
+        model(words(0, micro)).backward()
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                one = p.grad.full_tensor()  # type: ignore[union-attr]
+                assert torch.equal(one.float(), p.grad.float().full_tensor()), "what a graph gives in bf16"  # type: ignore[union-attr]
+                sums[name] = sums.get(name, 0) + one.float()
+                p.grad = None
+    for micro in range(2):
+        model(words(0, micro)).backward()
+    for name, total in sums.items():
+        assert torch.equal(model.get_parameter(name).grad.float().full_tensor(), total), name  # type: ignore[union-attr]
+
+
+def test_inductor_reduces_in_fp32_too() -> None:
+    model = compiled(Weights().bfloat16(), {"master": "float32", "compute": "inductor"})
+    for x in (1.0, SMALL):
+        model(torch.full((3, 5), x, dtype=torch.bfloat16)).backward()
+    assert model.weight.grad.float().full_tensor().unique().tolist() == [1 + SMALL]
+
+
+@pytest.mark.parametrize("given", ["float23", 32, "int32", torch.int8, True])
+def test_what_is_no_type_is_refused(given: object) -> None:
+    with pytest.raises(OptionError, match=r"option reduce_dtype=.* accepted: torch.float32, .*torch.float64, or their names"):
+        compiled(Weights(), {"reduce_dtype": given})(torch.ones(3, 5))
+
+
+@ROUNDED
+def test_graphs_compiled_later_follow_what_a_model_was_partitioned_with() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 3).bfloat16()
+    zinf_compile.partition(model, reduce_dtype="float32")
+    later = nn.Sequential(model)
+    call = torch.compile(lambda x: later(x).float().square().sum(), backend="zero_infinity", options={"compute": "fx"})
+    call(torch.ones(2, 4, dtype=torch.bfloat16)).backward()
+    assert model.weight.grad.kept_dtype == torch.float32
+    torch.compiler.reset()
+    options = {"compute": "fx", "reduce_dtype": "bfloat16"}
+    other = torch.compile(lambda x: later(x).float().sum(), backend="zero_infinity", options=options)
+    with pytest.raises(OptionError, match=r"reduce_dtype='bfloat16', but parameter .* with reduce_dtype=torch.float32"):
+        other(torch.ones(2, 4, dtype=torch.bfloat16))
+
+
+def test_the_name_of_the_default_is_no_contradiction() -> None:
+    with torch.device("meta"):
+        model = Weights().bfloat16()
+    zinf_compile.partition(model, master="float32", init=lambda module: nn.init.ones_(module.weight))
+    compiled(model, {"reduce_dtype": "float32"})(torch.ones(3, 5, dtype=torch.bfloat16)).backward()
+    assert model.weight.grad.kept_dtype == torch.float32
+
+
+def test_late_steps_and_device_copies_take_the_gradient_unrounded(tmp_path: Path) -> None:
+    """The bits of a step that ends during the next forward are those of one that doesn't; bytes are in test_tiers.py."""
+    expected = by_hand(0, 1, 2, {})
+    for update in ("host", "device"):
+        with played_by(FakeDevice()):
+            options = {**EVERYWHERE, "nvme": tmp_path, "update": update}
+            assert_trained_alike(compiled_run(0, 1, 2, options), expected, update)
