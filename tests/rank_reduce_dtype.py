@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiers import Sundry, compiled, words
+from tiers import Sundry, compiled, context_of, words
 from torch import nn
 from training import assert_same, whole_gradient
 
 import zinf_compile
-from zinf_compile.errors import StoreWarning
+from zinf_compile.errors import BudgetError, StoreWarning
 from zinf_compile.gradient import ShardedGradient
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
@@ -163,6 +165,46 @@ def table(rank: int, size: int, folder: str, rows: list[dict[str, Any]], micro_b
     return len(rows) * len(micro_batches)
 
 
+def train_within(options: Mapping[str, Any], cap: int, rank: int) -> None:
+    """Accumulate, clip and update twice; what is held never exceeds the cap."""
+    torch.compiler.reset()
+    gc.collect()
+    model = compiled(build(), {"compute": "fx", "master": "float32", "bucket": 512, "device_memory": cap, **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for micro in range(2):
+            loss = model(words(step, micro, rank))
+            context = context_of(model)
+            if not (step or micro):  # of other models, over the same ranks
+                context.ledger.forget_peaks()
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        zinf_compile.synchronize()
+        assert context.ledger.total()[1] <= cap, f"{options}: {context.ledger.peak()}"
+
+
+def smallest_cap(options: Mapping[str, Any], rank: int) -> int:
+    """Return the cap that errors come to name; it works, and one byte less doesn't."""
+    cap = 1
+    for _ in range(6):
+        try:
+            train_within(options, cap, rank)
+        except BudgetError as error:
+            named = re.findall(r"[Tt]he smallest(?: \w+)? that works is ([\d,]+)", str(error))
+        else:
+            break
+        assert named, "an error of a cap names one"
+        before, cap = cap, int(named[0].replace(",", ""))
+        assert cap > before
+    try:
+        train_within(options, cap - 1, rank)
+    except BudgetError:
+        return cap
+    raise AssertionError(f"{options}: {cap} is not the smallest")
+
+
 class Rows(nn.Module):
     """The gradient of each row is the input."""
 
@@ -267,6 +309,10 @@ def all_of_it(rank: int, size: int, folder: str) -> tuple[int, list[int]]:
     small_contributions(rank, size, folder)
     sent = scaled(rank, size)
     companions(rank, size)
+    chunks.PIECE_NUMEL = 4096  # of which one is more than the model: the caps differ by what gradients take
+    wide, narrow = (smallest_cap({**ROWS[0], "reduce_dtype": dtype}, rank) for dtype in (None, "bfloat16"))
+    assert wide > narrow
+    prepare()
     return table(rank, size, folder, ROWS[:2], [2]), sent
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ from rank_reduce_dtype import (
     build,
     by_hand,
     compiled_run,
+    smallest_cap,
     table,
 )
 from ranks import run_ranks
-from tiers import compiled, words
+from tiers import compiled, context_of, words
 from torch import nn
 
 import zinf_compile
+from zinf_compile.cli import schedule_hash
+from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
 from zinf_compile.gradient import ShardedGradient
 from zinf_compile.runtime import chunks
@@ -59,6 +64,27 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_on_several_ranks(ranks: int, tmp_path: Path) -> None:
     assert run_ranks(table, ranks, str(tmp_path), ROWS, [1, 3]) == [2 * len(ROWS)] * ranks
+
+
+@pytest.mark.parametrize("away", [{}, more({"grads": "nvme"}), EVERYWHERE], ids=lambda away: "+".join(away) or "none")
+def test_caps_hold_with_gradients_in_fp32(away: dict[str, Any], tmp_path: Path) -> None:
+    """What is held stays within the smallest cap that is named; the one of gradients in bf16 is smaller."""
+    options = {**away, "nvme": tmp_path} if away else {}
+    wide, narrow = (smallest_cap({**options, "reduce_dtype": dtype}, 0) for dtype in ("float32", "bfloat16"))
+    assert wide > narrow
+
+
+def test_gradients_take_four_bytes_an_element_and_the_first_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zinf_compile")
+    model = compiled(build(), {"master": "float32"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss = model(words(0, 0))
+    before = context_of(model).ledger.now()["grads"]  # of other models
+    loss.backward()
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert context_of(model).ledger.now()["grads"] - before == 4 * numel
+    optimizer.step()
+    assert f"gradients on the device ({4 * numel:,} B)" in caplog.text
 
 
 @ROUNDED
@@ -187,6 +213,49 @@ def test_inductor_reduces_in_fp32_too() -> None:
     for x in (1.0, SMALL):
         model(torch.full((3, 5), x, dtype=torch.bfloat16)).backward()
     assert model.weight.grad.float().full_tensor().unique().tolist() == [1 + SMALL]
+
+
+def short_mlp() -> tuple[nn.Module, torch.Tensor]:
+    """Return what `zinf dump` takes: bf16, but for a bias in fp32."""
+    model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.ReLU(), nn.Linear(48, 12, bias=False)).bfloat16()
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.bias = model, nn.Parameter(torch.zeros(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layers(x) + self.bias
+            return out
+
+    return Called(), torch.zeros(5, 24, dtype=torch.bfloat16)
+
+
+def test_the_dump_shows_the_type_on_the_wire_and_its_bytes() -> None:
+    options = {"compute": "fx", "bucket": "4KiB", "grads": "nvme", "nvme": "/no/such/folder"}
+    plain, wide = (trace(short_mlp, options={**options, **others}, world_size=4) for others in ({}, {"master": "float32"}))
+    assert schedule_hash(plain) != schedule_hash(wide)
+    backward = wide[1]
+    shown = re.findall(r"reduce_scatter\((.*)\) +# (\S+) ([\d,]+) B", backward.text)
+    assert {(name, size) for _, name, size in shown} == {
+        ("layers.0.weight", "4,608"),
+        ("layers.2.weight", "2,304"),
+        ("bias", "48"),
+    }
+    assert {name: "dtype=torch.float32" in arguments for arguments, name, _ in shown} == {
+        "layers.0.weight": True,
+        "layers.2.weight": True,
+        "bias": False,  # is in fp32 itself, and goes with the others
+    }
+    reductions = [c for c in backward.collectives if c.operator == "reduce_scatter"]
+    assert {(c.unit.name, c.dtype, c.bytes, c.moved) for c in reductions} == {
+        ("layers.0.weight", torch.float32, 4608, 3 * 1152),
+        ("layers.2.weight", torch.float32, 2304, 3 * 576),
+        ("bias", torch.float32, 48, 3 * 12),
+    }
+    assert len({c.group for c in reductions}) == 2, "buckets of 4 KiB are filled by what travels"
+    assert {(s.unit.name, s.moved) for s in backward.swaps} == {("layers.0.weight", 1152), ("layers.2.weight", 576), ("bias", 12)}
+    assert "[48, 24] bfloat16 as float32" in "\n".join(backward.program.sequence)
 
 
 @pytest.mark.parametrize("given", ["float23", 32, "int32", torch.int8, True])

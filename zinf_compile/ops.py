@@ -7,14 +7,15 @@
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
 | `zinf::gather_rows(unit, indices, src)`   | the rows of the unit that are named, from shards of all ranks              |
-| `zinf::reduce_scatter(grad, unit, group, dtype=)` | full gradient -> averaged shard; starts it, as a gradient handle   |
+| `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
 | `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
-it; a gradient is cast to its `dtype`, mostly a wider one, which is then that of its shard. Handles and results have the logical
-shape of the parameter, so that the graph type-checks as if nothing were partitioned.
+it. `reduce_scatter(..., dtype=)` casts a gradient before it travels, mostly to a wider type, which is then that of its shard;
+its result shows the parameter's all the same. Handles and results have the logical shape of the parameter, so that the graph
+type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
 stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
