@@ -217,7 +217,8 @@ def test_inductor_reduces_in_fp32_too() -> None:
 
 def short_mlp() -> tuple[nn.Module, torch.Tensor]:
     """Return what `zinf dump` takes: bf16, but for a bias in fp32."""
-    model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.ReLU(), nn.Linear(48, 12, bias=False)).bfloat16()
+    layers = [nn.Linear(*sizes, bias=False, dtype=torch.bfloat16) for sizes in ((24, 48), (48, 12))]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1])
 
     class Called(nn.Module):
         def __init__(self) -> None:
