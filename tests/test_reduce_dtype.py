@@ -66,7 +66,7 @@ def test_on_several_ranks(ranks: int, tmp_path: Path) -> None:
     assert run_ranks(table, ranks, str(tmp_path), ROWS, [1, 3]) == [2 * len(ROWS)] * ranks
 
 
-@pytest.mark.parametrize("away", [{}, more({"grads": "nvme"}), EVERYWHERE], ids=lambda away: "+".join(away) or "none")
+@pytest.mark.parametrize("away", [{}, EVERYWHERE], ids=lambda away: "+".join(away) or "none")
 def test_caps_hold_with_gradients_in_fp32(away: dict[str, Any], tmp_path: Path) -> None:
     """What is held stays within the smallest cap that is named; the one of gradients in bf16 is smaller."""
     options = {**away, "nvme": tmp_path} if away else {}

@@ -93,7 +93,8 @@ class Resident:
     """Of one chunk during a step."""
     slot_host: int
     later: int
-    """On the device, of what isn't known before the first step: a guess, Adam's two states of each and a second gradient."""
+    """On the device, of what isn't known before the first step: a guess, Adam's two states of each, a master copy where there is
+    one, and a second gradient."""
     later_host: int
     """The same, in host memory beside it."""
 
@@ -110,8 +111,9 @@ def measure_resident(
     largest = total = 0
     for slot in slots:
         shard = math.ceil(slot.numel / size)
-        own = () if slot.index in held else ((placement.params, slot.dtype),)
-        reduced = ((placement.grads, placement.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
+        place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+        own = () if slot.index in held else ((place.params, slot.dtype),)
+        reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
         for tier, dtype in (*own, *reduced):
             if tier != "nvme":
                 sides["device" if unified else tier] += shard * dtype.itemsize
@@ -128,8 +130,10 @@ def measure_resident(
     later = {"device": 0, "host": 0}
     for slot in slots:
         if slot.requires_grad:
-            second = placement.reduce_dtype_of(slot.dtype).itemsize
-            for size_of_one, tier in ((2 * slot.dtype.itemsize, placement.optimizer), (second, placement.grads)):
+            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            master, second = place.master_of(slot.dtype), place.reduce_dtype_of(slot.dtype).itemsize
+            states = 2 * slot.dtype.itemsize if master is None else 3 * master.itemsize
+            for size_of_one, tier in ((states, place.optimizer), (second, place.grads)):
                 if tier != "nvme":
                     later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
     return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
