@@ -127,6 +127,7 @@ def _zinf(settings: Settings) -> Step:
 
     places = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
     options: dict[str, Any] = {**places, "nvme": settings["folder"], "master": "float32", "device_memory": settings["cap"] // 3}
+    options["reduce_dtype"] = "bfloat16"  # as FSDP2's policy above has it
     with torch.device("meta"):
         model = _gpt(settings).to(torch.bfloat16)
     zinf_compile.partition(model, init=small, **options)

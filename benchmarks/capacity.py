@@ -11,7 +11,8 @@ A run is three steps on one batch of one sequence of 128 tokens, whose loss must
 children hold (PSS: shared pages by share, added up 20 times a second) stays within the cap, which is also its RLIMIT_DATA, and
 if no more than 1 % of what is on the drive is in the page cache too. The size is found by bisection: widths in steps of 64 or
 `--step`, layers in proportion (26 of width 3072), a tied vocabulary of 50,257. All compute in bf16 and update in fp32: eager
-PyTorch by autocast, FSDP2 by its mixed precision, DeepSpeed by its "bf16", this backend by `master="float32"`.
+PyTorch by autocast, FSDP2 by its mixed precision, DeepSpeed by its "bf16", this backend by `master="float32"`
+with gradients reduced and kept in bf16, as FSDP2's are.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def unit_of(node: fx.Node) -> Slot:
 
 
 def wire_type(node: fx.Node) -> torch.dtype:
-    """Return the data type in which a schedule operator moves its unit and holds it whole: the unit's, or a narrower one."""
+    """Return the data type in which a schedule operator moves its unit, and holds it whole: the unit's, or what it is cast to."""
     source = node
     while source.target in (ops.wait, ops.release, ops.swap_out):
         source = source.args[0]  # type: ignore[assignment]

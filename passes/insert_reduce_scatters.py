@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -9,7 +11,7 @@ from zinf_compile import ops
 from zinf_compile._torch import gradient_outputs
 
 from .emit import Emitter
-from .facts import parameters, slot_of
+from .facts import parameters, slot_of, unit_of
 from .tile_forms import emit_tile
 
 
@@ -18,6 +20,8 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 
         before:  y = mm(w, x);  t = t(x);  dw = mm(dy, t);                               return [y, dw, None]
         after:   y = mm(w, x);  t = t(x);  dw = mm(dy, t);  s = reduce_scatter(dw, w);   return [y, s, None]
+
+    With `dtype=` where it is reduced in another type than the parameter's.
 
     On the joint graph, before the cut: the use of `w` makes the partitioner carry the hollow parameter, which costs nothing,
     into the backward, also where the gradient's formula doesn't need its value (biases, the first layer).
@@ -41,7 +45,9 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
-    shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), name="shard")
+    dtype = unit_of(unit).reduced_in
+    kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), kwargs, name="shard")
     shard.meta["val"] = torch.empty_like(grad.meta["val"])
     shard.meta["partitioner_tag"] = "is_backward"
     return shard

@@ -188,7 +188,8 @@ def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownershi
         return Wait(at(nodes[0], 0), register[nodes[0]])
     if kind == "release":
         return Release(at(nodes[0], 0))
-    return Reduce(group_of(nodes[0]), tuple((at(n, 0), at(n, 1), register[n], ownership.of(n)) for n in nodes))
+    members = tuple((at(n, 0), at(n, 1), register[n], ownership.of(n)) for n in nodes)
+    return Reduce(group_of(nodes[0]), members, wire_type(nodes[0]))
 
 
 class _Ownership:

@@ -33,8 +33,10 @@ class Needs:
     """The most by which a unit's own type is wider than its gather's; a shard that is swapped in arrives in its own."""
     cast: int
     """The largest that is gathered in a narrower type, in that: on a single rank both are there while it is cast."""
+    converted: int
+    """The most bytes of gradients, in their own type, that are cast together to that in which they are reduced."""
     left: int
-    """The most bytes of gradients that one stretch of compute leaves behind."""
+    """The most bytes of gradients that one stretch of compute leaves behind, while they are cast in both types."""
     reduced: int
     """The same with the last transfer of the stretch before, which may still be under way."""
 
@@ -44,18 +46,21 @@ def measure_needs(graph: fx.Graph) -> Needs:
     gathered, where = peak_gathered_bytes(graph)
     largest = next((unit_of(node).name for node in graph.nodes if node.name == where), "")
     last_group = ops.LONE_GROUP
-    left = reduced = together = under_way = last = 0
+    left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
         if node.target is ops.reduce_scatter:
             if not together:
                 under_way = last
-            together += wire_bytes(node)
+            own = unit_of(node).bytes if wire_type(node) != unit_of(node).dtype else 0
+            together += wire_bytes(node) + own
+            converting += own
+            converted = max(converted, converting)
             group = group_of(node)
             last = last + wire_bytes(node) if group == last_group != ops.LONE_GROUP else wire_bytes(node)
             last_group = group
             left, reduced = max(left, together), max(reduced, together + under_way)
         elif node.target not in ops.SCHEDULE_OPS:
-            together = 0
+            together = converting = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
     narrow = [wire_bytes(node) for node in gathers if wire_type(node) != unit_of(node).dtype]
     widening = max((unit_of(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
@@ -66,6 +71,7 @@ def measure_needs(graph: fx.Graph) -> Needs:
         narrowed=bool(narrow),
         widening=widening,
         cast=max(narrow, default=0),
+        converted=converted,
         left=left,
         reduced=reduced,
     )

@@ -10,7 +10,6 @@ from zinf_compile.errors import IllegalGraphError
 
 from .alias import METADATA_OPS, alias_closure
 from .facts import (
-    fake_value,
     gather_started_by,
     group_of,
     hop_of,
@@ -18,6 +17,7 @@ from .facts import (
     parameters,
     positions,
     slot_of,
+    wire_type,
 )
 
 _TIERS = ("nvme", "host", "device")
@@ -103,8 +103,11 @@ def _check_gather(node: fx.Node, broken: list[str]) -> None:
 
 
 def _check_reduction(node: fx.Node, broken: list[str]) -> None:
-    if slot_of(node.args[1]) is None:  # type: ignore[arg-type]
+    slot = slot_of(node.args[1])  # type: ignore[arg-type]
+    if slot is None:
         broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
+    elif wire_type(node) != slot.reduce_dtype:
+        broken.append(f"{node.name} reduces a gradient of {slot.name} in {wire_type(node)}, not in {slot.reduce_dtype}")
     _check_leaves(node, "device", broken)
 
 
@@ -172,8 +175,8 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
         if previous is not None and group_of(previous) == group:
             if previous is not node.prev:
                 broken.append(f"{node.name} stands apart from its group {group}")
-            if node.target is not ops.swap_in and fake_value(previous).dtype != fake_value(node).dtype:
-                broken.append(f"{node.name} is of {fake_value(node).dtype}, others of its group {group} aren't")
+            if node.target is not ops.swap_in and wire_type(previous) != wire_type(node):
+                broken.append(f"{node.name} is of {wire_type(node)}, others of its group {group} aren't")
         elif (kind, group) in closed:
             broken.append(f"{node.name} belongs to group {group}, which was already issued")
         closed.add((kind, group))

@@ -191,27 +191,22 @@ def _start_reduce(
     together = [_together(u, tiled, leaves_for) if isinstance(u, Tile) else None for u in members]
     if context.size == 1:
         for unit, whole, (grad, _, out, sight) in zip(members, together, step.members, strict=True):
-            value = registers[grad]
             if whole is not None and whole.stays:
-                shard = whole.room(unit, value.dtype)  # type: ignore[arg-type]
+                value, shard = registers[grad], whole.room(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
                     shard.copy_(unit.flat(value))
+                del value
             else:
-                shard = _own(unit.flat(value), value, copy=sight != Sight.NOBODY)
+                shard = _take_gradient(registers, grad, unit, step.dtype, sight, copy=sight != Sight.NOBODY)
                 context.ledger.track("grads", shard)
             registers[out] = _Reduced(unit, shard, _DONE, whole)
         return
-    grads = [
-        _own(unit.flat(registers[grad]), registers[grad], copy=sight == Sight.CALLER)
-        for unit, (grad, _, _, sight) in zip(members, step.members, strict=True)
-    ]
+    grads = _full_gradients(step, members, registers, context)
     shards = [
         grad.new_empty(unit.shard_numel) if whole is None else whole.room(unit, grad.dtype)  # type: ignore[arg-type]
         for unit, grad, whole in zip(members, grads, together, strict=True)
     ]
     parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
-    for full in grads:
-        context.ledger.track("staged", full)
     held = sum(full.nbytes for full in grads)
     count = (context.size - 1) * sum(shard.nbytes for shard in shards)
 
@@ -226,7 +221,6 @@ def _start_reduce(
             context.gradient_room.leave(held)
 
     with context.meter.waiting():
-        context.gradient_room.enter(held)
         try:
             pending = context.start(context.reduce_lane, reduce)
         except BaseException:  # an interrupt while the lane is busy
@@ -243,11 +237,45 @@ def _start_reduce(
         registers[out] = _Reduced(unit, shard, reduction, whole)
 
 
+def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:
+    """Return what a reduction sends, flat and in its type, once there is room for it on the way; that room is taken."""
+    held = sum(unit.numel for unit in members) * step.dtype.itemsize
+    values = [registers[grad] for grad, *_ in step.members]
+    converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast
+    del values
+    with context.meter.waiting():
+        context.gradient_room.enter(held + converted)
+    grads: list[torch.Tensor] = []
+    try:
+        for unit, (grad, _, _, sight) in zip(members, step.members, strict=True):
+            grads.append(_take_gradient(registers, grad, unit, step.dtype, sight, copy=sight == Sight.CALLER))
+            context.ledger.track("staged", grads[-1])
+    except BaseException:
+        context.gradient_room.leave(held)
+        raise
+    finally:
+        if converted:
+            context.gradient_room.leave(converted)
+    return grads
+
+
+def _take_gradient(
+    registers: list[Any], register: int, unit: Unit | Tile, dtype: torch.dtype, sight: Sight, *, copy: bool
+) -> torch.Tensor:
+    """Return a gradient flat and in `dtype`; what was cast is dropped, where nobody else sees it."""
+    value = registers[register]
+    if value.dtype == dtype:
+        return _own(unit.flat(value), value, copy=copy)
+    if sight == Sight.NOBODY:
+        registers[register] = None
+    return unit.flat(value).to(dtype)
+
+
 def _room(tile: Unit | Tile, context: Context, tiled: dict[Unit, TileGradients], leaves_for: Collection[str]) -> torch.Tensor:
-    """Return memory for a tile's gradient: where it will stay, if it is as it is reduced."""
+    """Return memory for a tile's gradient: where it will stay, if it is as it is reduced, and in that type."""
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
     whole = _together(tile, tiled, leaves_for)
-    if context.size == 1 and whole.stays:
+    if context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
         return tile.logical(whole.room(tile, tile.dtype))
     return torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
 

@@ -14,7 +14,7 @@ from .context import Context
 from .gradient_room import GradientShelves
 from .home import DriveHome, Home, HostHome
 from .partition import shard_numel
-from .placement import ON_DEVICE, Placement
+from .placement import Placement
 from .shelf import Shelf, ShelfPlace
 from .unit import Unit, make_shards
 
@@ -24,8 +24,8 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
 
     Raises `OptionError` where one would be cut into more tiles than a graph should have.
 
-    A parameter without dimensions, or without elements, stays on the device whatever the placement says; the former is updated in
-    the precision that it says.
+    A parameter without dimensions, or without elements, stays on the device whatever the placement says, see
+    `Placement.of_parameter`.
     """
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
     tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
@@ -40,11 +40,10 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
     home_of = [next(in_order) if moves else (None, None) for moves in moving]
     staying = [p for (p, _), (home, _) in zip(parameters, home_of, strict=True) if home is None]
     shards = iter(make_shards(staying, context))
-    staying_put = dataclasses.replace(ON_DEVICE, master=placement.master)
     units = []
-    for (parameter, name), (home, room), moves, boxes in zip(parameters, home_of, moving, tiles, strict=True):
+    for (parameter, name), (home, room), boxes in zip(parameters, home_of, tiles, strict=True):
         shard = next(shards) if home is None else None
-        own = placement if moves else staying_put if parameter.numel() else ON_DEVICE
+        own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
         unit = Unit(parameter, shard, name=name, context=context, placement=own, home=home, tiles=boxes)
         unit.gradient_room = room
         units.append(unit)
@@ -72,7 +71,7 @@ def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Place
 def _make_rooms(
     parameters: Sequence[tuple[torch.Tensor, ShelfPlace]], context: Context, placement: Placement
 ) -> list[tuple[GradientShelves, int]] | list[None]:
-    trained = [place for p, place in parameters if p.requires_grad]
+    trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
     shelves = GradientShelves(placement.nvme, trained, context.engine, context.meter, context.staging)

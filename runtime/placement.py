@@ -21,6 +21,8 @@ class Placement:
     """Folders on drives; states are striped over several."""
     master: torch.dtype | None = None
     """The precision in which 16-bit parameters are updated, in a copy kept with the optimizer's states; None: their own."""
+    reduce_dtype: torch.dtype | None = None
+    """The type of gradients between ranks and until the step; None: the master copy's, or else the parameter's own."""
     update: str | None = None
     """Where parameters are updated, "host" or "device"; None: where the optimizer's states live."""
 
@@ -35,6 +37,21 @@ class Placement:
     def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the type of the copy in which a parameter of type `dtype` is updated; None where it is updated itself."""
         return self.master if dtype in (torch.bfloat16, torch.float16) else None
+
+    def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which gradients of a parameter of type `dtype` are reduced over ranks, added up and kept."""
+        if not dtype.is_floating_point:
+            return dtype
+        return self.reduce_dtype or self.master_of(dtype) or dtype
+
+    def of_parameter(self, *, dim: int, numel: int) -> Placement:
+        """Return where the states of one parameter live: one without dimensions, or without elements, stays on the device.
+
+        The former is updated, and its gradient reduced, in the types that are said here.
+        """
+        if dim and numel:
+            return self
+        return dataclasses.replace(ON_DEVICE, master=self.master, reduce_dtype=self.reduce_dtype) if numel else ON_DEVICE
 
     def streams_values(self, *, unified: bool) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""

@@ -49,6 +49,11 @@ class Tile(Dense):
         return self.unit.placement
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """See `Unit.reduce_dtype`."""
+        return self.unit.reduce_dtype
+
+    @property
     def home(self) -> Home | None:
         """See `Unit.home`; the home of all tiles."""
         return self.unit.home

@@ -86,6 +86,11 @@ class Unit(Dense):
         return shard_numel(self.numel, self.context.size)
 
     @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The type in which its gradient is reduced over ranks, added up and kept until the step."""
+        return self.placement.reduce_dtype_of(self.dtype)
+
+    @property
     def cuts(self) -> tuple[int, ...]:
         """Where in the shard a tile's ends and the next one's begins."""
         return tuple(stretch.place for stretch in self.stretches[1:])

@@ -38,21 +38,26 @@ def train_everywhere(
     updates: Sequence[str | None] = (None,),
     piece_numel: int = 96,
     master: str | None = None,
+    reduced: torch.dtype | None = None,
+    placements: Sequence[Placement] = PLACEMENTS,
 ) -> int:
     """Train with all combinations on a device with memory of its own; return their number.
 
     Raises where one has other bits than all on the device has, or moved another number of bytes than it needs.
     """
     _prepare(piece_numel)
-    expected = _train(rank, {"compute": compute, "master": master}, Meter(None), None, dtype, steps)
+    others = {"compute": compute, "master": master, "reduce_dtype": reduced}
+    expected = _train(rank, others, Meter(None), None, dtype, steps)
     with played_by(FakeDevice()) as device:
         meter = Meter(device)
-        for placement in PLACEMENTS:
+        for placement in placements:
             for update in updates:
-                needed = Needed(placement, update=update, unified=False, ranks=size, dtype=dtype, master=bool(master))
-                options = options_for(placement, folder, compute=compute, update=update, master=master)
+                needed = Needed(
+                    placement, update=update, unified=False, ranks=size, dtype=dtype, master=bool(master), reduced=reduced
+                )
+                options = options_for(placement, folder, update=update, **others)
                 _check(placement, update, _train(rank, options, meter, needed, dtype, steps), expected)
-    return len(PLACEMENTS) * len(updates)
+    return len(placements) * len(updates)
 
 
 def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, steps: int) -> int:

@@ -36,11 +36,24 @@ def test_the_bits_of_all_on_the_device(dtype: torch.dtype, compute: str, ranks: 
 
 @pytest.mark.slow
 @pytest.mark.tiers
-@pytest.mark.parametrize(("dtype", "master"), [(FLOAT, None), (BRAIN, "float32")], ids=["fp32", "bf16"])
-def test_wherever_parameters_are_updated(dtype: torch.dtype, master: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "master", "reduced", "ranks"),
+    [(FLOAT, None, None, 1), (BRAIN, "float32", None, 1), (BRAIN, "float32", None, 2), (FLOAT, None, BRAIN, 2)],
+    ids=["fp32", "bf16", "bf16 on two ranks", "fp32 reduced in bf16"],
+)
+def test_wherever_parameters_are_updated(
+    dtype: torch.dtype, master: str | None, reduced: torch.dtype | None, ranks: int, tmp_path: Path
+) -> None:
     """Three chunks of two pieces: what is in memory is never read again."""
-    (count,) = run_ranks(train_everywhere, 1, str(tmp_path), dtype, "fx", 3, ("host", "device"), 8192, master)
-    assert count == 2 * len(PLACEMENTS)
+    counts = run_ranks(train_everywhere, ranks, str(tmp_path), dtype, "fx", 3, ("host", "device"), 8192, master, reduced)
+    assert counts == [2 * len(PLACEMENTS)] * ranks
+
+
+def test_the_bytes_of_gradients_in_fp32(tmp_path: Path) -> None:
+    """A few of the placements, in this process; all of them above."""
+    few = [("nvme", "nvme", "nvme"), ("host", "nvme", "host"), ("device", "host", "device")]
+    options = (str(tmp_path), BRAIN, "fx", 2, (None, "device"), 96, "float32", None, few)
+    assert train_everywhere(0, 1, *options) == 2 * len(few)
 
 
 @pytest.mark.slow

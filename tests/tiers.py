@@ -160,7 +160,15 @@ class Needed:
     """What training `Sundry` must move, from the sizes of its parameters alone; of one rank."""
 
     def __init__(
-        self, placement: Placement, *, update: str | None, unified: bool, ranks: int, dtype: torch.dtype, master: bool = False
+        self,
+        placement: Placement,
+        *,
+        update: str | None,
+        unified: bool,
+        ranks: int,
+        dtype: torch.dtype,
+        master: bool = False,
+        reduced: torch.dtype | None = None,
     ) -> None:
         self.params, self.grads, self.states = placement
         self.unified = unified
@@ -169,13 +177,14 @@ class Needed:
         """A step may still be under way when the next forward begins."""
         self.element = dtype.itemsize
         self.state = torch.float32.itemsize if master else self.element
+        self.reduced = self.state if reduced is None else reduced.itemsize
         self.count = STATES + master
         model = sundry()
         self.numel = {name: -(-p.numel() // ranks) for name, p in model.named_parameters()}
 
     def partitioning(self) -> Traffic:
         """Each shard goes to its home, frozen ones too."""
-        return sum((self._leaves(name, self.params) for name in FORWARD), Traffic())
+        return sum((self._leaves(name, self.params, self.element) for name in FORWARD), Traffic())
 
     def gathers(self) -> Traffic:
         """A forward and a backward bring what they use."""
@@ -183,53 +192,52 @@ class Needed:
 
     def gradients(self) -> Traffic:
         """A backward brings each gradient to its tier."""
-        return sum((self._leaves(name, self.grads) for name in TRAINED), Traffic())
+        return sum((self._leaves(name, self.grads, self.reduced) for name in TRAINED), Traffic())
 
     def accumulating(self) -> Traffic:
         """A gradient is added to another: both are read and the sum is written; host memory is next to them."""
         if self.grads != "nvme":
             return Traffic()
-        return Traffic(read=2 * self._on_drive(), written=self._on_drive())
+        return Traffic(read=2 * self._on_drive(self.reduced), written=self._on_drive(self.reduced))
 
     def norm(self) -> Traffic:
         """The norm reads each gradient."""
-        return Traffic(read=self._on_drive()) if self.grads == "nvme" else Traffic()
+        return Traffic(read=self._on_drive(self.reduced)) if self.grads == "nvme" else Traffic()
 
     def step(self, *, first: bool) -> Traffic:
         """Values go and come back, gradients go, states go and come back: all that isn't where it is updated."""
-        values = self._goes(self.params) + self._returns(self.params)
-        gradients = self._goes(self.grads)
+        values = self._goes(self.params, self.element) + self._returns(self.params, self.element)
+        gradients = self._goes(self.grads, self.reduced)
         if self.states == "nvme":
             states = self._streamed_states(first=first)
         else:
-            states = self._returns(self.states) + (Traffic() if first else self._goes(self.states))
+            states = self._returns(self.states, self.state) + (Traffic() if first else self._goes(self.states, self.state))
             states = states * self.count
-            states = Traffic(to_device=states.to_device, to_host=states.to_host) * (self.state // self.element)
         return values + gradients + states
 
     def micro_batches(self, count: int) -> Traffic:
         """The forwards and backwards before a step, and its clipping."""
         return (self.gathers() + self.gradients()) * count + self.accumulating() * (count - 1) + self.norm()
 
-    def _leaves(self, name: str, tier: str) -> Traffic:
-        size = self.numel[name] * self.element
+    def _leaves(self, name: str, tier: str, element: int) -> Traffic:
+        size = self.numel[name] * element
         to_host = 0 if self.unified or tier == "device" else size
-        return Traffic(written=self._extents(self.numel[name]) if tier == "nvme" else 0, to_host=to_host)
+        return Traffic(written=self._extents(self.numel[name], element) if tier == "nvme" else 0, to_host=to_host)
 
     def _comes(self, name: str, tier: str) -> Traffic:
-        leaving = self._leaves(name, tier)
+        leaving = self._leaves(name, tier, self.element)
         return Traffic(read=leaving.written, to_device=leaving.to_host)
 
-    def _goes(self, tier: str) -> Traffic:
-        size = 0 if self.unified else sum(self.numel[name] for name in TRAINED) * self.element
+    def _goes(self, tier: str, element: int) -> Traffic:
+        size = 0 if self.unified else sum(self.numel[name] for name in TRAINED) * element
         return Traffic(
-            read=self._on_drive() if tier == "nvme" else 0,
+            read=self._on_drive(element) if tier == "nvme" else 0,
             to_device=size if self.on_device and tier != "device" else 0,
             to_host=size if not self.on_device and tier == "device" else 0,
         )
 
-    def _returns(self, tier: str) -> Traffic:
-        going = self._goes(tier)
+    def _returns(self, tier: str, element: int) -> Traffic:
+        going = self._goes(tier, element)
         return Traffic(written=going.read, to_device=going.to_host, to_host=going.to_device)
 
     def _streamed_states(self, *, first: bool) -> Traffic:
@@ -264,10 +272,10 @@ class Needed:
                     made.append(room)
         return made
 
-    def _on_drive(self) -> int:
-        return sum(self._extents(self.numel[name]) for name in TRAINED)
+    def _on_drive(self, element: int) -> int:
+        return sum(self._extents(self.numel[name], element) for name in TRAINED)
 
-    def _extents(self, numel: int) -> int:
+    def _extents(self, numel: int, element: int) -> int:
         """Return what a shard takes on a drive: each piece begins and ends at a page."""
-        sizes = [min(chunks.PIECE_NUMEL, numel - start) * self.element for start in range(0, numel, chunks.PIECE_NUMEL)]
+        sizes = [min(chunks.PIECE_NUMEL, numel - start) * element for start in range(0, numel, chunks.PIECE_NUMEL)]
         return sum(-(-size // PAGE) * PAGE for size in sizes)

@@ -111,6 +111,12 @@ class Binder:
                         f"{len(slot.tiles)}: several models with different option tile or device_memory each need "
                         "model.compile(backend=...) of their own"
                     )
+                elif slot.requires_grad and unit.reduce_dtype != slot.reduce_dtype:
+                    raise PartitionedParameterError(
+                        f"gradients of parameter {slot.name} are kept in {unit.reduce_dtype}, but this graph was compiled to "
+                        f"reduce them in {slot.reduce_dtype}: several models with different option reduce_dtype or master each "
+                        "need model.compile(backend=...) of their own"
+                    )
                 else:
                     units[r] = unit
         return units, fresh
@@ -171,7 +177,7 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
             hollow_out(parameter, unit)
             stop_averaging(parameter)
     context.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
-    average_the_rest([parameter for parameter, _ in distinct], context)
+    average_the_rest([parameter for parameter, _ in distinct], context, placement)
 
 
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:

@@ -102,7 +102,8 @@ class Resident:
     """Of one chunk during a step."""
     slot_host: int
     later: int
-    """On the device, of what isn't known before the first step: a guess, Adam's two states of each and a second gradient."""
+    """On the device, of what isn't known before the first step: a guess, Adam's two states of each, a master copy where there is
+    one, and a second gradient."""
     later_host: int
     """The same, in host memory beside it."""
 
@@ -119,10 +120,12 @@ def measure_resident(
     largest = total = 0
     for slot in slots:
         shard = math.ceil(slot.numel / size)
-        own = () if slot.index in held else (placement.params,)
-        for tier in (*own, *((placement.grads,) if slot.requires_grad else ())):
+        place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+        own = () if slot.index in held else ((place.params, slot.dtype),)
+        reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
+        for tier, dtype in (*own, *reduced):
             if tier != "nvme":
-                sides["device" if unified else tier] += shard * slot.dtype.itemsize
+                sides["device" if unified else tier] += shard * dtype.itemsize
         if slot.requires_grad:
             largest = max(largest, min(shard, chunks.PIECE_NUMEL))
             total += -(-shard // chunks.ALIGN) * chunks.ALIGN
@@ -134,10 +137,14 @@ def measure_resident(
     for side in range(2):
         rooms[side] = 4 * numel * (values[side] + (gradients[side] or brought[side]) + 2 * kept[side])
     later = {"device": 0, "host": 0}
-    trained = sum(math.ceil(s.numel / size) * s.dtype.itemsize for s in slots if s.requires_grad)
-    for count, tier in ((2, placement.optimizer), (1, placement.grads)):
-        if tier != "nvme":
-            later["device" if unified else tier] += count * trained
+    for slot in slots:
+        if slot.requires_grad:
+            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            master, second = place.master_of(slot.dtype), place.reduce_dtype_of(slot.dtype).itemsize
+            states = 2 * slot.dtype.itemsize if master is None else 3 * master.itemsize
+            for size_of_one, tier in ((states, place.optimizer), (second, place.grads)):
+                if tier != "nvme":
+                    later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
     return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
 
 
@@ -251,6 +258,7 @@ class GraphBudget:
         context, resident, size = self._context, self._resident, self._context.size
         needs = measure_needs(graph)
         reduced, left = (self._on_their_way(gradients) for gradients in (needs.reduced, needs.left))
+        converted = 0 if reduced else needs.converted  # in `reduced`, where there is any
         widening = needs.widening if self._swapped else 1.0
         full = math.ceil(needs.gathered * widening)  # in the units' own types, in which shards arrive
         share = max(1.0, 1 / widening + 1 / size) if self._swapped and size > 1 else 1.0  # a shard stays until it is gathered
@@ -258,7 +266,7 @@ class GraphBudget:
         looked_up = needs.rows if size > 1 or self._swapped else 0
         gathered = math.ceil(full * share) + cast if size > 1 or self._swapped or needs.narrowed else 0
         from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
-        device = self._check_device(gathered + looked_up, reduced, needs.largest)
+        device = self._check_device(gathered + looked_up, reduced + converted, needs.largest)
         host = self._check_host(math.ceil((full + looked_up) * from_drive), self._passage.leaving if needs.left else 0)
         standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self._measuring:

@@ -74,7 +74,10 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
 def cut_into_tiles(
     captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, anew: bool = False
 ) -> Captured:
-    """Say of each parameter into which tiles it is cut, or will be when it is partitioned; `anew`: or would be if it were not."""
+    """Say of each parameter into which tiles it is cut and in which type its gradient is reduced, or will be when partitioned.
+
+    `anew`: or would be if it were not.
+    """
     slots = {}
     for index, slot in captured.slots.items():
         unit, parameter = unit_of(inputs[index]), inputs[index]
@@ -82,9 +85,11 @@ def cut_into_tiles(
         if unit is None or anew:
             with no_torch_function():
                 tiles = cut_parameter(parameter, slot.name, placement.tile, world_size)
+            own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            reduced_in = own.reduce_dtype_of(slot.dtype)
         else:
-            tiles = unit.boxes
-        slots[index] = dataclasses.replace(slot, tiles=tiles)
+            tiles, reduced_in = unit.boxes, unit.reduce_dtype
+        slots[index] = dataclasses.replace(slot, tiles=tiles, reduced_in=reduced_in if reduced_in != slot.dtype else None)
     return dataclasses.replace(captured, slots=slots)
 
 

@@ -58,5 +58,5 @@ def _columns(unit: Unit, states: Kept, mover: Mover, tier: str) -> dict[str, Col
     columns = {name: Column(dtype, *mover.needs(tier)) for name, dtype in states.items()}
     columns[VALUE] = Column(unit.dtype, *mover.needs("device" if unit.home is None else unit.home.tier))
     sides = [mover.needs(where) for where in {"device", unit.placement.grads}]  # a user's own gradient is on the device
-    columns[GRADIENT] = Column(unit.dtype, any(host for host, _ in sides), any(device for _, device in sides))
+    columns[GRADIENT] = Column(unit.reduce_dtype, any(host for host, _ in sides), any(device for _, device in sides))
     return columns

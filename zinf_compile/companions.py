@@ -18,16 +18,18 @@ from torch import nn
 from .errors import RankMismatchError
 from .parameter import ShardedParameter
 from .runtime.context import Context
+from .runtime.placement import Placement
 
 _averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose other parameters are being averaged."""
 
 
-def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context) -> None:
+def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context, placement: Placement) -> None:
     """Average from now on the gradients of every other parameter of the models that `partitioned` belong to.
 
     A parameter partitioned later is averaged by its graph instead. Nothing is sent here: which module holds a parameter is
-    looked up in the process, and each rank finds the same.
+    looked up in the process, and each rank finds the same. They are added up as those of partitioned ones are, in the type that
+    `placement` says, and come back in their own.
     """
     known = {id(parameter) for model in list(_averaged) for parameter in model.parameters()}
     if context.size == 1 or all(id(parameter) in known for parameter in partitioned):
@@ -36,7 +38,7 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context) -> N
         _averaged.add(model)
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, ShardedParameter) and parameter.requires_grad and not is_averaged(parameter):
-                average = _Average(parameter, name, context)
+                average = _Average(parameter, name, context, placement.reduce_dtype_of(parameter.dtype))
                 parameter._zinf_average = parameter.register_hook(average)  # type: ignore[attr-defined]
 
 
@@ -55,16 +57,17 @@ def is_averaged(parameter: torch.Tensor) -> bool:
 class _Average:
     """A gradient hook: the mean over the ranks, summed in rank order."""
 
-    def __init__(self, parameter: nn.Parameter, name: str, context: Context) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, context: Context, dtype: torch.dtype) -> None:
         self._parameter = weakref.ref(parameter)
         self._name = name
         self._context = context
+        self._dtype = dtype
         self._compared = False
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         context, parameter = self._context, self._parameter()
         what = f"averaging the gradient of {self._name}, which no compiled graph uses"
-        context.agree([f"{self._name} {list(grad.shape)} {grad.dtype}"], what=what)
+        context.agree([f"{self._name} {list(grad.shape)} {grad.dtype} in {self._dtype}"], what=what)
         if not self._compared and parameter is not None:
             self._compared = True
             try:
@@ -75,9 +78,9 @@ class _Average:
                     "differ between the ranks: seed all ranks alike before building the model (or load the same values), or "
                     f"compile all of the model. {error}"
                 ) from None
-        mean = grad.detach().clone(memory_format=torch.contiguous_format)
+        mean = grad.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
         context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
-        return mean
+        return mean.to(grad.dtype)
 
 
 def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:

@@ -34,6 +34,9 @@ _UNITS = {
 _LEAST_TILE = 1 << 20
 """Where `device_memory` decides: smaller ones cost more than they save."""
 
+REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""In which gradients may be reduced: types that every transport moves and adds."""
+
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -58,6 +61,17 @@ def tile_range(device_memory: int) -> tuple[int, int]:
         return 0, 4 * _LEAST_TILE
     first = 1 << (device_memory.bit_length() - 1)
     return first, 2 * first
+
+
+def parse_dtype(value: torch.dtype | str | None, *, option: str) -> torch.dtype | None:
+    """Turn a type of `REDUCE_TYPES`, or its name, into the type; raise `OptionError` naming `option` for anything else."""
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCE_TYPES}
+    found = names.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if found is None and value is None:
+        return None
+    if found not in REDUCE_TYPES:
+        raise OptionError(f"option {option}={value!r} is not known; accepted: torch.{', torch.'.join(names)}, or their names")
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +122,12 @@ class Config:
     """`"float32"`: bf16 and fp16 parameters are updated in fp32, in a copy kept with the optimizer's states. It changes numbers
     (to those that mixed-precision training is known for), hence off by default. Parameters in fp32 have none; a model of nothing
     else gets a warning."""
+
+    reduce_dtype: torch.dtype | str | None = None
+    """The type in which gradients are reduced over the ranks, added up over micro-batches and kept until the step, as FSDP2's of
+    this name: a `torch.dtype` or its name, such as `"float32"`. `p.grad.dtype` stays the parameter's. Default: fp32 for bf16 and
+    fp16 parameters with `master="float32"`, otherwise the parameter's own. A narrower type, such as bf16 for fp32 parameters,
+    halves what ranks send each other and loses digits at each sum. Decides bits."""
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
@@ -173,12 +193,18 @@ class Config:
         first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
         return first // 4 if first else None
 
+    @property
+    def reduction(self) -> torch.dtype | None:
+        """`reduce_dtype` as a type."""
+        return parse_dtype(self.reduce_dtype, option="reduce_dtype")
+
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
             f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
+            f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
         )
 
@@ -191,6 +217,7 @@ class Config:
             nvme=self._folders(),
             update=self.update,
             master=torch.float32 if self.master else None,
+            reduce_dtype=self.reduction,
             tile=self.tile_bytes,
         )
 
@@ -213,6 +240,7 @@ class Config:
             raise OptionError(
                 f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
             )
+        parse_dtype(self.reduce_dtype, option="reduce_dtype")
         parse_bytes(self.bucket, option="bucket")
         for option in ("tile", "device_memory", "host_memory"):
             if getattr(self, option) is not None:

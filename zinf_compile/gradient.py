@@ -11,6 +11,7 @@ import torch
 from ._torch import no_override
 from .errors import PartitionedParameterError
 from .gradient_parts import change_parts, comes_in_parts, part_of_gradient, valid_parts
+from .gradient_types import as_kept, changed_by, shown_types
 from .norms import global_norms
 from .runtime.gradient_room import AwayGradient
 from .runtime.lanes import Done, Pending
@@ -66,6 +67,9 @@ class ShardedGradient(torch.Tensor):
 
     Answers element-wise arithmetic, norms (over all ranks) and what autograd, `clip_grad_*`, `zero_grad` and `GradScaler` do
     with a gradient. Anything else needs the whole gradient: `full_tensor()`, on all ranks. On a single rank everything works.
+
+    Its `dtype` is the parameter's, as autograd demands; the shard is kept in the unit's `reduce_dtype`, and sums, products and
+    norms are taken of that. Views of it on a single rank share its memory, and have its type.
     """
 
     __slots__ = ("_pending", "_shard", "_unit")  # every step makes one for each parameter
@@ -77,18 +81,32 @@ class ShardedGradient(torch.Tensor):
     """Classes of tensors that answer what is done with a gradient and one of them."""
 
     @staticmethod
-    def __new__(cls, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending) -> ShardedGradient:
+    def __new__(
+        cls, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending, dtype: torch.dtype | None = None
+    ) -> ShardedGradient:
         return torch.Tensor._make_wrapper_subclass(
-            cls, unit.shape, strides=unit.stride, dtype=shard.dtype, device=unit.device, requires_grad=False
+            cls, unit.shape, strides=unit.stride, dtype=dtype or unit.dtype, device=unit.device, requires_grad=False
         )
 
-    def __init__(self, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending) -> None:
+    def __init__(
+        self, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending, dtype: torch.dtype | None = None
+    ) -> None:
         self._unit, self._shard, self._pending = unit, shard, pending
 
     @property
     def unit(self) -> Unit:
         """The partitioned parameter this is a gradient of."""
         return self._unit
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The type of the shard."""
+        return self._shard.dtype
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """The type of its norms: the more precise one, so that clipping rounds no more than the sum over the ranks did."""
+        return torch.promote_types(self.dtype, self.kept_dtype)
 
     @property
     def away(self) -> AwayGradient | None:
@@ -140,11 +158,15 @@ class ShardedGradient(torch.Tensor):
         return self._unit.logical(there)
 
     def full_tensor(self) -> torch.Tensor:
-        """Return the whole averaged gradient on every rank. A collective operation."""
+        """Return the whole averaged gradient on every rank, in this gradient's `dtype`. A collective operation.
+
+        Where it is reduced and kept in a more precise type, `grad.float().full_tensor()` is what was kept, not rounded.
+        """
         context = self._unit.context
-        shard = self.local().to(self._unit.device)
+        own = self.local()
+        shard = own.to(self._unit.device, self.dtype)
         if context.size == 1:
-            return self._unit.logical(shard.clone())
+            return self._unit.logical(shard.clone() if shard is own else shard)
         context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
         gather_whole(self._unit, shard, full, f"gathering the gradient of {self._unit.name}")
@@ -191,7 +213,7 @@ class ShardedGradient(torch.Tensor):
         packet = func._schema.name.split("::")[-1]
         if packet in ("detach", "alias"):
             source = args[0]
-            return cls(source._unit, source._shard, source._pending)
+            return cls(source._unit, source._shard, source._pending, source.dtype)
         if packet in _NORMS:
             return _NORMS[packet](func, args, kwargs)
         if packet == "_amp_foreach_non_finite_check_and_unscale_":
@@ -230,7 +252,7 @@ def _local_argument(value: Any, unit: Unit) -> Any:
     if isinstance(value, ShardedGradient):
         return value.local()
     if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == unit.shape:
-        return unit.local_part(value)
+        return as_kept(unit.local_part(value), unit)
     if isinstance(value, torch.Tensor) and value.numel() > 1:
         raise PartitionedParameterError(
             f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with a tensor of shape "
@@ -249,7 +271,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _change(func, args[0], args[1:], kwargs)
         return args[0]
     result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
-    return _wrapped(unit, result)
+    return _wrapped(unit, result, *shown_types(func, args, kwargs, [result]))
 
 
 def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: dict[str, Any], *, foreach: bool = False) -> None:
@@ -310,12 +332,18 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             if isinstance(owner, ShardedGradient):
                 torch.autograd.graph.increment_version(owner.local())
         return None
-    return [_wrapped(o._unit, r) if isinstance(o, ShardedGradient) else r for o, r in zip(owners, result, strict=True)]
+    shown = shown_types(func, args, kwargs, result)
+    return [
+        _wrapped(o._unit, r, dtype) if isinstance(o, ShardedGradient) else r
+        for o, r, dtype in zip(owners, result, shown, strict=True)
+    ]
 
 
-def _wrapped(unit: Unit, shard: torch.Tensor) -> ShardedGradient:
+def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype) -> ShardedGradient:
+    shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
     unit.context.ledger.track("grads", shard)
-    return ShardedGradient(unit, *take_away(unit, shard, Done()))
+    leaves = shard.dtype == unit.reduce_dtype  # its place is made for that
+    return ShardedGradient(unit, *(take_away(unit, shard, Done()) if leaves else (shard, Done())), dtype)
 
 
 def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -338,10 +366,16 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
                 "arithmetic, norms, clipping and GradScaler work on it as it is; for anything else call "
                 "grad.full_tensor() on all ranks"
             )
-        return unit.logical(value.local())
+        only_seen = name in only_read or not hasattr(func, "_schema")
+        return (whole := unit.logical(value.local())).to(value.dtype if only_seen else whole.dtype)
 
     whole = [materialised(a, name) for a, name in zip(args, names, strict=False)]
-    return func(*whole, **{k: materialised(v, k) for k, v in kwargs.items()})
+    named = {k: materialised(v, k) for k, v in kwargs.items()}
+    changed = changed_by(func, args)
+    if changed is None:
+        return func(*whole, **named)
+    func(*[as_kept(v, changed.unit) for v in whole], **{k: as_kept(v, changed.unit) for k, v in named.items()})
+    return changed
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -349,9 +383,9 @@ def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
     parts = bool(gradient.unit.tiles)
-    if context.size == 1 and gradient.away is not None and not parts:
-        return func(gradient.borrow(), *args[1:], **kwargs)
-    if (context.size == 1 and not parts) or (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
+    if context.size == 1 and not parts:
+        return func(gradient.borrow().to(gradient.norm_dtype), *args[1:], **kwargs)
+    if (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
     order = bound.get("ord", bound.get("p", 2))
     return global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
@@ -362,9 +396,13 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
     if sharded[0]._unit.context.size == 1 and not any(g.unit.tiles for g in sharded):
-        if all(g.away is None for g in sharded):
-            return _whole(func, args, kwargs)
-        return [func([g.borrow() if isinstance(g, ShardedGradient) else g], *args[1:], **kwargs)[0] for g in ahead(args[0])]
+
+        def read(g: torch.Tensor) -> torch.Tensor:
+            return g.borrow().to(g.norm_dtype) if isinstance(g, ShardedGradient) else g
+
+        if all(g.away is None and g.norm_dtype == g.kept_dtype for g in sharded):
+            return func([read(g) for g in args[0]], *args[1:], **kwargs)
+        return [func([read(g)], *args[1:], **kwargs)[0] for g in ahead(args[0])]
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
 

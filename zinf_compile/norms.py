@@ -19,8 +19,11 @@ from .runtime.unit import Unit
 class Gradient(Protocol):
     """What this file needs of a `ShardedGradient`."""
 
-    dtype: torch.dtype
     device: torch.device
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """The type of its norms."""
 
     @property
     def unit(self) -> Unit:
@@ -100,7 +103,7 @@ def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype
         _known[context] = known
     assert norms is not None, "the norms were taken a moment ago"
     return [
-        torch.tensor(norm, dtype=torch.float64).to(device=gradient.device, dtype=dtype or gradient.dtype)
+        torch.tensor(norm, dtype=torch.float64).to(device=gradient.device, dtype=dtype or gradient.norm_dtype)
         for norm, gradient in zip(norms, gradients, strict=True)
     ]
 
@@ -125,7 +128,8 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
                 each.prepare(early=each is following)
         norms = []
         for valid in gradient.valid_parts():
-            norm = torch.linalg.vector_norm(valid, order, dtype=dtype) if valid.numel() else valid.new_tensor(empty)
+            wanted = dtype or (gradient.norm_dtype if gradient.norm_dtype != valid.dtype else None)
+            norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())
         local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
     ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")

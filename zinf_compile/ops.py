@@ -13,7 +13,9 @@
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
 issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
-it. Handles and results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
+it. `reduce_scatter(..., dtype=)` casts a gradient before it travels, mostly to a wider type, which is then that of its shard;
+its result shows the parameter's all the same. Handles and results have the logical shape of the parameter, so that the graph
+type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
 stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
@@ -54,7 +56,7 @@ _library.define('gather_rows(Tensor unit, Tensor indices, str src="device") -> T
 _library.define("room(Tensor unit) -> Tensor")
 _library.define("wait(Tensor handle) -> Tensor")
 _library.define("release(Tensor full) -> ()")
-_library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1) -> Tensor")
+_library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
 
 
 def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
@@ -85,8 +87,10 @@ def _release(full: torch.Tensor) -> None:
     return None
 
 
-def _reduce_scatter(grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GROUP) -> torch.Tensor:
-    return grad.clone()
+def _reduce_scatter(
+    grad: torch.Tensor, unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return grad.clone() if dtype is None else grad.to(dtype, copy=True).to(grad.dtype)
 
 
 def _tile(unit: torch.Tensor, start: Sequence[int], end: Sequence[int]) -> torch.Tensor:

@@ -313,7 +313,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         unit: Unit = ctx.unit
-        shard = unit.flat(grad).clone()
+        shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
         unit.context.ledger.track("grads", shard)
         return ShardedGradient(unit, shard, Done())
 

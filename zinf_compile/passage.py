@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import torch
+
 from .program import Slot
 from .runtime import chunks
 from .runtime.placement import Placement
@@ -33,22 +35,24 @@ def measure_passage(slots: Sequence[Slot], placement: Placement, *, size: int, u
     moving = [slot for slot in slots if slot.shape and slot.numel]
     trained = [slot for slot in moving if slot.requires_grad]
     away = placement.grads == "nvme" or (placement.grads == "host" and not unified)
-    largest = max((_part_bytes(slot, size) for slot in trained), default=0) if away else 0
-    whole = max((_part_bytes(slot, size) for slot in trained if not slot.tiles), default=0) if away else 0
-    on_drives = moving if placement.params == "nvme" else trained if placement.grads == "nvme" else []
+    parts = [(slot, _part_numel(slot, size) * placement.reduce_dtype_of(slot.dtype).itemsize) for slot in trained if away]
+    largest = max((count for _, count in parts), default=0)
+    whole = max((count for slot, count in parts if not slot.tiles), default=0)
+    on_drives = [(slot, slot.dtype) for slot in moving if placement.params == "nvme"]
+    on_drives += [(slot, placement.reduce_dtype_of(slot.dtype)) for slot in trained if placement.grads == "nvme"]
     return Passage(
         leaving=largest if placement.grads == "nvme" else 0,
         read=2 * largest,
         on_device=whole if size == 1 and not unified else 0,
-        staging=max((_block_bytes(slot, size) for slot in on_drives), default=0),
+        staging=max((_block_bytes(slot, dtype, size) for slot, dtype in on_drives), default=0),
     )
 
 
-def _part_bytes(slot: Slot, size: int) -> int:
+def _part_numel(slot: Slot, size: int) -> int:
     parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
-    return max(math.ceil(part.numel / size) * part.dtype.itemsize for part in parts)
+    return max(math.ceil(part.numel / size) for part in parts)
 
 
-def _block_bytes(slot: Slot, size: int) -> int:
-    piece = min(math.ceil(slot.numel / size), chunks.PIECE_NUMEL) * slot.dtype.itemsize
+def _block_bytes(slot: Slot, dtype: torch.dtype, size: int) -> int:
+    piece = min(math.ceil(slot.numel / size), chunks.PIECE_NUMEL) * dtype.itemsize
     return min(BLOCK_BYTES, -(-piece // _PAGE) * _PAGE)

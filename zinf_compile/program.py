@@ -33,6 +33,8 @@ class Slot:
     requires_grad: bool
     tiles: tuple[Box, ...] = ()
     """Where it is cut, if it is."""
+    reduced_in: torch.dtype | None = None
+    """The type of its gradient between ranks and until the step, where that is another than its own."""
     tile: int | None = None
     """Of a tile, which is a slot by itself: its number among those of the parameter."""
 
@@ -57,6 +59,11 @@ class Slot:
     def numel(self) -> int:
         """Elements of the full parameter."""
         return math.prod(self.shape)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The type in which its gradient is reduced over ranks, added up and kept until the step."""
+        return self.reduced_in or self.dtype
 
     @property
     def bytes(self) -> int:
@@ -146,6 +153,8 @@ class Reduce:
     group: int
     members: tuple[tuple[int, int, int, Sight], ...]
     """(register of the gradient, of the hollow parameter, of the result, and who else can see the gradient's memory)."""
+    dtype: torch.dtype
+    """As which the gradients travel and their shards are kept; what the graph gives in another type is cast before."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     for field in dataclasses.fields(Placement):
         for unit in units if field.name in given else ():
             found = getattr(unit.placement, field.name)
-            if found != getattr(wanted, field.name):
+            if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
     placements = {dataclasses.replace(unit.placement, tile=None) for unit in units}
     tiles = {unit.placement.tile for unit in units}
@@ -40,6 +40,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         nvme=placement.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
+        reduce_dtype=placement.reduce_dtype,
         tile=tiles.pop() if len(tiles) == 1 else config.tile,
     )
 
@@ -50,6 +51,11 @@ def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -
         return False
     units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
     return all(unit.placement.tile == config.tile_bytes for unit in units)
+
+
+def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:
+    """Say whether `reduce_dtype` names what stands for it where it isn't given."""
+    return option == "reduce_dtype" and wanted.reduce_dtype == unit.reduce_dtype
 
 
 def _contradiction(unit: Unit, option: str, asked: object, found: object) -> OptionError:

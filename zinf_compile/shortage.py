@@ -126,7 +126,7 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[str, int]:
     for unit in units:
         parameter, tier = unit.parameter(), unit.placement.grads
         if tier != "nvme" and parameter is not None and parameter.requires_grad:
-            found["device" if context.bridge.unified else tier] += unit.shard_numel * unit.dtype.itemsize
+            found["device" if context.bridge.unified else tier] += unit.shard_numel * unit.reduce_dtype.itemsize
     return found
 
 

@@ -65,7 +65,7 @@ def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple
     placement = max(units, key=lambda unit: unit.numel).placement
     context = units[0].context
     shards = sum(unit.shard_numel * unit.dtype.itemsize for unit in units)
-    trained = sum(unit.shard_numel * unit.dtype.itemsize for unit in units if _is_trained(unit))
+    trained = sum(unit.shard_numel * unit.reduce_dtype.itemsize for unit in units if _is_trained(unit))
     kinds = (
         ("parameters", shards, placement.params),
         ("gradients", trained, placement.grads),

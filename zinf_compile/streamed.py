@@ -28,14 +28,18 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
     for p in hollow:
         unit = p._zinf_unit
         unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
-        if (not p.requires_grad and p.grad is None) or not (master or unit.placement.streams(unified=unified)):
+        converts = unit.reduce_dtype != (
+            master or unit.dtype
+        )  # a gradient in the type of the update is there for a chunk at a time
+        streams = master or converts or unit.placement.streams(unified=unified)
+        if (not p.requires_grad and p.grad is None) or not streams:
             continue
         if any(p in states for states in known):
             continue
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
         if master:
             kept = {**kept, MASTER: master}
-        if kept or unit.placement.streams_values(unified=unified):
+        if kept or converts or unit.placement.streams_values(unified=unified):
             fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
     if fresh and optimizer not in _streamed:
         _streamed[optimizer] = known
