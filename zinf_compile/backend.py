@@ -40,6 +40,7 @@ from .passes.facts import leave_alone, left_alone
 from .passes.lower import lower, run_by_operator
 from .passes.take_apart import WHOLE
 from .program import Program, Reduce, Slot
+from .recompile_limit import raise_limit
 from .residence import follow_units
 from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
@@ -106,6 +107,8 @@ class GraphCompiler:
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        if context.size > 1 or self.config.placement().params != "device":
+            raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
         # decided from sizes alone, ranks with other batches would decide otherwise, and gather other units
         self._chunk = False if self.config.chunk_loss is None and context.size > 1 else self.config.chunk_loss

@@ -15,7 +15,9 @@ from ._torch import limited_frame, never_compile_alone, no_torch_function, packs
 from .callers import callers
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
+from .recompile_limit import warn_of_eager_frame
 from .runtime.lanes import Done
+from .runtime.swap import take_away
 from .runtime.unit import Unit
 
 _METADATA = frozenset(
@@ -213,7 +215,9 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         with no_torch_function():
             return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
     limited = limited_frame()
-    if limited is not None:
+    if limited is not None and unit.at_hand:
+        warn_of_eager_frame(limited, unit.name)
+    elif limited is not None:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned, but {limited} now runs eagerly: Dynamo compiled it "
             f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
@@ -289,7 +293,7 @@ class _Whole(torch.autograd.Function):
         unit: Unit = ctx.unit
         shard = unit.flat(grad).clone()
         unit.context.ledger.track("grads", shard)
-        return ShardedGradient(unit, shard, Done())
+        return ShardedGradient(unit, *take_away(unit, shard, Done()))
 
 
 def _gradient_edge(item: Any) -> Any:
