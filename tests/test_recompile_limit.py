@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import Mlp, TiedWords, tokens, vectors
+from models import Blocks, TiedWords, tokens, vectors
 from torch import nn
 from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, twins
 from transformer_models import WORDS, causal, gpt2
@@ -76,24 +76,22 @@ def test_training_goes_on_eagerly_with_a_warning_and_the_same_bits(place: str, t
 @pytest.mark.filterwarnings("ignore:.*runs eagerly from now on")
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
 def test_a_hook_that_logs_a_norm_leaves_the_model_training() -> None:
-    eager, ours = twins(Mlp)
+    eager, ours = twins(Blocks)
+    logs: list[list[float]] = [[], []]
+    for model, log in zip((eager, ours), logs, strict=True):
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda module, _, __, log=log: log.append(float(module.weight.norm())))
     ours.compile(backend=BACKEND)
     optimizers = [adamw(model.parameters()) for model in (eager, ours)]
-    logs: list[list[float]] = [[], []]
-
-    def train(number: int) -> None:
-        pairs = zip((eager, ours), optimizers, strict=True)
-        assert_same("loss", *(plain_step(model, optimizer, vectors(number)).detach() for model, optimizer in pairs))
-        assert_same_models(eager, ours)
-
-    for model, log in zip((eager, ours), logs, strict=True):
-        for layer in (model.first, model.norm, model.second):
-            layer.register_forward_hook(lambda module, _, __, log=log: log.append(float(module.weight.norm())))
     with torch._dynamo.config.patch(recompile_limit=1):
         for number in range(4):
-            train(number)
+            pairs = zip((eager, ours), optimizers, strict=True)
+            batch = vectors(number, rows=3 + number)
+            assert_same("loss", *(plain_step(model, optimizer, batch).detach() for model, optimizer in pairs))
+            assert_same_models(eager, ours)
     assert logs[0] == logs[1]
-    assert len(logs[0]) == 12
+    assert len(logs[0]) == 4 * 8
 
 
 @pytest.mark.slow
