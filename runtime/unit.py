@@ -186,11 +186,20 @@ class Unit(Dense):
         """
         assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
         if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
-            own = (
-                torch.utils.dlpack.from_dlpack(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
-            )
-            self._whole = self.logical(own)
+            with torch.inference_mode(False), torch.no_grad():  # it outlives the mode in which it is first asked for
+                own = (
+                    torch.utils.dlpack.from_dlpack(self.shard)
+                    if self.numel
+                    else torch.empty(0, dtype=self.dtype, device=self.device)
+                )
+                self._whole = self.logical(own)
         return self._whole
+
+    def replace(self, shard: torch.Tensor) -> None:
+        """On a single rank, where the shard is on the device: let other memory be the shard."""
+        assert self.at_hand, "only what is at hand can be replaced as a whole"
+        self.context.ledger.track("params", shard)
+        self._shard, self._whole = shard, None
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Cut this rank's shard, padded with zeros, out of a full tensor of the parameter's shape (any data type)."""

@@ -32,7 +32,7 @@ def test_gradients_are_sharded_and_tell_their_whole_value() -> None:
         model(*vectors(0)).backward()
     grad = ours.first.weight.grad
     assert isinstance(grad, ShardedGradient)
-    assert "first.weight" in repr(grad)
+    assert repr(grad).startswith("tensor([[")
     assert_same("gradient", eager.first.weight.grad, grad.full_tensor())
 
 

@@ -259,23 +259,6 @@ class Counted(Mlp):
         return super().forward(x, y) * number
 
 
-def test_more_variants_than_the_recompile_limit_name_the_setting() -> None:
-    eager, model = twins(Counted)
-    compiled = torch.compile(model, backend=BACKEND, dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        compiled(*vectors(0), 1)
-        compiled(*vectors(0), 2)
-        for number in (3, 4):
-            with pytest.raises(
-                PartitionedParameterError, match=r"first.weight .* forward .*recompile_limit = 2 .*Raise torch._dyn"
-            ):
-                compiled(*vectors(0), number)
-        assert_same("known variant", eager(*vectors(0), 1), compiled(*vectors(0), 1))
-    torch.compiler.reset()
-    for number in range(1, 5):
-        assert_same("after a reset", eager(*vectors(0), number), compiled(*vectors(0), number))
-
-
 def test_the_recompile_limit_with_fullgraph_is_dynamos_error() -> None:
     compiled = torch.compile(Counted(), backend=BACKEND, dynamic=False, fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -266,7 +266,7 @@ def test_an_eager_call_of_a_partitioned_model_gives_eagers_bits_and_gradients() 
 
 def test_parameters_and_model_are_printed() -> None:
     _, ours = trained(Mlp)
-    assert repr(ours.first.weight) == "ShardedParameter(first.weight, shape=[13, 7], dtype=torch.float32, rank 0 of 1)"
+    assert repr(ours.first.weight).startswith("Parameter containing:\ntensor([[")
     assert f"Linear(in_features={IN}, out_features=13, bias=True)" in repr(ours)
     assert isinstance(ours.second.bias, nn.Parameter)
     assert ours.second.bias.shape == (OUT,)

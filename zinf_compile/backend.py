@@ -43,6 +43,7 @@ from .passes.lower import lower, run_by_operator
 from .passes.read_logits import Logits
 from .passes.take_apart import WHOLE
 from .program import Program, Reduce, Slot
+from .recompile_limit import raise_limit
 from .residence import follow_units, follows_cap
 from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
@@ -118,6 +119,8 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         default_tile = follows_cap(asked, self._given, example_inputs)
+        if context.size > 1 or self.config.placement().params != "device":
+            raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
         slots = list(captured.slots.values())
         self._together = self.config.chunk_loss is None and context.size > 1

@@ -22,6 +22,7 @@ from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.tile import Tile
 from .runtime.unit import Unit
 from .runtime.whole import scatter_whole
+from .step_under_way import refuse_steps_under_way
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -122,6 +123,7 @@ class Binder:
         return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
+        refuse_steps_under_way([(args[r], self._program.slots[r]) for r in fresh])
         partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int]) -> None:

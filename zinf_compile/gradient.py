@@ -9,8 +9,10 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ._torch import no_override
+from .call_names import call_name
 from .errors import PartitionedParameterError
 from .gradient_parts import change_parts, comes_in_parts, part_of_gradient, valid_parts
+from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
 from .gradient_types import as_kept, changed_by, shown_types
 from .norms import global_norms
 from .runtime.gradient_room import AwayGradient
@@ -39,6 +41,7 @@ _ELEMENTWISE = frozenset(
         "fill",
         "full_like",
         "lerp",
+        "masked_fill",
         "maximum",
         "minimum",
         "mul",
@@ -174,11 +177,11 @@ class ShardedGradient(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole gradient as an array; on a single rank only."""
-        return _whole(torch.Tensor.detach, (self,), {}).numpy(force=force)
+        return _whole(torch.Tensor.detach, (self,), {}, "numpy()").numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the whole gradient as numbers; on a single rank only."""
-        return _whole(torch.Tensor.detach, (self,), {}).tolist()
+        return _whole(torch.Tensor.detach, (self,), {}, "tolist()").tolist()
 
     def share_memory_(self) -> NoReturn:
         raise PartitionedParameterError(
@@ -186,16 +189,18 @@ class ShardedGradient(torch.Tensor):
         )
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return _whole(torch.Tensor.detach, (self,), {}).__dlpack__(**kwargs)
+        return _whole(torch.Tensor.detach, (self,), {}, "__dlpack__()").__dlpack__(**kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return memo.setdefault(id(self), self.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _whole(torch.Tensor.clone, (self,), {}).__reduce_ex__(protocol)
+        return _whole(torch.Tensor.clone, (self,), {}, "saving or pickling").__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         context = self._unit.context
+        if context.size == 1 and self.away is None:
+            return repr(self._unit.logical(self.local()))
         return (
             f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
             f"rank {context.rank} of {context.size})"
@@ -224,6 +229,14 @@ class ShardedGradient(torch.Tensor):
         base = packet.removeprefix("_foreach_").rstrip("_")
         if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
             return (_foreach if foreach else _elementwise)(func, args, kwargs)
+        if isinstance(_first(args), ShardedGradient) and _first(args).unit.context.size > 1:
+            if base in TESTS:
+                return _elementwise(func, args, kwargs)
+            if packet in REDUCTIONS and reduces_whole(func, args, kwargs):
+                return reduce_over_ranks(func, args, kwargs)
+            if packet in DRAWS:
+                drawn = draw(func, args, kwargs)
+                return _wrapped(_first(args).unit, drawn, drawn.dtype, on_device=True)
         return _whole(func, args, kwargs)
 
 
@@ -339,14 +352,16 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype) -> ShardedGradient:
+def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype, *, on_device: bool = False) -> ShardedGradient:
+    """Return what is made of a gradient: where gradients live or, as suits what is soon dropped, `on_device`."""
     shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
     unit.context.ledger.track("grads", shard)
-    leaves = shard.dtype == unit.reduce_dtype  # its place is made for that
+    leaves = shard.dtype == unit.reduce_dtype and not on_device  # its place is made for that type
     return ShardedGradient(unit, *(take_away(unit, shard, Done()) if leaves else (shard, Done())), dtype)
 
 
-def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], called: str | None = None) -> Any:
+    """Run `func` on whole gradients, which a single rank has; elsewhere raise an error that says what was `called`."""
     arguments = func._schema.arguments if hasattr(func, "_schema") else ()
     names = [a.name for a in arguments] + [""] * len(args)
     only_read = {a.name for a in arguments if a.alias_info is None}  # neither changed nor seen through the result
@@ -362,9 +377,9 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if unit.context.size > 1 or value.away is not None:
             place = f"each of {unit.context.size} ranks holds a part" if value.away is None else "the shards are off the device"
             raise PartitionedParameterError(
-                f"{func} needs the whole gradient of {unit.name}, of which {place}; element-wise "
-                "arithmetic, norms, clipping and GradScaler work on it as it is; for anything else call "
-                "grad.full_tensor() on all ranks"
+                f"{called or call_name(func)} needs the whole gradient of {unit.name}, of which {place}; element-wise "
+                "arithmetic, norms, max() or sum() of all elements, clipping and GradScaler work on it as it is; for "
+                "anything else call grad.full_tensor() on all ranks"
             )
         only_seen = name in only_read or not hasattr(func, "_schema")
         return (whole := unit.logical(value.local())).to(value.dtype if only_seen else whole.dtype)

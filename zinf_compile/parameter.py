@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
-from .callers import callers
+from .call_names import call_name
+from .callers import methods
+from .data_assignment import assign, changed_parameters, reject_reshape
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .offloaded_value import value_of as offloaded_value
+from .recompile_limit import warn_of_eager_frame
 from .runtime.lanes import Done
+from .runtime.swap import take_away
 from .runtime.twin import twin_of
 from .runtime.unit import Unit
 from .sharded_parameters import makes_companion, on_shards
@@ -102,13 +106,17 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         unit = self._zinf_unit
+        if unit.at_hand:
+            with no_torch_function():
+                learns = self.requires_grad
+            return f"Parameter containing:\n{unit.whole().detach().requires_grad_(learns)!r}"
         return (
             f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
             f"rank {unit.context.rank} of {unit.context.size})"
         )
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if not spec and not self._zinf_unit.at_hand else super().__format__(spec)
+        return repr(self) if not spec else super().__format__(spec)
 
     def as_subclass(self, cls: type[Any]) -> Any:
         return self.detach().as_subclass(cls)  # torch's own looks at the memory of `self`, past __torch_function__
@@ -127,6 +135,14 @@ class ShardedParameter(nn.Parameter):
             f"parameter {self._zinf_unit.name} is partitioned and can't be pickled: save zinf_compile.full_state_dict(model) "
             "(on one process also model.state_dict()) instead of the model"
         )
+
+    def set_(self, *source: Any) -> Any:  # torch's own comes past __torch_function__
+        if torch.compiler.is_compiling():
+            return super().set_(*source)
+        if len(source) != 1 or not isinstance(source[0], torch.Tensor):
+            reject_reshape(torch.Tensor.set_, self._zinf_unit)
+        _assign_data(self, source[0])
+        return self
 
     def share_memory_(self) -> NoReturn:
         raise PartitionedParameterError(
@@ -223,7 +239,9 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         with no_torch_function():
             return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
     limited = limited_frame()
-    if limited is not None:
+    if limited is not None and unit.at_hand:
+        warn_of_eager_frame(limited, unit.name)
+    elif limited is not None:
         raise PartitionedParameterError(
             f"parameter {unit.name} is partitioned, but {limited} now runs eagerly: Dynamo compiled it "
             f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
@@ -231,7 +249,7 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         )
     if (answer := on_shards(func, name, args, kwargs, parameters)) is not NotImplemented:
         return answer
-    if name == "__set__":
+    if name == "__set__" and args[0] is parameters[0]:
         _assign_data(parameters[0], args[1])
         return None
     if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
@@ -240,16 +258,17 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         return True
     if func in _ON_OFFLOADED and _are_offloaded(func, parameters):
         return _on_whole(func, name, parameters, args, kwargs)
-    if not unit.at_hand and (stepping := _stepping_optimizer()):
+    if not unit.at_hand and (stepping := _stepping_optimizer(parameters[0])):
         raise PartitionedParameterError(
             f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
             f"{unit.name} inside the closure: run the model once, forward and backward, before the first step(closure)"
         )
     if not unit.at_hand:
         raise PartitionedParameterError(
-            f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but {_place(unit)}, use "
-            "`with zinf_compile.gathered(model):` to read it (write=True to change it), zinf_compile.full_state_dict(model) to "
-            "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed"
+            f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
+            f"{_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to change it), "
+            "zinf_compile.full_state_dict(model) to save and load_full_state_dict to load; wrapping the model in DDP or FSDP is "
+            "neither possible nor needed"
         )
     return _on_whole(func, name, parameters, args, kwargs)
 
@@ -261,10 +280,16 @@ def _place(unit: Unit) -> str:
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
-def _stepping_optimizer() -> str | None:
-    """Return the class of an optimizer whose step is on the stack, working on hollow parameters themselves."""
-    stepping = (type(caller).__name__ for caller in callers() if isinstance(caller, torch.optim.Optimizer))
-    return next(stepping, None)
+def _stepping_optimizer(parameter: ShardedParameter) -> str | None:
+    """Return the class of an optimizer whose step is on the stack and works on the hollow parameter itself."""
+    for caller, method in methods():
+        if method == "step" and isinstance(caller, torch.optim.Optimizer) and _works_on(caller, parameter):
+            return type(caller).__name__
+    return None
+
+
+def _works_on(optimizer: torch.optim.Optimizer, parameter: ShardedParameter) -> bool:
+    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
 def _on_whole(
@@ -272,18 +297,24 @@ def _on_whole(
 ) -> Any:
     """Run `func` on the values, which a single rank has; autograd reaches the parameters through `_Whole`."""
     differentiate = torch.is_grad_enabled() and func not in _DETACHED
+    if args and isinstance(args[0], ShardedParameter):
+        reject_reshape(func, args[0]._zinf_unit)
+    changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
     values: dict[int, torch.Tensor] = {}
     for parameter in parameters:
         with no_torch_function():
             needs_grad = parameter.requires_grad and differentiate
-        values[id(parameter)] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
+        if needs_grad and any(p is parameter for p in changed):
+            values[id(parameter)] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
+        else:
+            values[id(parameter)] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
 
     def value_of(item: Any) -> Any:
         return values[id(item)] if isinstance(item, ShardedParameter) else item
 
     result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
-    if name.endswith("_") and not name.endswith("__"):
-        torch.autograd.graph.increment_version(parameters[0])
+    for parameter in changed:
+        torch.autograd.graph.increment_version(parameter)
     for parameter in parameters:
         if result is values[id(parameter)]:
             return parameter
@@ -315,7 +346,7 @@ class _Whole(torch.autograd.Function):
         unit: Unit = ctx.unit
         shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
         unit.context.ledger.track("grads", shard)
-        return ShardedGradient(unit, shard, Done())
+        return ShardedGradient(unit, *take_away(unit, shard, Done()))
 
 
 def _gradient_edge(item: Any) -> Any:
@@ -329,7 +360,7 @@ def _gradient_edge(item: Any) -> Any:
 def _assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:
     if value is not parameter:
         _check_assignable(parameter, value)
-        parameter._zinf_unit.whole().copy_(value)
+        assign(parameter._zinf_unit, value._zinf_unit.whole() if isinstance(value, ShardedParameter) else value)
 
 
 def _check_assignable(parameter: ShardedParameter, value: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ._torch import tree_leaves
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
+from .program import Slot
 from .runtime.unit import Unit
 
 _SCALES = (1.0, 30.0, 0.03)
@@ -38,7 +39,7 @@ class _Verdict:
 _verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
 
 
-def check_elementwise(optimizer: Optimizer, unit: Unit) -> None:
+def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
     Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
@@ -90,8 +91,11 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def _keeps_parameters(optimizer: Optimizer) -> str | None:
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}  # not hollow yet, if their step is under way
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state") and any(isinstance(leaf, ShardedParameter) for leaf in tree_leaves(value)):
+        if name not in ("param_groups", "state") and any(
+            isinstance(leaf, ShardedParameter) or id(leaf) in own for leaf in tree_leaves(value)
+        ):
             return name
     return None
 

@@ -1,0 +1,26 @@
+"""Optimizers whose `step(closure)` makes the first compiled call of a model: their step began on whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from .callers import methods
+from .probe import check_elementwise
+from .program import Slot
+
+
+def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, Slot]]) -> None:
+    """Raise `UnsupportedOptimizerError` inside the step of an optimizer that needs whole the parameters that are `fresh`.
+
+    The hook that checks optimizers runs when a step begins: LBFGS, whose every step has a closure, would come past it.
+    """
+    slots = {id(parameter): slot for parameter, slot in fresh}
+    for optimizer, method in methods():
+        if method == "step" and isinstance(optimizer, Optimizer):
+            members = (id(p) for group in optimizer.param_groups for p in group["params"])
+            slot = next((slots[member] for member in members if member in slots), None)
+            if slot is not None:
+                check_elementwise(optimizer, slot)
