@@ -328,9 +328,16 @@ def _converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[s
         return unit.dtype == _CONVERSIONS[name]
     probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
     try:
-        return probe.to(*args[1:], **kwargs) is probe
+        return probe.to(*map(_without_number, args[1:]), **{k: _without_number(v) for k, v in kwargs.items()}) is probe
     except RuntimeError:
         return False  # let the real call complain
+
+
+def _without_number(value: Any) -> Any:
+    """Return a device as it is; the CPU, of which there is one, without the number that accelerate gives it on each rank."""
+    if not isinstance(value, str | torch.device) or torch.device(value).type != "cpu":
+        return value
+    return torch.device("cpu")
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
