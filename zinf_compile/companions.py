@@ -18,6 +18,7 @@ from torch import nn
 from .errors import RankMismatchError
 from .parameter import ShardedParameter
 from .runtime.context import Context
+from .whole_unit import whole_unit
 
 _averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose other parameters are being averaged."""
@@ -38,10 +39,12 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context) -> N
             if not isinstance(parameter, ShardedParameter) and parameter.requires_grad and not is_averaged(parameter):
                 average = _Average(parameter, name, context)
                 parameter._zinf_average = parameter.register_hook(average)  # type: ignore[attr-defined]
+                parameter._zinf_whole = whole_unit(parameter, name, context)  # type: ignore[attr-defined]
 
 
 def stop_averaging(parameter: nn.Parameter) -> None:
     """Forget about a parameter that a graph has taken over."""
+    vars(parameter).pop("_zinf_whole", None)
     handle = vars(parameter).pop("_zinf_average", None)
     if handle is not None:
         handle.remove()
@@ -78,6 +81,16 @@ class _Average:
         mean = grad.detach().clone(memory_format=torch.contiguous_format)
         context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
         return mean
+
+
+def rest_of(partitioned: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the other parameters of the models that `partitioned` belong to, by name: what no compiled graph uses."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for model in _models_of(partitioned):
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, ShardedParameter):
+                found.setdefault(id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:
