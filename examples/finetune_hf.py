@@ -77,7 +77,7 @@ def train_with_trainer(model, data, steps, batch, learning_rate, folder):
         disable_tqdm=rank != 0,
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = hf.Trainer(model=model, args=settings, train_dataset=data)
+    trainer = zinf_compile.hf.adopt(hf.Trainer(model=model, args=settings, train_dataset=data))
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 

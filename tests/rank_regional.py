@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.parameter import ShardedParameter
 from zinf_compile.state_layout import LAYOUT
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -142,4 +141,8 @@ def said_at_the_first_step(rank: int, world: int) -> tuple[str, str, str]:
     small.embedding.requires_grad_(requires_grad=False)
     other = torch.optim.AdamW(small.parameters(), lr=0.05)
     train(small, other, rank, range(1))
-    return warned, stream.getvalue(), str(sum(v.nbytes for v in optimizer.state[model.embedding.weight].values() if hasattr(v, "dim") and v.dim()))
+    return (
+        warned,
+        stream.getvalue(),
+        str(sum(v.nbytes for v in optimizer.state[model.embedding.weight].values() if hasattr(v, "dim") and v.dim())),
+    )

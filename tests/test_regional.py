@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import rank_regional
 from marks import more
-from ranks import run_ranks
 from rank_full_optimizer import ALL_ON_DRIVE, placed
+from ranks import run_ranks
 
 
 @pytest.mark.distributed

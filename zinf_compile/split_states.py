@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .parameter import ShardedParameter
 from .probe import is_elementwise
 from .runtime.whole import gather_whole
 from .shard_state import shard_state
-from .parameter import ShardedParameter
 from .state_layout import LAYOUT, noted, without_note
 from .whole_unit import WHOLE, WholeUnit, whole_unit_of
 

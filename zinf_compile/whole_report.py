@@ -36,7 +36,7 @@ def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[S
 def whole_line(optimizer: Optimizer, rest: Mapping[str, nn.Parameter], of_model: int, *, much: bool) -> str:
     """Write the line; `of_model` is the bytes of all of the model's parameters."""
     parameters = sum(p.nbytes for p in rest.values())
-    states = {split: 0 for split in (False, True)}
+    states = dict.fromkeys((False, True), 0)
     for parameter in rest.values():
         states[whole_unit_of(parameter) is not None] += bytes_of_states(optimizer, parameter)
     largest = max(rest, key=lambda name: rest[name].nbytes)

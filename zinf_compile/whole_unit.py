@@ -68,8 +68,9 @@ class WholeUnit(Unit):
 
 def whole_unit(parameter: nn.Parameter, name: str, context: Context) -> WholeUnit | None:
     """Return the unit of a whole parameter; None for one that isn't dense, of floating point and of one element at least."""
-    dense = parameter.dim() > 0 and parameter.numel() > 0 and parameter.layout == torch.strided and is_dense(tuple(parameter.shape), parameter.stride())
-    return WholeUnit(parameter, name, context) if dense and parameter.is_floating_point() else None
+    if parameter.layout != torch.strided or not parameter.is_floating_point() or parameter.dim() == 0 or parameter.numel() == 0:
+        return None
+    return WholeUnit(parameter, name, context) if is_dense(tuple(parameter.shape), parameter.stride()) else None
 
 
 def whole_unit_of(parameter: object) -> WholeUnit | None:
