@@ -1,4 +1,4 @@
-"""An `Accelerator` of accelerate with partitioned models: what it would do by DDP and rank 0's state dicts, done by this package."""
+"""accelerate's `Accelerator` with partitioned models: without DDP, its checkpoints by collective calls."""
 
 from __future__ import annotations
 

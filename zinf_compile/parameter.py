@@ -235,8 +235,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         raise PartitionedParameterError(
             f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but {_place(unit)}, use "
             "`with zinf_compile.gathered(model):` to read it (write=True to change it), zinf_compile.full_state_dict(model) to "
-            "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed (where accelerate or "
-            "transformers' Trainer does: zinf_compile.hf.adopt)"
+            "save and load_full_state_dict to load; wrapping the model in DDP or FSDP is neither possible nor needed (where "
+            "accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
         )
     return _on_whole(func, name, parameters, args, kwargs)
 
