@@ -44,7 +44,7 @@ def test_anything_else_is_refused() -> None:
     with pytest.raises(TypeError, match=r"given a builtins\.int"):
         zinf_compile.hf.adopt(3)
     sharded = types.SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP)
-    with pytest.raises(UnsupportedModelError, match="set up for FSDP.*Launch without its plugin"):
+    with pytest.raises(UnsupportedModelError, match=r"set up for FSDP.*Launch without its plugin"):
         adopt_accelerator(sharded)
 
 
