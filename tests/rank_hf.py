@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -59,9 +60,8 @@ def trainer_of(model: nn.Module, folder: str) -> hf.Trainer:
 
 def _compiled(seed: int, options: dict[str, Any] | None) -> nn.Module:
     """Return a model compiled in place; with options, partitioned ahead, as one that fits nowhere whole is."""
-    model = gpt2(seed)
-    if options is not None:
-        zinf_compile.partition(model, **options)
+    with contextlib.nullcontext() if options is None else zinf_compile.partitioned(**options):
+        model = gpt2(seed)
     model.compile(backend=BACKEND, options={})
     return model
 
