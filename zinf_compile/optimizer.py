@@ -174,7 +174,8 @@ def _end_step(optimizer: Optimizer) -> None:
         if first and hollow:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
-            split_bytes = sum(bytes_of_states(optimizer, p) for p in split_units(optimizer))
+            units = split_units(optimizer).items()
+            split_bytes = sum(bytes_of_states(optimizer, p) for p, unit in units if unit.context is context)
             log_first_step(context, optimizer, hollow, in_memory - split_bytes + drive_bytes(optimizer))
             report_whole(context, optimizer, hollow)
 

@@ -108,6 +108,8 @@ def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -
             continue
         home = parameter._zinf_unit
         unit = WholeUnit(parameter, home.name, home.context)
+        if state[LAYOUT] != unit.layout:
+            continue  # another rank's, or of other ranks: refused where layouts are checked
         home.context.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
         joined = {}
         for name, value in without_note(state).items():
