@@ -178,4 +178,4 @@ def bare_accelerator(rank: int, world: int, folder: str, options: dict[str, Any]
         with pytest.raises(UnsupportedModelError, match=r"accelerate.*zinf_compile\.hf\.adopt\(accelerator\)"):
             wrapped(input_ids=_batch(rank, 0))
         with pytest.raises(ZinfError, match=r"zinf_compile\.hf\.adopt"):
-            plain.prepare(model)
+            nn.parallel.DistributedDataParallel(model)
