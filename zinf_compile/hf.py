@@ -20,7 +20,7 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
     its graphs); checkpoints are saved and loaded by collective calls, so that every method that saves or loads is called on
     all ranks. Weights are written by rank 0 as safetensors, one file's tensors in memory at a time, and read one parameter at a
     time; optimizer states are whole in one file, which needs host memory for all of them on rank 0, and load on any number of
-    ranks. On several nodes all ranks must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their
+    ranks; while rank 0 writes it the others wait, for `timeout_s` (an option of the backend) at most. On several nodes all ranks must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their
     own and pickled files need the whole model in rank 0's memory to be saved; adapters need it on each rank to be loaded.
 
     Raises `TypeError` for anything else, `UnsupportedModelError` for an accelerator that is set up for FSDP, DeepSpeed or
