@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any, TypeVar
 
 Adoptable = TypeVar("Adoptable")
@@ -19,15 +18,16 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
     DDP what `torch.compile` was called on before, with whichever backend (the gradients of a partitioned model are averaged by
     its graphs); checkpoints are saved and loaded by collective calls, so that every method that saves or loads is called on
     all ranks. Weights are written by rank 0 as safetensors, one file's tensors in memory at a time, and read one parameter at a
-    time; optimizer states are whole in one file, which needs host memory for all of them on rank 0, and load on any number of
-    ranks; while rank 0 writes it the others wait, for `timeout_s` (an option of the backend) at most. On several nodes all ranks must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their
-    own and pickled files need the whole model in rank 0's memory to be saved; adapters need it on each rank to be loaded.
+    time. Optimizer states are whole in one file, which needs host memory for all of them on rank 0, and load on any number of
+    ranks; while rank 0 writes it the others wait, for `timeout_s` (an option of the backend) at most. On several nodes all ranks
+    must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their own and pickled files need the whole
+    model in rank 0's memory to be saved; adapters need it on each rank to be loaded.
 
     Raises `TypeError` for anything else, `UnsupportedModelError` for an accelerator that is set up for FSDP, DeepSpeed or
     Megatron-LM.
     """
     target: Any = trainer_or_accelerator
-    if vars(target).get("_zinf_adopted") if hasattr(target, "__dict__") else False:
+    if getattr(target, "_zinf_adopted", False) is True:
         return trainer_or_accelerator
     if _is(target, "accelerate", "Accelerator"):
         from .hf_accelerator import adopt_accelerator  # noqa: PLC0415  (accelerate and transformers are no dependencies)
@@ -49,6 +49,5 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
 
 
 def _is(target: object, library: str, name: str) -> bool:
-    """Say whether an object is of a library's class; without importing a library that nothing of it can come from."""
-    kind = getattr(sys.modules.get(library), name, None)
-    return isinstance(kind, type) and isinstance(target, kind)
+    """Say whether an object is of a library's class, without importing the library."""
+    return any(kind.__name__ == name and kind.__module__.split(".")[0] == library for kind in type(target).__mro__)

@@ -20,7 +20,9 @@ _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
 def adopt_accelerator(accelerator: Any) -> None:
-    """Replace methods of this one accelerator; see `zinf_compile.hf.adopt`."""
+    """Replace methods of this one accelerator, once; see `zinf_compile.hf.adopt`."""
+    if getattr(accelerator, "_zinf_adopted", False) is True:
+        return
     kind = accelerator.distributed_type.name
     if kind not in _PLAIN:
         raise UnsupportedModelError(
@@ -28,6 +30,7 @@ def adopt_accelerator(accelerator: Any) -> None:
             "Launch without its plugin (accelerate config: no FSDP, DeepSpeed or Megatron-LM); this backend partitions the model"
         )
     _Adopted(accelerator)
+    accelerator._zinf_adopted = True
 
 
 class _Adopted:
