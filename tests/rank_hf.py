@@ -48,12 +48,12 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def trainer_of(model: nn.Module, folder: str) -> hf.Trainer:
-    """Return a trainer that accumulates, clips, evaluates, saves every second step, and loads the best at the end."""
+    """Return a trainer that accumulates, clips, evaluates, saves every second step, and at the end loads the one of most loss."""
     arguments = hf.TrainingArguments(
         output_dir=folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        learning_rate=0.01, max_grad_norm=0.5, optim="adamw_torch_fused", use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
-        dataloader_pin_memory=False,
+        greater_is_better=True, learning_rate=0.01, max_grad_norm=0.5, optim="adamw_torch_fused", use_cpu=True, report_to=[], disable_tqdm=True,
+        seed=3, dataloader_pin_memory=False,
     )  # fmt: skip
     return hf.Trainer(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words())
 
@@ -71,18 +71,13 @@ def _logged(trainer: hf.Trainer) -> list[dict[str, float]]:
     return [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
 
 
-def _saved(trainer: hf.Trainer) -> dict[str, Any]:
-    optimizer = trainer.optimizer.optimizer
-    return {
-        "weights": zinf_compile.full_state_dict(trainer.model),
-        "states": zinf_compile.full_optimizer_state_dict(optimizer)["state"] if trainer.args.process_index == 0 else (
-            zinf_compile.full_optimizer_state_dict(optimizer)
-        ),
-    }  # fmt: skip
+def _states(trainer: hf.Trainer) -> Any:
+    """Return whole optimizer states, on rank 0."""
+    return zinf_compile.full_optimizer_state_dict(trainer.optimizer.optimizer).get("state")
 
 
 def trained_and_resumed(rank: int, world: int, folder: str, options: dict[str, Any] | None) -> None:
-    """Train four steps beside DDP, and from the checkpoint of the second again."""
+    """Train four steps beside DDP, and from the checkpoint of the second again. What is loaded as best is the second's, too."""
     as_under_torchrun(world)
     runs = []
     for seed, resume in ((0, None), (1, f"{folder}/run/checkpoint-2")):
@@ -93,23 +88,20 @@ def trained_and_resumed(rank: int, world: int, folder: str, options: dict[str, A
         assert zinf_compile.hf.adopt(trainer) is trainer
         trainer.train(resume_from_checkpoint=resume)
         assert all(isinstance(p, ShardedParameter) for p in trainer.model.parameters())
-        runs.append((_logged(trainer), _saved(trainer)))
-    (history, first), (continued, second) = runs
+        runs.append((_logged(trainer), _states(trainer), zinf_compile.full_state_dict(trainer.model)))
+    (history, states, weights), (continued, again, reloaded) = runs
     assert continued == history  # of which the first half comes from the checkpoint
     if rank == 0:
-        torch.testing.assert_close(first, second, rtol=0, atol=0)
-        loaded = hf.GPT2LMHeadModel.from_pretrained(f"{folder}/run/checkpoint-4")
-        torch.testing.assert_close(dict(loaded.state_dict()), first["weights"], rtol=0, atol=0)
+        torch.testing.assert_close(states, again, rtol=0, atol=0)
+        best = hf.GPT2LMHeadModel.from_pretrained(f"{folder}/run/checkpoint-2").state_dict()
+        for found in (weights, reloaded):
+            torch.testing.assert_close(dict(best), found, rtol=0, atol=0)
+        ends = [load_file(f"{folder}/{run}/checkpoint-4/model.safetensors") for run in ("run", "again")]
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+        assert not torch.equal(ends[0]["transformer.wte.weight"], best["transformer.wte.weight"])
         files = {path.name for path in Path(folder, "run", "checkpoint-4").iterdir()}
-        expected = {
-            "model.safetensors",
-            "config.json",
-            "generation_config.json",
-            "training_args.bin",
-            "optimizer.pt",
-            "scheduler.pt",
-        }
-        assert expected <= files, files
+        beside = {"config.json", "generation_config.json", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_1.pth"}
+        assert beside <= files, files
     if options is None:
         reference = trainer_of(gpt2(0), f"{folder}/ddp")
         reference.train()
