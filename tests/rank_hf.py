@@ -52,7 +52,8 @@ def trainer_of(model: nn.Module, folder: str) -> hf.Trainer:
     arguments = hf.TrainingArguments(
         output_dir=folder, max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        greater_is_better=True, learning_rate=0.01, max_grad_norm=0.5, optim="adamw_torch_fused", use_cpu=True, report_to=[], disable_tqdm=True,
+        greater_is_better=True, metric_for_best_model="loss",
+        learning_rate=0.01, max_grad_norm=0.5, optim="adamw_torch_fused", use_cpu=True, report_to=[], disable_tqdm=True,
         seed=3, dataloader_pin_memory=False,
     )  # fmt: skip
     return hf.Trainer(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words())
