@@ -3,7 +3,7 @@
     python examples/finetune_hf.py --nvme DIR                       # a new Llama, on real text, its states on DIR's drive
     python examples/finetune_hf.py --nvme DIR --model FOLDER        # a local folder with config.json and safetensors
     python examples/finetune_hf.py --nvme DIR --trainer             # the same with transformers' Trainer instead of a plain loop
-    torchrun --nproc-per-node 2 examples/finetune_hf.py --nvme DIR  # each rank has half of every parameter
+    torchrun --nproc-per-node 2 examples/finetune_hf.py --nvme DIR  # each rank has half of every parameter; also with --trainer
 
 The backend holds no more than --device-memory on each rank. What is saved in --output plain transformers loads. The text is the
 source code of Python's standard library; its tokens are bytes, unless FOLDER has a tokenizer.
@@ -77,7 +77,7 @@ def train_with_trainer(model, data, steps, batch, learning_rate, folder):
         disable_tqdm=rank != 0,
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = hf.Trainer(model=model, args=settings, train_dataset=data)
+    trainer = zinf_compile.hf.adopt(hf.Trainer(model=model, args=settings, train_dataset=data))
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 

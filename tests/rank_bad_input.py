@@ -104,6 +104,7 @@ ANSWERS: dict[str, Act] = {
     "metadata": lambda m: (tuple(m.first.weight.shape), m.first.weight.dtype, m.first.weight.device.type, len(m.first.weight)),
     "count": lambda m: sum(p.numel() for p in m.parameters()),
     "no-op": lambda m: m.float().cpu() is m and m.to(torch.float32).train() is m,
+    "no-op to a numbered CPU": lambda m: m.to("cpu:1") is m and m.to(torch.device("cpu", 0), non_blocking=True) is m,
     "zero_grad": lambda m: m.zero_grad(set_to_none=False),
     "like": lambda m: tuple(torch.zeros_like(m.first.weight).shape),
     "hash": lambda m: m.first.weight in {m.first.weight},

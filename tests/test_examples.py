@@ -13,9 +13,10 @@ import transformers as hf
 ROOT = Path(__file__).parent.parent
 
 
-def three_steps(example: str, *arguments: str, folder: Path, env: dict[str, str] | None = None) -> str:
+def three_steps(example: str, *arguments: str, folder: Path, env: dict[str, str] | None = None, ranks: int = 1) -> str:
     """Run an example for three steps; return what it says on its standard error."""
-    command = [sys.executable, str(ROOT / "examples" / example), "--steps", "3", "--batch", "2", *arguments]
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / example), "--steps", "3", "--batch", "2", *arguments]
     run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=env)
     assert run.returncode == 0, run.stderr
     assert "in 3 steps" in run.stdout
@@ -32,6 +33,20 @@ def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
     one, other = (hf.AutoModelForCausalLM.from_pretrained(folder) for folder in (first, second))
     changed = [name for name, value in one.state_dict().items() if not value.equal(other.state_dict()[name])]
     assert len(changed) == len(one.state_dict()), "all were trained on"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
+    """As the README has it, but for the model's size; plain transformers loads what is saved."""
+    small, tuned = tmp_path / "small", tmp_path / "tuned"
+    config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    hf.LlamaForCausalLM(hf.LlamaConfig(**config, use_cache=False)).save_pretrained(small)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    arguments = ["--nvme", str(tmp_path), "--length", "16", "--model", str(small), "--output", str(tuned), "--trainer"]
+    three_steps("finetune_hf.py", *arguments, folder=tmp_path, env=env, ranks=2)
+    one, other = (hf.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (small, tuned))
+    assert [name for name, value in one.items() if value.equal(other[name])] == []
 
 
 @pytest.mark.tiers

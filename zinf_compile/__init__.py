@@ -1,5 +1,8 @@
 """ZeRO-Infinity as a compiler: `torch.compile(model, backend="zero_infinity")` trains models partitioned over the ranks."""
 
+import importlib
+from types import ModuleType
+
 from .birth import partition
 from .birth_context import partitioned
 from .checkpoint import full_state_dict, gathered, load_full_state_dict
@@ -27,6 +30,14 @@ from .save import save_safetensors
 from .stats import stats
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `zinf_compile.hf` when it is first used: transformers and accelerate are no dependencies."""
+    if name == "hf":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BudgetError",

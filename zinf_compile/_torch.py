@@ -327,3 +327,11 @@ def inductor_decompositions() -> dict[Any, Any]:
 
     table = select_decomp_table()
     return {op: rule for op, rule in table.items() if op is not torch.ops.aten.native_dropout.default}
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Say whether `torch.compile` was called on the model or on a module of it, in place or not.
+
+    Neither leaves a public trace: `Module.compile` a compiled `_call_impl`, `torch.compile(module)` a wrapper with `_orig_mod`.
+    """
+    return any(m._compiled_call_impl is not None or "_orig_mod" in (*m._modules, *vars(m)) for m in model.modules())

@@ -348,7 +348,9 @@ def _reject_wrappers() -> None:
 def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients by itself: "
-        "compile the bare model and leave DDP, FSDP and fully_shard away"
+        "compile the bare model and leave DDP, FSDP and fully_shard away. accelerate and transformers' Trainer wrap models on "
+        "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
+        "zinf_compile.hf.adopt(accelerator) right after making theirs"
     )
 
 

@@ -19,6 +19,7 @@ from .errors import RankMismatchError
 from .parameter import ShardedParameter
 from .runtime.context import Context
 from .runtime.placement import Placement
+from .whole_unit import whole_unit
 
 _averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose other parameters are being averaged."""
@@ -40,10 +41,12 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context, plac
             if not isinstance(parameter, ShardedParameter) and parameter.requires_grad and not is_averaged(parameter):
                 average = _Average(parameter, name, context, placement.reduce_dtype_of(parameter.dtype))
                 parameter._zinf_average = parameter.register_hook(average)  # type: ignore[attr-defined]
+                parameter._zinf_whole = whole_unit(parameter, name, context)  # type: ignore[attr-defined]
 
 
 def stop_averaging(parameter: nn.Parameter) -> None:
     """Forget about a parameter that a graph has taken over."""
+    vars(parameter).pop("_zinf_whole", None)
     handle = vars(parameter).pop("_zinf_average", None)
     if handle is not None:
         handle.remove()
@@ -81,6 +84,16 @@ class _Average:
         mean = grad.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
         context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
         return mean.to(grad.dtype)
+
+
+def rest_of(partitioned: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the other parameters of the models that `partitioned` belong to, by name: what no compiled graph uses."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for model in _models_of(partitioned):
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, ShardedParameter):
+                found.setdefault(id(parameter), (name, parameter))
+    return dict(found.values())
 
 
 def _all_reduce(tensor: torch.Tensor, context: Context) -> Callable[[], None]:

@@ -33,11 +33,13 @@ from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .save_check import warn_of_saving
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .split_states import SplitStep, join_states, split_units
 from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
 from .step_records import Due, note, settings_of_step
 from .streamed import drive_bytes, streamed_states
 from .streaming import StreamedStates, tear, torn
+from .whole_report import bytes_of_states, report_whole
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
@@ -56,6 +58,7 @@ class _StandIn:
     """The owner's group behind each of the stand-in's."""
     shards: list[tuple[ShardedParameter, torch.Tensor]]
     """What is updated whole."""
+    split: SplitStep
     streamed: _Streamed | None
     due: Due = dataclasses.field(default_factory=dict)
     """What the ranks compare once it is done."""
@@ -89,13 +92,16 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if id(optimizer) in _under_way or id(optimizer) in _chunks_under_way:  # a step that calls super().step(), or of one chunk
         return None
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    if not hollow:
+    split = split_units(optimizer)
+    if not hollow and not split:
         return None
-    with hollow[0]._zinf_unit.context.meter.waiting():
-        finish_late(optimizer)
-    check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
-    check_layouts(optimizer, [(p, optimizer.state[p]) for p in hollow if p in optimizer.state])
-    _warn_of_local_gradients(optimizer, hollow[0])
+    if hollow:
+        with hollow[0]._zinf_unit.context.meter.waiting():
+            finish_late(optimizer)
+        check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
+        _warn_of_local_gradients(optimizer, hollow[0])
+    join_states(optimizer, hollow)
+    check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state])
     warn_of_short_updates(optimizer, hollow)
     with _stating(optimizer):
         sources = streamed_states(optimizer, hollow)
@@ -125,10 +131,12 @@ def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], s
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
     members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
     members.update((id(p), shard) for p, shard in shards.items())
+    split = SplitStep(optimizer)
+    members.update(split.members())
     if streamed is not None:
         members.update((id(p), part) for p, part in streamed.chunks[-1].parts)
     stand_in, groups = _make_stand_in(optimizer, members, all_groups=streamed is None)
-    record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), streamed)
+    record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), split, streamed)
     _fill(optimizer, record)
     return record
 
@@ -147,6 +155,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             optimizer.state[parameter] = noted({k: kept_state(v, unit) for k, v in state.items()}, unit)
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
+    record.split.finish(optimizer, stand_in)
     if record.streamed is not None:
         with _stating(optimizer):
             _finish_chunks(optimizer, record.streamed, stand_in)
@@ -166,12 +175,16 @@ def _end_step(optimizer: Optimizer) -> None:
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
     first = optimizer not in _described
     _described.add(optimizer)
-    for context in {p._zinf_unit.context for p in hollow}:
+    split = {unit.context: None for unit in split_units(optimizer).values()}
+    for context in {p._zinf_unit.context: None for p in hollow} | split:
         context.end_step()
-        if first:
+        if first and hollow:
             held = _state_bytes.get(optimizer, {})
             in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
-            log_first_step(context, optimizer, hollow, in_memory + drive_bytes(optimizer))
+            units = split_units(optimizer).items()
+            split_bytes = sum(bytes_of_states(optimizer, p) for p, unit in units if unit.context is context)
+            log_first_step(context, optimizer, hollow, in_memory - split_bytes + drive_bytes(optimizer))
+            report_whole(context, optimizer, hollow)
             warn_of_saving(context)
 
 
@@ -306,6 +319,7 @@ def _make_stand_in(
 
 def _fill(optimizer: Optimizer, record: _StandIn) -> None:
     partitioned = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
+    partitioned |= record.split.members().keys()
     for key, state in optimizer.state.items():
         if id(key) not in partitioned:
             record.optimizer.state[key] = state
@@ -315,6 +329,7 @@ def _fill(optimizer: Optimizer, record: _StandIn) -> None:
             unit = parameter._zinf_unit
             given = without_note(optimizer.state[parameter])
             record.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
+    record.split.fill(optimizer, record.optimizer)
     if record.streamed is not None:
         record.optimizer.state.update(record.streamed.chunks[-1].state)
 
@@ -324,6 +339,7 @@ def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], An
         loss = closure()
         for parameter, shard in record.shards:
             shard.grad = local_gradient(parameter)
+        record.split.refresh()
         return loss
 
     return call
@@ -338,6 +354,8 @@ def _account(optimizer: Optimizer) -> None:
             if isinstance(value, torch.Tensor) and name != "step":
                 on_host = parameter._zinf_unit.placement.optimizer == "host"
                 held[context.host_ledger if on_host else context.ledger] += value.numel() * value.element_size()
+    for whole, unit in split_units(optimizer).items():
+        held[unit.context.ledger] += bytes_of_states(optimizer, whole)
     if optimizer not in _state_bytes:
         _state_bytes[optimizer] = {}
         weakref.finalize(optimizer, _forget, _state_bytes[optimizer]).atexit = False

@@ -19,6 +19,7 @@ from .runtime.context import Context
 from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.unit import Unit
 from .shard_state import shard_state
+from .split_states import split_units
 from .state_layout import without_note
 
 
@@ -66,9 +67,10 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
     """Return the units of an optimizer's parameters in the order in which a state dict numbers them, and what the ranks share.
 
-    None: not partitioned.
+    None: neither the parameter is partitioned nor are its states split.
     """
-    units = [unit_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    split = split_units(optimizer)
+    units = [unit_of(p) or split.get(p) for group in optimizer.param_groups for p in group["params"]]
     return units, next((unit.context for unit in units if unit is not None), None)
 
 

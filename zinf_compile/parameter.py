@@ -268,7 +268,7 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
             f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
             f"{_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to change it), "
             "zinf_compile.full_state_dict(model) to save and load_full_state_dict to load; wrapping the model in DDP or FSDP is "
-            "neither possible nor needed"
+            "neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
         )
     return _on_whole(func, name, parameters, args, kwargs)
 
@@ -385,9 +385,16 @@ def _converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[s
         return unit.dtype == _CONVERSIONS[name]
     probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
     try:
-        return probe.to(*args[1:], **kwargs) is probe
+        return probe.to(*map(_without_number, args[1:]), **{k: _without_number(v) for k, v in kwargs.items()}) is probe
     except RuntimeError:
         return False  # let the real call complain
+
+
+def _without_number(value: Any) -> Any:
+    """Return a device as it is; the CPU, of which there is one, without the number that accelerate gives it on each rank."""
+    if not isinstance(value, str | torch.device) or torch.device(value).type != "cpu":
+        return value
+    return torch.device("cpu")
 
 
 def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

@@ -55,6 +55,11 @@ def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:
             )
 
 
+def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Say whether the optimizer updates each element of a parameter of this group, of type `dtype`, by that element alone."""
+    return _verdict(optimizer, group, dtype).problem is None
+
+
 def states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """Return the names and types of the states that the optimizer keeps for each element of a parameter of type `dtype`."""
     return _verdict(optimizer, group, dtype).states

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
 from .runtime.unit import Unit
+from .whole_unit import whole_unit_of
 
 LAYOUT = "zinf_layout"
 """Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
@@ -30,10 +31,12 @@ def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != LAYOUT}
 
 
-def check_layouts(optimizer: Optimizer, states: Iterable[tuple[ShardedParameter, Mapping[str, Any]]]) -> None:
+def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> None:
     """Raise `UnsupportedOptimizerError` for states of other elements than this rank has; their number may be the same."""
     for parameter, state in states:
-        unit = parameter._zinf_unit
+        unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else whole_unit_of(parameter)
+        if unit is None:
+            continue
         found = state.get(LAYOUT)
         if found is None:
             _warn_of_unknown(optimizer, state, unit)

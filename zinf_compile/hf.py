@@ -1,0 +1,53 @@
+"""transformers' Trainer and accelerate with the `zero_infinity` backend, on one process and on several ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, TypeVar
+
+Adoptable = TypeVar("Adoptable")
+
+
+def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
+    """Make a `transformers.Trainer`, or a bare `accelerate.Accelerator`, work with partitioned models; return it.
+
+        trainer = zinf_compile.hf.adopt(transformers.Trainer(model=model, args=args, ...))
+        accelerator = zinf_compile.hf.adopt(accelerate.Accelerator())
+
+    Called once, right after construction, on all ranks. It replaces methods of this one object: `prepare_model` doesn't wrap in
+    DDP what `torch.compile` was called on before, with whichever backend (the gradients of a partitioned model are averaged by
+    its graphs); checkpoints are saved and loaded by collective calls, so that every method that saves or loads is called on
+    all ranks. Weights are written by rank 0 as safetensors, one file's tensors in memory at a time, and read one parameter at a
+    time. Optimizer states are whole in one file, which needs host memory for all of them on rank 0, and load on any number of
+    ranks; while rank 0 writes it the others wait, for `timeout_s` (an option of the backend) at most. On several nodes all ranks
+    must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their own and pickled files need the whole
+    model in rank 0's memory to be saved; adapters need it on each rank to be loaded.
+
+    Raises `TypeError` for anything else, `UnsupportedModelError` for an accelerator that is set up for FSDP, DeepSpeed or
+    Megatron-LM.
+    """
+    target: Any = trainer_or_accelerator
+    if getattr(target, "_zinf_adopted", False) is True:
+        return trainer_or_accelerator
+    if _is(target, "accelerate", "Accelerator"):
+        from .hf_accelerator import adopt_accelerator  # noqa: PLC0415  (accelerate and transformers are no dependencies)
+
+        adopt_accelerator(target)
+    elif _is(target, "transformers", "Trainer"):
+        from .hf_trainer import adopt_trainer  # noqa: PLC0415
+
+        adopt_trainer(target)
+    else:
+        missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+        hint = f" ({' and '.join(missing)} can't be imported here)" if missing else ""
+        raise TypeError(
+            f"adopt() was given a {type(target).__module__}.{type(target).__qualname__}; accepted: a transformers.Trainer, or an "
+            f"accelerate.Accelerator{hint}. A model needs nothing: model.compile(backend='zero_infinity')"
+        )
+    target._zinf_adopted = True
+    return trainer_or_accelerator
+
+
+def _is(target: object, library: str, name: str) -> bool:
+    """Say whether an object is of a library's class, without importing the library."""
+    return any(kind.__name__ == name and kind.__module__.split(".")[0] == library for kind in type(target).__mro__)

@@ -1,0 +1,116 @@
+"""Checkpoints of transformers and accelerate on disk: weights and optimizer states of a partitioned model, out and in.
+
+Rank 0 writes and reads; the others take part in gathering and spreading. Each function is a collective operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .birth import together
+from .checkpoint import load_full_state_dict, partitioned_parameters, plain, state_names
+from .errors import CheckpointError
+from .optimizer_checkpoint import full_optimizer_state_dict, units_of
+from .optimizer_loading import load_full_optimizer_state_dict
+from .runtime.context import Context
+from .tensor_files import INDEX, TensorFiles
+
+SAFETENSORS = ("model.safetensors", INDEX)
+PICKLED = "pytorch_model.bin"
+
+
+def context_of(model: nn.Module) -> Context | None:
+    """Return what the ranks share of a partitioned model, None for one that isn't."""
+    found = partitioned_parameters(plain(model))
+    return next((parameter._zinf_unit.context for parameter in found.values()), None)
+
+
+class _Weights(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, one read at a time; a tied one also by its other names."""
+
+    def __init__(self, files: TensorFiles, model: nn.Module) -> None:
+        self._files = files
+        self._stored = {name: name for name in files.tensors}
+        names = state_names(model)
+        by_tensor = {id(tensor): name for name, tensor in names.items() if name in files.tensors}
+        self._stored |= {name: by_tensor[id(tensor)] for name, tensor in names.items() if id(tensor) in by_tensor}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self._files.tensors[self._stored[name]]
+        if not isinstance(stored.dtype, torch.dtype):
+            raise CheckpointError(f"{name} in {stored.path} is of type {stored.dtype}, which PyTorch doesn't have")
+        value = torch.empty(stored.shape, dtype=stored.dtype)
+        self._files.read(self._stored[name], value.view(-1))
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def has_weights(folder: Path) -> bool:
+    """Say whether a folder has the weights of a whole model, in a way that `load_weights` reads."""
+    return any((folder / name).is_file() for name in (*SAFETENSORS, PICKLED))
+
+
+def load_weights(model: nn.Module, folder: Path, context: Context | None) -> None:
+    """Load a folder's weights, one parameter at a time; into a model that isn't partitioned yet, on each rank for itself.
+
+    Raises `UnsupportedModelError`, on all ranks, where they don't fit; then nothing was changed.
+    """
+    model = plain(model)
+    weights: Mapping[str, Any] | None = None
+    files: TensorFiles | None = None
+    try:
+        reads = context is None or context.rank == 0
+        with contextlib.nullcontext() if context is None else together(context, f"reading the weights in {folder}"):
+            if reads and any((folder / name).is_file() for name in SAFETENSORS):
+                files = TensorFiles(folder)
+                weights = _Weights(files, model)
+            elif reads:
+                weights = torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=True)
+        load_full_state_dict(model, weights)
+    finally:
+        if files is not None:
+            files.close()
+
+
+def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
+    """Write whole states, as eager's `state_dict()`; where nothing is partitioned, the process that `writes` does."""
+    context = units_of(optimizer)[1]
+    state = full_optimizer_state_dict(optimizer)
+    if context is None:
+        if writes:
+            torch.save(state, file)
+        return
+    with together(context, f"writing {file}"):
+        if context.rank == 0:
+            torch.save(state, file)
+
+
+def load_optimizer(optimizer: Optimizer, file: Path) -> None:
+    """Load whole states; before anything is partitioned, on each rank for itself."""
+    context = units_of(optimizer)[1]
+    if context is None:
+        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        return
+    with together(context, f"reading {file}"):
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if context.rank == 0 else None
+    load_full_optimizer_state_dict(optimizer, state)
+
+
+def behind(optimizer: Any) -> Optimizer:
+    """Return the optimizer that accelerate wraps, itself an `Optimizer`, or the optimizer given."""
+    while hasattr(optimizer, "accelerator_state"):
+        optimizer = optimizer.optimizer
+    assert isinstance(optimizer, Optimizer)
+    return optimizer

@@ -1,0 +1,128 @@
+"""transformers' `Trainer` with a partitioned model: its accelerator without DDP, its checkpoints by collective calls."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from .birth import together
+from .checkpoint import full_state_dict, gathered, plain
+from .hf_accelerator import adopt_accelerator
+from .hf_files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
+from .optimizer_checkpoint import units_of
+from .save import save_safetensors
+
+
+def adopt_trainer(trainer: transformers.Trainer) -> None:
+    """Replace methods of this one trainer; see `zinf_compile.hf.adopt`."""
+    adopt_accelerator(trainer.accelerator)
+    _Adopted(trainer)
+
+
+class _Adopted:
+    """What stands in for methods of a trainer, beside the ones replaced.
+
+    Each is called on all ranks, as the trainer does by itself. Where nothing is partitioned, as before the first step of a model
+    that was compiled whole, the trainer's own method does what it does.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._create_accelerator = trainer.create_accelerator_and_postprocess
+        self._save = trainer._save
+        self._save_optimizer = trainer._save_optimizer_and_scheduler
+        self._load_optimizer = trainer._load_optimizer_and_scheduler
+        self._load = trainer._load_from_checkpoint
+        self._load_best = trainer._load_best_model
+        trainer.create_accelerator_and_postprocess = self.create_accelerator
+        trainer._save = self.save
+        trainer._save_optimizer_and_scheduler = self.save_optimizer
+        trainer._load_optimizer_and_scheduler = self.load_optimizer
+        trainer._load_from_checkpoint = self.load
+        trainer._load_best_model = self.load_best
+
+    def create_accelerator(self) -> None:
+        """Adopt the new accelerator too: a search of batch size or of settings makes others."""
+        self._create_accelerator()
+        adopt_accelerator(self._trainer.accelerator)
+
+    def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model, streamed where its class has no format of its own, and what goes beside it."""
+        trainer = self._trainer
+        model, folder = plain(trainer.model), output_dir or trainer.args.output_dir
+        context = context_of(model)
+        own = type(trainer)._save is not transformers.Trainer._save or not isinstance(model, transformers.PreTrainedModel)
+        if context is None or state_dict is not None:
+            self._save(output_dir, state_dict)
+        elif own:
+            whole = full_state_dict(model)
+            with together(context, f"saving the model in {folder}"):
+                if context.rank == 0:
+                    self._save(output_dir, whole)
+        else:
+            save_safetensors(model, folder)
+            with together(context, f"saving the model in {folder}"):
+                if context.rank == 0:
+                    self._save_beside(model, folder)
+
+    def _save_beside(self, model: Any, folder: str) -> None:
+        """Write what `save_pretrained` and the trainer write beside the weights."""
+        trainer = self._trainer
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(trainer.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def save_optimizer(self, output_dir: str) -> None:
+        """Write the optimizer's whole states and the scheduler, as the trainer does on one process."""
+        trainer = self._trainer
+        optimizer = behind(trainer.optimizer)
+        context = units_of(optimizer)[1]
+        if context is None:
+            self._save_optimizer(output_dir)
+            return
+        save_optimizer(optimizer, Path(output_dir, OPTIMIZER_NAME), writes=False)
+        with together(context, f"saving the scheduler in {output_dir}"):
+            if context.rank == 0:
+                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def load_optimizer(self, checkpoint: str | None) -> None:
+        """Load what `save_optimizer` wrote, on any number of ranks."""
+        trainer = self._trainer
+        optimizer = behind(trainer.optimizer)
+        files = [] if checkpoint is None else [Path(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if units_of(optimizer)[1] is None or not all(file.is_file() for file in files):
+            self._load_optimizer(checkpoint)
+        elif files:
+            load_optimizer(optimizer, files[0])
+            trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+
+    def load(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's model."""
+        self._into(plain(model or self._trainer.model), resume_from_checkpoint, lambda: self._load(resume_from_checkpoint, model))
+
+    def load_best(self) -> None:
+        """Load the best checkpoint's model."""
+        trainer = self._trainer
+        self._into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
+
+    def _into(self, model: Any, folder: str, otherwise: Any) -> None:
+        """Load one parameter at a time where the folder has a whole model; adapters need the model whole on each rank."""
+        context = context_of(model)
+        if context is None:
+            otherwise()
+        elif has_weights(Path(folder)):
+            load_weights(model, Path(folder), context)
+        else:
+            with gathered(model, write=True):
+                otherwise()

@@ -1,0 +1,121 @@
+"""ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
+
+A step is given this rank's stretch of the value, of the gradient and of the states; afterwards the ranks exchange the updated
+stretches. An element-wise update gives each element the bits of the unsplit one. An optimizer that needs whole matrices is
+given the whole parameter, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .parameter import ShardedParameter
+from .probe import is_elementwise
+from .runtime.whole import gather_whole
+from .shard_state import shard_state
+from .state_layout import LAYOUT, noted, without_note
+from .whole_unit import WHOLE, WholeUnit, whole_unit_of
+
+
+def split_units(optimizer: Optimizer) -> dict[torch.nn.Parameter, WholeUnit]:
+    """Return the whole parameters whose states this optimizer splits over the ranks, in the order of its groups."""
+    found: dict[torch.nn.Parameter, WholeUnit] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            unit = whole_unit_of(parameter)
+            if unit is not None and parameter.requires_grad and is_elementwise(optimizer, group, unit.dtype):
+                found[parameter] = unit
+    return found
+
+
+class SplitStep:
+    """The part of one step that updates stretches of whole parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._units = split_units(optimizer)
+        with torch.no_grad():
+            self._padded = {p: unit.local_part(p) for p, unit in self._units.items()}
+        self._shards = {p: self._padded[p][: unit.used] for p, unit in self._units.items()}
+        self._states: dict[tuple[int, str], torch.Tensor] = {}
+        """With padding, as they are kept; the step is given what is used of them."""
+
+    def members(self) -> Mapping[int, torch.Tensor]:
+        """Return what stands for a parameter in the step, by the parameter's identity."""
+        return {id(parameter): shard for parameter, shard in self._shards.items()}
+
+    def refresh(self) -> None:
+        """Cut this rank's stretches out of the gradients as they are now."""
+        for parameter, shard in self._shards.items():
+            grad, unit = parameter.grad, self._units[parameter]
+            shard.grad = None if grad is None else unit.local_part(grad)[: unit.used]
+
+    def fill(self, optimizer: Optimizer, stand_in: Optimizer) -> None:
+        """Give the stand-in gradients and states."""
+        self.refresh()
+        for parameter, shard in self._shards.items():
+            if parameter in optimizer.state:
+                unit, given = self._units[parameter], without_note(optimizer.state[parameter])
+                whole = {name: shard_state(value, unit, name, optimizer) for name, value in given.items()}
+                stand_in.state[shard] = {name: self._used(value, shard, name, unit) for name, value in whole.items()}
+
+    @torch.no_grad()
+    def finish(self, optimizer: Optimizer, stand_in: Optimizer) -> None:
+        """Keep the states, and make the parameters whole again. A collective operation."""
+        updated = [(p, shard) for p, shard in self._shards.items() if shard.grad is not None]
+        for context in {self._units[p].context: None for p, _ in updated}:
+            names = [self._units[p].name for p, _ in updated if self._units[p].context is context]
+            context.agree([f"the step updates {name}" for name in names], what=f"a step of {type(optimizer).__name__}")
+        for parameter, shard in self._shards.items():
+            state, unit = stand_in.state.pop(shard, None), self._units[parameter]
+            if state is not None:
+                kept = {name: self._kept(value, shard, name, unit) for name, value in state.items()}
+                optimizer.state[parameter] = noted(kept, unit)
+        for parameter, shard in updated:
+            unit = self._units[parameter]
+            full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
+            padded = self._padded[parameter]
+            if shard.data_ptr() != padded.data_ptr():  # the optimizer gave it other memory
+                padded[: unit.used].copy_(shard)
+            gather_whole(unit, padded, full, f"gathering {unit.name} after a step")
+            parameter.copy_(unit.logical(full))
+            shard.grad = None
+
+    def _used(self, value: Any, shard: torch.Tensor, name: str, unit: WholeUnit) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != unit.shard_numel:
+            return value
+        self._states[id(shard), name] = value
+        return value[: unit.used]
+
+    def _kept(self, value: Any, shard: torch.Tensor, name: str, unit: WholeUnit) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.numel() != unit.used:
+            return value
+        padded = self._states.get((id(shard), name))
+        if padded is not None and padded.dtype == value.dtype and padded.data_ptr() == value.data_ptr():
+            return padded
+        return torch.cat([value, value.new_zeros(unit.shard_numel - unit.used)]) if unit.used < unit.shard_numel else value
+
+
+@torch.no_grad()
+def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
+    """Make whole again the states of what was whole when they were split, and is partitioned by now. A collective operation."""
+    for parameter in partitioned:
+        state = optimizer.state.get(parameter)
+        if not state or not state.get(LAYOUT, {}).get(WHOLE):
+            continue
+        home = parameter._zinf_unit
+        unit = WholeUnit(parameter, home.name, home.context)
+        if state[LAYOUT] != unit.layout:
+            continue  # another rank's, or of other ranks: refused where layouts are checked
+        home.context.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
+        joined = {}
+        for name, value in without_note(state).items():
+            joined[name] = value
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == unit.shard_numel:
+                full = unit.context.full_buffer(unit.numel, value.dtype, unit.device)
+                gather_whole(unit, value.to(unit.device), full, f"gathering state {name} of {unit.name}")
+                joined[name] = unit.logical(full)
+        optimizer.state[parameter] = joined

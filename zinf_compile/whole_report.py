@@ -1,0 +1,58 @@
+"""What stays whole on every rank, said at the first step: parameters that no compiled graph uses, and their states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .companions import rest_of
+from .parameter import ShardedParameter
+from .runtime.context import Context
+from .whole_unit import whole_unit_of
+
+_log = logging.getLogger("zinf_compile")
+
+WARNED_SHARE = 0.1
+"""Of a model's bytes: where more stays whole, that is a warning."""
+
+
+def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
+    """Log, on the first rank, how much of the model is not partitioned; a warning where that is much and costs memory."""
+    costs = context.size > 1 or any(p._zinf_unit.home or p._zinf_unit.placement.optimizer != "device" for p in partitioned)
+    if context.rank != 0 or not (costs or _log.isEnabledFor(logging.INFO)):
+        return
+    rest = rest_of(partitioned)
+    if not rest:
+        return
+    of_model = sum(p._zinf_unit.bytes for p in partitioned) + sum(p.nbytes for p in rest.values())
+    much = costs and sum(p.nbytes for p in rest.values()) > WARNED_SHARE * of_model
+    _log.log(logging.WARNING if much else logging.INFO, "%s", whole_line(optimizer, rest, of_model, much=much))
+
+
+def whole_line(optimizer: Optimizer, rest: Mapping[str, nn.Parameter], of_model: int, *, much: bool) -> str:
+    """Write the line; `of_model` is the bytes of all of the model's parameters."""
+    parameters = sum(p.nbytes for p in rest.values())
+    states = dict.fromkeys((False, True), 0)
+    for parameter in rest.values():
+        states[whole_unit_of(parameter) is not None] += bytes_of_states(optimizer, parameter)
+    largest = max(rest, key=lambda name: rest[name].nbytes)
+    kept = [f"{parameters:,} B of parameters"]
+    kept += [f"{states[True]:,} B of states, this rank's part of them"] if states[True] else []
+    kept += [f"{states[False]:,} B of states"] if states[False] else []
+    text = (
+        f"no compiled graph uses {len(rest)} parameters, {parameters / max(1, of_model):.0%} of the model: they stay whole on "
+        f"each rank ({', '.join(kept)}); the largest is {largest} ({rest[largest].nbytes:,} B)"
+    )
+    if much:
+        text += ". To partition them too, compile the whole model rather than its blocks, or avoid the graph breaks around them"
+    return text
+
+
+def bytes_of_states(optimizer: Optimizer, parameter: nn.Parameter) -> int:
+    """Return the bytes of an optimizer's states of a parameter on this rank, counters left away."""
+    state = optimizer.state.get(parameter, {})
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
