@@ -125,7 +125,7 @@ def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: li
         return really_read(key, into)
 
     states.store.read = read  # type: ignore[method-assign,assignment]
-    count = len(states._chunks)
+    count = len(states.chunks)
     assert count > 5
     for number in range(2, 4):
         reads.clear()
@@ -203,7 +203,7 @@ def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(tmp_
 
 def failing(states: StreamedStates, number: int) -> None:
     """Flip a bit of a chunk that the next step doesn't read first."""
-    key = f"exp_avg of {states._chunks[number].name}"
+    key = f"exp_avg of {states.chunks[number].name}"
     assert states.store is not None
     block = states.store.layout.find(key).blocks[0]
     fd = os.open(f"/proc/self/fd/{states.store.files[0].fd}", os.O_RDWR)
@@ -332,7 +332,7 @@ def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
 
     def noting(self: ChunkStep, *arguments: Any) -> None:
         under_way = {slot.chunk for slot in self._owner._slots._slots if slot.under_way}
-        if SLOTS <= len(updated) < len(self._owner._chunks) - 1:
+        if SLOTS <= len(updated) < len(self._owner.chunks) - 1:
             seen.append(self._number)
             assert len(under_way) == 2, "one is read, one is written"
             assert updated[-1] in under_way, "the last one is written"

@@ -32,6 +32,7 @@ from .probe import check_elementwise, states_kept
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .state_entry import in_memory, states_of
 from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
 from .streamed import drive_bytes, streamed_states
@@ -326,7 +327,7 @@ def _account(optimizer: Optimizer) -> None:
     held: dict[Ledger, int] = collections.defaultdict(int)
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
         context = parameter._zinf_unit.context
-        for name, value in optimizer.state.get(parameter, {}).items():
+        for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
                 on_host = parameter._zinf_unit.placement.optimizer == "host"
                 held[context.host_ledger if on_host else context.ledger] += value.numel() * value.element_size()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
 from .runtime.unit import Unit
+from .state_entry import in_memory
 
 LAYOUT = "zinf_layout"
 """Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
@@ -25,6 +26,12 @@ def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
     return {**state, LAYOUT: unit.layout} if state and unit.context.size > 1 else state
 
 
+def note(state: dict[str, Any], unit: Unit) -> None:
+    """Put the note beside local states."""
+    if unit.context.size > 1:
+        state[LAYOUT] = unit.layout
+
+
 def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return states as an optimizer knows them."""
     return {name: value for name, value in state.items() if name != LAYOUT}
@@ -32,8 +39,8 @@ def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_layouts(optimizer: Optimizer, states: Iterable[tuple[ShardedParameter, Mapping[str, Any]]]) -> None:
     """Raise `UnsupportedOptimizerError` for states of other elements than this rank has; their number may be the same."""
-    for parameter, state in states:
-        unit = parameter._zinf_unit
+    for parameter, given in states:
+        unit, state = parameter._zinf_unit, in_memory(given)
         found = state.get(LAYOUT)
         if found is None:
             _warn_of_unknown(optimizer, state, unit)
