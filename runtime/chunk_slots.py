@@ -109,7 +109,7 @@ class ChunkSlots:
         """
         slot, new = self.find(number), False
         if slot is None:
-            slot, new = self._slots[0], True
+            slot, new = next((slot for slot in self._slots if not slot.held), self._slots[0]), True
             slot.settle()
             slot.chunk, slot.filled = None, False
         self._slots.remove(slot)

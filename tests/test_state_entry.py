@@ -238,3 +238,48 @@ def test_what_a_script_does_to_states_counts(name: str, placement: Placement, ow
                 assert all(type(states) is dict for states in pair.optimizer.state_dict()["state"].values())
                 entries = [pair.optimizer.state[p] for p in pair.ours.parameters() if p.requires_grad and p.dim()]
                 assert all(isinstance(entry, StateEntry) and entry.stored for entry in entries)
+
+
+class Counting(torch.optim.SGD):
+    """Its groups count steps, as schedule-free optimizers' do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def two_groups(parameters: Any) -> Optimizer:
+    first, *rest = [p for p in parameters if p.requires_grad]
+    return Counting([{"params": [first], "k": 0}, {"params": rest, "k": 0}], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_NVME, ("device", "device", "nvme")], ids="-".join)
+def test_steps_with_no_gradients_or_with_those_of_some_groups(placement: Placement, tmp_path: Path) -> None:
+    pair = Pair(placement, tmp_path, two_groups)
+    seconds = [adamw([model.frozen.weight, *model.up.parameters()]) for model in (pair.eager, pair.ours)]
+    for _ in range(3):
+        for (_, optimizer), second in zip(pair.sides, seconds, strict=True):
+            optimizer.step()  # there are none
+            second.step()
+        pair.train()
+        pair.compare()
+        for model, optimizer in pair.sides:
+            train_without_steps(model)
+            next(iter(model.parameters())).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        for (model, _), second in zip(pair.sides, seconds, strict=True):
+            train_without_steps(model)
+            second.step()
+            second.step()
+            model.zero_grad()
+            second.step()
+        pair.compare()
+    assert_same_states(*seconds)
+
+
+def train_without_steps(model: nn.Module) -> None:
+    """Leave gradients."""
+    train_step(model, torch.optim.SGD([torch.zeros(1)]), 50)

@@ -122,7 +122,13 @@ def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], s
     members.update((id(p), shard) for p, shard in shards.items())
     if streamed is not None:
         members.update((id(p), part) for p, part in streamed.chunks[-1].parts)
-    stand_in, groups = _make_stand_in(optimizer, members, all_groups=streamed is None)
+    due = {id(p) for source in (streamed.sources if streamed is not None else ()) for p in source.due}
+
+    def rests(group: dict[str, Any]) -> bool:
+        """Say whether no chunk is of the group: as in eager, its counters go on without a gradient."""
+        return not any(id(p) in due for p in group["params"])
+
+    stand_in, groups = _make_stand_in(optimizer, members, without_members=rests)
     record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), streamed)
     _fill(optimizer, record)
     return record
@@ -139,7 +145,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         state = stand_in.state.pop(shard, None)
         if state is not None:
             unit = parameter._zinf_unit
-            optimizer.state[parameter] = noted({k: kept_state(v, unit) for k, v in state.items()}, unit)
+            _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
     if record.streamed is not None:
@@ -154,6 +160,16 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             vars(optimizer)[name] = value
     _account(optimizer)
     _end_step(optimizer)
+
+
+def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, Any]) -> None:
+    """Set what `optimizer.state` has of a parameter; as in eager, in the mapping that callers may hold."""
+    known = states_of(optimizer, parameter)
+    if type(known) is dict:
+        known.clear()
+        known.update(state)
+    else:
+        optimizer.state[parameter] = state
 
 
 def _end_step(optimizer: Optimizer) -> None:
@@ -240,7 +256,8 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
 
 def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Update one chunk; return groups, and what that changed in them."""
-    stand_in, groups = _make_stand_in(optimizer, {id(p): part for p, part in chunk.parts}, all_groups=False)
+    parts = {id(p): part for p, part in chunk.parts}
+    stand_in, groups = _make_stand_in(optimizer, parts, without_members=lambda group: False)
     stand_in.state.update(chunk.state)
     vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
@@ -279,18 +296,18 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_stand_in(
-    optimizer: Optimizer, members: dict[int, torch.Tensor], *, all_groups: bool
+    optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
     """Make an optimizer of `members`, given by the identity of the parameters that they stand for.
 
-    Returns it with the group behind each of its own: unless `all_groups`, those without members are left away.
+    Returns it with the group behind each of its own. A group of none of them is left away unless `without_members` of it.
     """
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in _STEP_LOCAL})
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:
         present = [members[id(p)] for p in group["params"] if id(p) in members]
-        if present or all_groups:
+        if present or without_members(group):
             stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
             groups.append(group)
     stand_in.state = collections.defaultdict(dict)

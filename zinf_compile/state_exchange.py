@@ -118,6 +118,8 @@ def lend(states: StreamedStates, entry: StateEntry, name: str, optimizer_name: s
 
 def bring(states: StreamedStates, optimizer: Optimizer) -> None:
     """Put all states into `optimizer.state`; raise `BudgetError` where there is no memory for them."""
+    if not states.by_entry:
+        return
     absorb(states, optimizer)
     stored = [(p, name, states.kept[p][name]) for p, entry in states.entries.items() for name in entry if name in entry.stored]
     needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p, _, dtype in stored)

@@ -88,6 +88,8 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 @torch.no_grad()
 def _after_load(optimizer: Optimizer) -> None:
     torn.pop(optimizer, None)
+    for states in _streamed.get(optimizer, []):
+        states.forget_step()
     absorb_loaded(optimizer)
 
 

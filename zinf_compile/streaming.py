@@ -66,7 +66,8 @@ class StreamedStates:
         self._written: set[int] = set()
         self._forward = True
         self._late = may_be_late(placement, kept, unified=context.bridge.unified)
-        self._by_entry = self._late or (self.tier == "nvme" and any(kept))
+        self.by_entry = self._late or (self.tier == "nvme" and any(kept))
+        """Whether `optimizer.state` has a `StateEntry` for each parameter."""
         self._first: list[int] = []
         self._ahead: set[int] = set()
         """Chunks whose states were read for the next step."""
@@ -184,10 +185,14 @@ class StreamedStates:
 
     def absorb(self, optimizer: Optimizer) -> None:
         """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out."""
-        if self._by_entry:
+        if self.by_entry:
             absorb(self, optimizer)
         else:
             self._bring_home(optimizer)
+
+    def forget_step(self) -> None:
+        """States were loaded: what a step that failed was at counts no more."""
+        self._slots.begin()
 
     def lend(self, entry: StateEntry, name: str) -> torch.Tensor:
         """Return one state of a parameter as a tensor whose changes count."""
@@ -203,7 +208,7 @@ class StreamedStates:
 
     def present(self, parameter: ShardedParameter, optimizer: Optimizer) -> Set[str]:
         """Return the names of a parameter's states that the next update goes on from."""
-        if self._by_entry:
+        if self.by_entry:
             entry = self.entries.get(parameter)
             return entry.stored if entry is not None else frozenset()
         given = states_of(optimizer, parameter) or {}
@@ -211,7 +216,7 @@ class StreamedStates:
 
     def other_states(self, parameter: ShardedParameter, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return those of a parameter's states that aren't brought; None where it has no states at all."""
-        given = self.entries.get(parameter) if self._by_entry else states_of(optimizer, parameter)
+        given = self.entries.get(parameter) if self.by_entry else states_of(optimizer, parameter)
         if given is None:
             return None
         present = self.present(parameter, optimizer)
@@ -220,16 +225,14 @@ class StreamedStates:
     def count_states(self, optimizer: Optimizer) -> None:
         """Let each parameter that is due have an entry, which the updates that are left will fill."""
         for parameter in self.due:
-            if self._by_entry and parameter not in self.entries:
+            if self.by_entry and parameter not in self.entries:
                 entry = self.entries[parameter] = self.new_entry(optimizer, parameter, {})
                 optimizer.state[parameter] = entry
 
-    def settle(
-        self, parameter: ShardedParameter, optimizer: Optimizer, memory: Mapping[str, Any], stored: Set[str]
-    ) -> None:
+    def settle(self, parameter: ShardedParameter, optimizer: Optimizer, memory: Mapping[str, Any], stored: Set[str]) -> None:
         """Make count what a whole step left of a parameter's states: those in memory, and the names of the others."""
         unit = parameter._zinf_unit
-        if self._by_entry:
+        if self.by_entry:
             if not (memory or stored or parameter in self.entries):
                 return
             if parameter not in self.entries:
@@ -301,7 +304,7 @@ class StreamedStates:
                 if parameter not in self.taken:
                     continue
                 names = [VALUE, GRADIENT]
-                if not self._by_entry:
+                if not self.by_entry:
                     present = self.present(parameter, optimizer)
                     names += [name for name in self.kept[parameter] if name in present]
                 for name in names:
