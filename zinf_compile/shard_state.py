@@ -30,7 +30,7 @@ def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
 
 def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
     """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or (value.numel() == 1 and unit.numel > 1):
         return value
     size = shard_numel(unit.numel, unit.context.size)
     if unit.context.size > 1 and value.dim() == 1 and value.numel() == size:

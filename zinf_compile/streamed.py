@@ -13,7 +13,7 @@ from .chunk_plan import MASTER, Kept
 from .late_step import finish_late
 from .parameter import ShardedParameter
 from .precision import keep_precision, warn_of_rounding
-from .probe import states_kept
+from .probe import check_pieces, states_kept
 from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
@@ -34,6 +34,7 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
             continue
         if any(p in states for states in known):
             continue
+        check_pieces(optimizer, groups[id(p)], unit)
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
         if master:
             kept = {**kept, MASTER: master}
