@@ -156,7 +156,8 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
         return verdict(None)
     with contextlib.suppress(Exception):  # of one that may be given only so many steps
         for number in range(_STEPS):
-            step(torch.zeros_like(value) if number % 4 == 1 else grads[number % len(grads)], _AHEAD if number == _STEPS // 2 else 0)
+            grad = grads[number % len(grads)]
+            step(_across(grad, whole) if number % 4 == 1 else grad, _AHEAD if number == _STEPS // 2 else 0)
             if differ_clearly(whole.value, torch.cat([part.value for part in parts])):
                 return verdict(f"{_DIFFERENT}, from some step on")
     different = numbers_that_differ(whole, parts)
@@ -169,6 +170,13 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
     for where, name in sorted(different):
         return verdict(f"its {where} {name!r} depends on more than one element")
     return verdict(None)
+
+
+def _across(grad: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """Return a gradient none of whose rows goes along the weights: there some optimizers of matrices have a rule of its own."""
+    rows = trial.value.view_as(grad).double()
+    along = (grad * rows).sum(1, keepdim=True) / (rows * rows).sum(1, keepdim=True)
+    return (grad - along * rows).to(grad.dtype)
 
 
 def _of_pytorch(optimizer: Optimizer) -> bool:
