@@ -163,7 +163,9 @@ def test_rules_that_begin_late_and_work_on_elements(on_nvme: bool, tmp_path: Pat
     monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
     eager, ours = twins(TiedWords)
     compiled(ours, options_for(("device", "device", "nvme"), tmp_path) if on_nvme else {})
-    sides: list[tuple[Any, Optimizer]] = [(model, Lookahead(model.parameters(), lr=0.05, momentum=0.9)) for model in (eager, ours)]
+    sides: list[tuple[Any, Optimizer]] = [
+        (model, Lookahead(model.parameters(), lr=0.05, momentum=0.9)) for model in (eager, ours)
+    ]
     for number in range(12):
         train_step_on(sides, [eager, ours], plain_step, tokens(number), number)
     assert_same_states(*(optimizer for _, optimizer in sides))

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import copy
 import gc
-import io
 import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -17,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from optimizers import assert_same_states
-from tiers import Placement, Sundry, compiled, context_of, options_for, sundry, train_step
+from tiers import Placement, Sundry, compiled, options_for, sundry, train_step
 from torch import nn
 from torch.optim import Optimizer
 from training import adamw, assert_same
 
 import zinf_compile
-from zinf_compile.errors import BudgetError, StepFailedError
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
 from zinf_compile.state_entry import StateEntry

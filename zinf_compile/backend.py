@@ -113,7 +113,6 @@ class GraphCompiler:
         self._bucket = bucket_of(self.config, list(captured.slots.values()))
         self.unified = context.bridge.unified
         self._budget = self.make_budget(list(captured.slots.values()), example_inputs, context)
-        install()
         if self.config.compute == "inductor":
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -259,3 +258,6 @@ def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]
+
+
+install()  # now: the first compiled call may come inside of an optimizer's step(closure), whose hooks must be there before

@@ -10,7 +10,12 @@ from typing import Any
 
 
 def callers() -> Iterator[Any]:
-    """Yield the `self` of each method on the stack, innermost first.
+    """Yield the `self` of each method on the stack, innermost first."""
+    return (caller for caller, _ in calling_methods())
+
+
+def calling_methods() -> Iterator[tuple[Any, str]]:
+    """Yield the `self` and the name of each method on the stack, innermost first.
 
     Before Python 3.13 a frame whose locals were looked at keeps what they were then, as long as the function runs: a training
     loop would hold the model it has dropped. So only methods are looked at, and what they kept is cleared.
@@ -20,7 +25,7 @@ def callers() -> Iterator[Any]:
         code = frame.f_code
         if "self" in code.co_varnames[: code.co_argcount]:
             found = frame.f_locals
-            yield found.get("self")
+            yield found.get("self"), code.co_name
             if type(found) is dict and code.co_flags & inspect.CO_NEWLOCALS:
                 found.clear()
             del found

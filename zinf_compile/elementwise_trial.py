@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ def numbers_that_differ(whole: Trial, others: Sequence[Trial]) -> set[tuple[str,
 
 
 def _near(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= 1e-3 * max(abs(one), abs(other)) or (one != one and other != other)
+    return one == other or abs(one - other) <= 1e-3 * max(abs(one), abs(other)) or (math.isnan(one) and math.isnan(other))
 
 
 def _is_number(value: Any) -> bool:

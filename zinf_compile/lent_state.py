@@ -38,7 +38,7 @@ class LentState:
         return None if self._tensor is None else self._tensor()
 
     def tensor(self) -> torch.Tensor:
-        """Return the values as the caller's tensor, in the shape in which `state_dict()` has them; the same one while it lives."""
+        """Return the values as the caller's tensor, of the shape that `state_dict()` gives; the same one while it lives."""
         found = self.alive()
         if found is None:
             array = None if self._array is None else self._array()

@@ -14,6 +14,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .budget import check_states
 from .chunk_step import ChunkStep
+from .closure_step import Closure, closure_of, enter, has_entered, hollow_of, with_closure
 from .companions import is_averaged
 from .errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from .fused import fused_settings
@@ -85,9 +87,27 @@ def install() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if id(optimizer) in _under_way or id(optimizer) in _chunks_under_way:  # a step that calls super().step(), or of one chunk
         return None
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    if not hollow:
+    if has_entered(optimizer):
         return None
+    hollow = hollow_of(optimizer)
+    if not hollow:
+        return enter(optimizer, args, kwargs, partial(_fill_entered, optimizer))
+    sources = _check(optimizer, hollow)
+    kwargs = dict(kwargs)
+    if sources:
+        args, kwargs = _with_loss(args, kwargs)
+        now = hollow_of(optimizer)
+        if len(now) > len(hollow):  # the closure has partitioned more
+            hollow, sources = now, _check(optimizer, now)
+    record = _begin(optimizer, hollow, sources)
+    args, closure = (record.optimizer, *args[1:]), closure_of(args, kwargs)
+    if closure is not None and record.streamed is None:  # otherwise it was called already
+        args, kwargs = with_closure(args, kwargs, _refreshing(closure, record))
+    return args, kwargs
+
+
+def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[StreamedStates]:
+    """Check that the optimizer can step; return the chunks of what is updated in chunks."""
     with hollow[0]._zinf_unit.context.meter.waiting():
         finish_late(optimizer)
     check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
@@ -95,10 +115,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _warn_of_local_gradients(optimizer, hollow[0])
     warn_of_short_updates(optimizer, hollow)
     with _stating(optimizer):
-        sources = streamed_states(optimizer, hollow)
-    kwargs = dict(kwargs)
-    if sources:
-        args, kwargs = _with_loss(args, kwargs)
+        return streamed_states(optimizer, hollow)
+
+
+def _begin(optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[StreamedStates]) -> _StandIn:
+    """Update all but what the caller's own step is to update; return what that runs on."""
     in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
     _check_budget(optimizer, in_memory)
     with _stating(optimizer):
@@ -107,12 +128,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
         del _under_way[stale]  # of a step that raised
     _under_way[id(record.optimizer)] = record
-    args = (record.optimizer, *args[1:])
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _refreshing(args[1], record), *args[2:])
-    if callable(kwargs.get("closure")):
-        kwargs["closure"] = _refreshing(kwargs["closure"], record)
-    return args, kwargs
+    return record
+
+
+def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, loss: Any) -> Closure:
+    """Let a step that was entered before there were partitioned parameters go on with their shards; return its next closure."""
+    hollow = hollow_of(optimizer)
+    sources = _check(optimizer, hollow)
+    record = _begin(optimizer, hollow, sources)
+    _become(stand_in, record)
+    return _refreshing(closure, record) if record.streamed is None else lambda: loss
+
+
+def _become(stand_in: Optimizer, record: _StandIn) -> None:
+    """Let an object that a step runs on already be what the record says it should run on."""
+    _under_way.pop(id(record.optimizer), None)
+    stand_in.__dict__ = vars(record.optimizer)
+    record.optimizer = stand_in
+    _under_way[id(stand_in)] = record
 
 
 def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], streamed: _Streamed | None) -> _StandIn:
@@ -173,7 +206,7 @@ def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, An
 
 
 def _end_step(optimizer: Optimizer) -> None:
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    hollow = hollow_of(optimizer)
     first = optimizer not in _described
     _described.add(optimizer)
     for context in {p._zinf_unit.context for p in hollow}:
@@ -216,14 +249,12 @@ def _check_budget(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the closure now, before any chunk is updated; the optimizer is given one that returns the loss."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
+    closure = closure_of(args, kwargs)
+    if closure is None:
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    if len(args) > 1:
-        return (args[0], lambda: loss, *args[2:]), kwargs
-    return args, {**kwargs, "closure": lambda: loss}
+    return with_closure(args, kwargs, lambda: loss)
 
 
 def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _Streamed | None:
@@ -329,9 +360,21 @@ def _fill(optimizer: Optimizer, record: _StandIn) -> None:
         record.optimizer.state.update(record.streamed.chunks[-1].state)
 
 
-def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], Any]:
+def _refreshing(closure: Closure, record: _StandIn) -> Closure:
+    """Return a closure after which the shards have the gradients; the first call of it may partition more parameters."""
+    known = len(hollow_of(record.owner() or record.optimizer))
+    first = True
+
     def call() -> Any:
+        nonlocal first, record
         loss = closure()
+        optimizer = record.owner()
+        if first and optimizer is not None and len(hollow_of(optimizer)) > known:
+            now = hollow_of(optimizer)
+            fresh = _begin(optimizer, now, _check(optimizer, now))
+            _become(record.optimizer, fresh)
+            record = fresh
+        first = False
         for parameter, shard in record.shards:
             shard.grad = local_gradient(parameter)
         return loss

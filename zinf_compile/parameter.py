@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
-from .callers import callers
+from .callers import calling_methods
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .runtime.lanes import Done
@@ -226,10 +226,10 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if args[1] is not args[0]:
             _check_assignable(parameters[0], args[1])
         return True
-    if not unit.at_hand and (stepping := _stepping_optimizer()):
+    if not unit.at_hand and (calling := _calling_optimizer()):
         raise PartitionedParameterError(
-            f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
-            f"{unit.name} inside the closure: run the model once, forward and backward, before the first step(closure)"
+            f"{calling} calls {name}() of parameter {unit.name}, shape {list(unit.shape)}, but {_place(unit).partition('.')[0]}. "
+            f"{_way_for_optimizer(unit)}"
         )
     if not unit.at_hand:
         raise PartitionedParameterError(
@@ -247,10 +247,21 @@ def _place(unit: Unit) -> str:
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
-def _stepping_optimizer() -> str | None:
-    """Return the class of an optimizer whose step is on the stack, working on hollow parameters themselves."""
-    stepping = (type(caller).__name__ for caller in callers() if isinstance(caller, torch.optim.Optimizer))
-    return next(stepping, None)
+def _calling_optimizer() -> str | None:
+    """Return the method of an optimizer, as `Class.method()`, that is on the stack and works on hollow parameters themselves."""
+    calling = (
+        f"{type(caller).__name__}.{name}()" for caller, name in calling_methods() if isinstance(caller, torch.optim.Optimizer)
+    )
+    return next(calling, None)
+
+
+def _way_for_optimizer(unit: Unit) -> str:
+    if unit.context.size == 1:
+        return "Call it inside `with zinf_compile.gathered(model, write=True):`"
+    return (
+        "Here an optimizer is given its shards in step() alone, after its closure. Load zinf_compile.full_state_dict(model) and "
+        "zinf_compile.full_optimizer_state_dict(optimizer) into the plain model and an optimizer of it, and call it there"
+    )
 
 
 def _on_whole(

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from .streaming import StreamedStates
 
 
-class StateEntry(MutableMapping[str, Any], dict[str, Any]):
+if TYPE_CHECKING:
+    _AnyDict = dict[str, Any]
+else:
+
+    class _AnyDict(MutableMapping, dict):
+        """A dict whose methods all go through those that a subclass defines."""
+
+
+class StateEntry(_AnyDict):
     """The states of one parameter: those in memory, such as step counts, and those on a drive.
 
     Reading a state on a drive gives a tensor on the host: a copy while the caller holds it, of which every change reaches the
