@@ -320,9 +320,9 @@ def test_flags_that_add_a_state_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
     """Bitwise the same as with states in memory, on two ranks; also where steps end during the next forward."""
-    for in_memory, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
-        assert on_the_drive == in_memory
-        assert all_on_the_drive == in_memory
+    for in_ram, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
+        assert on_the_drive == in_ram
+        assert all_on_the_drive == in_ram
 
 
 def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(

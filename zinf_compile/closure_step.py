@@ -45,8 +45,8 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Let a step run on a stand-in that is the optimizer in everything but identity, until its closure has partitioned it.
 
-    Then `fill(stand_in, closure, loss)` gives the stand-in what a step of a partitioned model works on, and returns the closure for
-    further calls. None where there is no closure: such a step has nothing to do with partitioned parameters.
+    Then `fill(stand_in, closure, loss)` gives the stand-in what a step of a partitioned model works on, and returns the closure
+    for further calls. None where there is no closure: such a step has nothing to do with partitioned parameters.
     """
     closure = closure_of(args, kwargs)
     if closure is None:

@@ -70,7 +70,7 @@ class Trial:
     @property
     def states(self) -> dict[str, Any]:
         """What it keeps."""
-        return self._trial.state[self._parameter] if self._parameter in self._trial.state else {}
+        return self._trial.state.get(self._parameter, {})
 
     def numbers(self) -> dict[tuple[str, str], float]:
         """Return the numbers that it keeps beside what it keeps for each element, by where they are and their names."""

@@ -226,11 +226,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         if args[1] is not args[0]:
             _check_assignable(parameters[0], args[1])
         return True
-    if not unit.at_hand and (calling := _calling_optimizer()):
-        raise PartitionedParameterError(
-            f"{calling} calls {name}() of parameter {unit.name}, shape {list(unit.shape)}, but {_place(unit).partition('.')[0]}. "
-            f"{_way_for_optimizer(unit)}"
-        )
+    if not unit.at_hand or (name.endswith("_") and not name.endswith("__")):
+        _reject_optimizer(unit, name)
     if not unit.at_hand:
         raise PartitionedParameterError(
             f"{name}() reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but {_place(unit)}, use "
@@ -247,12 +244,19 @@ def _place(unit: Unit) -> str:
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
-def _calling_optimizer() -> str | None:
-    """Return the method of an optimizer, as `Class.method()`, that is on the stack and works on hollow parameters themselves."""
-    calling = (
-        f"{type(caller).__name__}.{name}()" for caller, name in calling_methods() if isinstance(caller, torch.optim.Optimizer)
-    )
-    return next(calling, None)
+def _reject_optimizer(unit: Unit, name: str) -> None:
+    """Raise where an optimizer's method works on parameters not all of which are at hand: it must change all or none."""
+    calling = ((caller, method) for caller, method in calling_methods() if isinstance(caller, torch.optim.Optimizer))
+    optimizer, method = next(calling, (None, ""))
+    if optimizer is None:
+        return
+    units = [unit, *(u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None)]
+    away = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)
+    if away is not None:
+        raise PartitionedParameterError(
+            f"{type(optimizer).__name__}.{method}() calls {name}() of parameter {away.name}, shape {list(away.shape)}, but "
+            f"{_place(away).partition('.')[0]}. {_way_for_optimizer(away)}"
+        )
 
 
 def _way_for_optimizer(unit: Unit) -> str:
