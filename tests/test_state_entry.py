@@ -281,3 +281,158 @@ def test_steps_with_no_gradients_or_with_those_of_some_groups(placement: Placeme
 def train_without_steps(model: nn.Module) -> None:
     """Leave gradients."""
     train_step(model, torch.optim.SGD([torch.zeros(1)]), 50)
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_NVME, pytest.param(("device", "device", "nvme"), marks=pytest.mark.thorough)])
+def test_a_state_that_is_held_is_the_state(placement: Placement, tmp_path: Path) -> None:
+    """As in eager: it sees what steps do, and steps see what is done to it, until it is reset."""
+    pair = Pair(placement, tmp_path, sgd)
+    pair.train(2)
+    held = pair.act(lambda optimizer, parameters: [optimizer.state[p]["momentum_buffer"] for p in parameters[:3]])
+    entries = pair.act(lambda optimizer, parameters: optimizer.state[parameters[1]])
+    for _ in range(2):
+        pair.train()
+        same(*held)
+        for one in (*held[0], *held[1]):
+            one.mul_(0.5)
+        pair.train()
+        same(*held)
+        pair.compare()
+        same(dict(entries[0]), dict(entries[1]))
+    again = pair.optimizer.state[pair.ours.embedding.weight]["momentum_buffer"]
+    assert any(again is one for one in held[1]), "there is one tensor of a state"
+    pair.act(clear)
+    pair.train(2)
+    same(*held)
+    for one in held[1]:
+        one.zero_()
+    pair.train()
+    pair.compare()
+
+
+def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+    pair.train(2)
+    for act in (clear, pop, clear_one, restart_momentum, delete_momentum, another_mapping, read, through_an_alias):
+        for _ in range(2):
+            pair.train()
+            context_of(pair.ours).update_lane.submit(lambda: time.sleep(0.02))
+            pair.train()
+            assert pair.optimizer in late_step._late or act is another_mapping
+            same(*pair.act(act))
+    pair.train(2)
+    pair.compare()
+
+
+class Numbers(torch.optim.SGD):
+    """Keeps nothing but a number for each parameter, on which its update depends."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+                    p.add_(p.grad, alpha=-0.1 / self.state[p]["seen"])
+
+
+def test_numbers_alone_are_reset_too_while_a_step_is_left(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, partial(Numbers, lr=0.1))
+    for act in (clear, pop, another_mapping, clear):
+        context = context_of(pair.ours) if pair.step else None
+        if context is not None:
+            context.update_lane.submit(lambda: time.sleep(0.02))
+        pair.train()
+        pair.act(act)
+        pair.train()
+        pair.compare()
+
+
+@pytest.mark.parametrize("tier", ["nvme", "device"])
+def test_a_reset_makes_master_copies_anew(tier: str, tmp_path: Path) -> None:
+    """As a new optimizer does."""
+    models, optimizers = [], []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        model = sundry(torch.bfloat16)
+        compiled(model, options_for((tier, tier, tier), tmp_path / folder, master="float32"))
+        models.append(model)
+        optimizers.append(adamw(model.parameters()))
+    for number in range(6):
+        if number in (2, 4):
+            optimizers[0].state.clear()
+            optimizers[1] = adamw(models[1].parameters())
+        assert train_step(models[0], optimizers[0], number) == train_step(models[1], optimizers[1], number)
+    assert_same_states(*optimizers)
+    assert "master" in optimizers[0].state[models[0].up.weight]
+
+
+def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+    pair.train(2)
+    weight = pair.ours.up.weight
+    entry = pair.optimizer.state[weight]
+    assert "'momentum_buffer' (on a drive)" in repr(entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel() - 1)
+        with pytest.raises(
+            BudgetError, match=r"'momentum_buffer' of up.weight would take 684 bytes .*; 683 bytes .* host_memory"
+        ):
+            entry["momentum_buffer"]
+        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel())
+        assert entry["momentum_buffer"].shape == weight.shape
+        assert "momentum_buffer" in entry
+    pair.act(clear)
+    pair.train()
+    assert not entry, "it was taken out"
+    pair.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(
+        (StepFailedError, UnsupportedOptimizerError), match=r"'momentum_buffer' of SGD .* up.weight has shape \[3\]"
+    ):
+        train_step(pair.ours, pair.optimizer, 9)
+    del pair.optimizer.state[weight]["momentum_buffer"]
+    pair.act(lambda optimizer, _: optimizer.zero_grad())
+    pair.act(delete_momentum)
+    pair.train()
+    entry = pair.optimizer.state[pair.ours.embedding.weight]
+    pair.optimizer.register_step_post_hook(lambda optimizer, *_: entry["momentum_buffer"])
+    with pytest.raises(StepFailedError, match="a step of SGD is under way, as in a hook of it"):
+        train_step(pair.ours, pair.optimizer, 9)
+    del pair.optimizer, pair.sides
+    gc.collect()
+    with pytest.raises(StepFailedError, match="is gone with its optimizer"):
+        entry["momentum_buffer"]
+
+
+def test_memory_of_states_that_nobody_holds_is_let_go(tmp_path: Path) -> None:
+    pair = Pair(("device", "device", "nvme"), tmp_path, sgd)
+    pair.train(2)
+    ledger = context_of(pair.ours).host_ledger
+    before = ledger.now()["states"]
+    parameters = [p for p in pair.ours.parameters() if p.requires_grad and p.dim()]
+    most = max(p.numel() for p in parameters) * 4
+    for parameter in parameters:
+        pair.optimizer.state[parameter]["momentum_buffer"].abs().max()
+        assert ledger.now()["states"] - before <= 2 * most
+    pair.train()
+    assert ledger.now()["states"] == before
+
+
+def test_a_file_of_states_is_plain(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, adamw)
+    pair.train(2)
+    whole = zinf_compile.full_optimizer_state_dict(pair.optimizer)
+    for given in (pair.optimizer.state_dict(), whole, pair.optimizer.state[pair.ours.up.weight]):
+        file = io.BytesIO()
+        torch.save(given, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True)
+        assert all(type(entry) is dict for entry in found.get("state", {}).values())
+    pair.optimizer.state.clear()
+    zinf_compile.load_full_optimizer_state_dict(pair.optimizer, whole)
+    pair.train()
+    saved = copy.deepcopy(pair.optimizer.state_dict())
+    pair.optimizer.state = collections.defaultdict(dict)
+    pair.optimizer.load_state_dict(saved)
+    pair.train()
+    pair.compare()

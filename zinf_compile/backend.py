@@ -28,6 +28,7 @@ from .capture import (
     reject_sparse_gradients,
 )
 from .config import Config
+from .double_backward import reject_double_backward
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
@@ -151,7 +152,7 @@ class GraphCompiler:
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
             self._binder.partition_ahead(example_inputs)
-        return compiled
+        return reject_double_backward(compiled)
 
     def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
