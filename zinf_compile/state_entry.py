@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,8 @@ class StateEntry(_AnyDict):
         """States that are in memory, those among them that were assigned and are to go to the drive."""
         self.stored: set[str] = set()
         """Names of those on the drive."""
+        self.lost = False
+        """A step was taken since it was taken out of `optimizer.state`: what it had on the drive is gone."""
         self.lent: dict[str, LentState] = {}
         """Copies of these that callers may still hold."""
 
@@ -101,6 +105,9 @@ class StateEntry(_AnyDict):
     def __copy__(self) -> dict[str, Any]:
         return self.copy()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
     def __or__(self, other: Any) -> Any:
         return self.copy() | dict(other)
 
@@ -115,11 +122,17 @@ class StateEntry(_AnyDict):
         return reversed(list(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.copy(),)  # whoever loads it has neither drive nor optimizer
+        # whoever loads it has neither drive nor optimizer; `torch.load(weights_only=True)` takes this class
+        return collections.OrderedDict, (), None, None, iter(self.copy().items())
 
     def __repr__(self) -> str:
         away = ", ".join(f"{name!r} (on a drive)" for name in sorted(self.stored))
         return f"{type(self).__name__}({self.memory!r}, {away})"
+
+    def lose(self) -> None:
+        """Count no more, for those who still hold it."""
+        self.lost = bool(self.stored)
+        self.stored, self.lent = set(), {}
 
     def forget(self, name: str) -> None:
         """Let a state on the drive count no more; a copy that somebody holds is their own from now on."""
@@ -128,6 +141,12 @@ class StateEntry(_AnyDict):
 
     def _settled(self) -> Optimizer | None:
         """Wait for the last step's updates, which may set what is here."""
+        if self.lost:
+            raise StepFailedError(
+                f"the states of {self.parameter._zinf_unit.name} that were here are gone: they were taken out of "
+                "optimizer.state, which resets them at the next step or state_dict(). To put them back later, keep a copy, "
+                "dict(states)"
+            )
         optimizer = self._optimizer()
         if optimizer is not None:
             self._finish(optimizer)

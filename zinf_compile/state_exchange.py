@@ -31,9 +31,11 @@ def absorb(states: StreamedStates, optimizer: Optimizer) -> None:
     `optimizer.state`, and each parameter's entry in it, may be another mapping than before, of any class.
     """
     found = {p: states_of(optimizer, p) for p in states.parameters}
+    moved = [p for p, entry in found.items() if isinstance(entry, StateEntry) and entry is not states.entries.get(p)]
+    found.update({p: dict(found[p]) for p in moved})  # while all is there still
     for parameter, entry in list(states.entries.items()):
         if found[parameter] is not entry:
-            del states.entries[parameter]
+            states.entries.pop(parameter).lose()
     put_back(states)
     fresh: dict[ShardedParameter, StateEntry] = {}
     given: dict[ShardedParameter, dict[str, Any]] = {}
