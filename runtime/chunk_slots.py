@@ -36,6 +36,8 @@ class Slot:
         """The chunk whose states it holds, or is being given."""
         self.filled = False
         """Parameters and gradients were brought for the step under way."""
+        self.held = False
+        """A step is updating it."""
         self.under_way: list[Pending] = []
         self.brought: dict[Hashable, torch.Tensor] = {}
         """Where each of them is."""
@@ -89,7 +91,12 @@ class ChunkSlots:
     def begin(self) -> None:
         """A step begins: what an earlier one brought of parameters and gradients counts no more."""
         for slot in self._slots:
-            slot.filled = False
+            slot.filled, slot.held = False, False
+
+    @property
+    def held(self) -> bool:
+        """Whether a step is updating one."""
+        return any(slot.held for slot in self._slots)
 
     def find(self, number: int) -> Slot | None:
         """Return the slot that holds a chunk."""
@@ -102,7 +109,7 @@ class ChunkSlots:
         """
         slot, new = self.find(number), False
         if slot is None:
-            slot, new = self._slots[0], True
+            slot, new = next((slot for slot in self._slots if not slot.held), self._slots[0]), True
             slot.settle()
             slot.chunk, slot.filled = None, False
         self._slots.remove(slot)

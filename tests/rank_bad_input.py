@@ -204,10 +204,7 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     plain_step(model, optimizer, vectors(1))
 
-    late = Plain()
     torch.compiler.reset()
-    found["closure first"] = outcome(first_call_in_closure, late)
-
     counted = Counted()
     compiled = torch.compile(counted, backend=BACKEND, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=2):
@@ -218,18 +215,6 @@ def refusals(rank: int, world: int) -> dict[str, str]:
         compiled(*vectors(0), 1)
     dist.barrier()
     return found
-
-
-def first_call_in_closure(model: nn.Module) -> None:
-    """Let the model's first compiled call happen inside `optimizer.step(closure)`."""
-    model.compile(backend=BACKEND)
-
-    def closure() -> torch.Tensor:
-        loss = model(*vectors(0)).square().sum()
-        loss.backward()
-        return loss  # type: ignore[no-any-return]
-
-    torch.optim.SGD(model.parameters(), lr=0.1).step(closure)
 
 
 def convert_on_rank_0(model: nn.Module) -> None:

@@ -41,7 +41,6 @@ REFUSALS = {
     "nested": PARAMETER + r"gathered\(write=True\) inside .*first.weight whole already: give write=True to the outer",
     "called": PARAMETER + r" first.weight is gathered: leave `with zinf_compile.gathered\(...\)` first",
     "converted": PARAMETER + " nothing was changed. .*(first.weight became .*float16|converted on rank 0)",
-    "closure first": PARAMETER + r"SGD.step\(closure\) was entered before .* run the model once, forward and backward, before",
     "limit": PARAMETER + "first.weight .*forward .*recompile_limit = 2 .*Raise torch._dynamo",
     "limit again": PARAMETER + "first.weight .*forward .*recompile_limit = 2 .*Raise torch._dynamo",
 }

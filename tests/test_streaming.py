@@ -28,6 +28,7 @@ from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, Unified, played_by
 from zinf_compile.runtime.chunk_slots import SLOTS
 from zinf_compile.runtime.gather_memory import GatherMemory
+from zinf_compile.state_entry import in_memory
 from zinf_compile.streaming import StreamedStates
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
@@ -125,7 +126,7 @@ def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: li
         return really_read(key, into)
 
     states.store.read = read  # type: ignore[method-assign,assignment]
-    count = len(states._chunks)
+    count = len(states.chunks)
     assert count > 5
     for number in range(2, 4):
         reads.clear()
@@ -181,7 +182,9 @@ def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
         train_step_on(sides, [eager, model], plain_step, tokens(number), number)
     again = OPTIMIZERS[name](eager.parameters())
     again.load_state_dict(copy.deepcopy(second.state_dict()))
-    assert not any(t.numel() > 1 for state in second.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    assert not any(
+        t.numel() > 1 for state in second.state.values() for t in in_memory(state).values() if isinstance(t, torch.Tensor)
+    )
     sides[0] = (eager, again)
     train_step_on(sides, [eager, model], plain_step, tokens(4), 4)
     assert_same_states(again, second)
@@ -203,7 +206,7 @@ def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(tmp_
 
 def failing(states: StreamedStates, number: int) -> None:
     """Flip a bit of a chunk that the next step doesn't read first."""
-    key = f"exp_avg of {states._chunks[number].name}"
+    key = f"exp_avg of {states.chunks[number].name}"
     assert states.store is not None
     block = states.store.layout.find(key).blocks[0]
     fd = os.open(f"/proc/self/fd/{states.store.files[0].fd}", os.O_RDWR)
@@ -317,9 +320,9 @@ def test_flags_that_add_a_state_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
     """Bitwise the same as with states in memory, on two ranks; also where steps end during the next forward."""
-    for in_memory, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
-        assert on_the_drive == in_memory
-        assert all_on_the_drive == in_memory
+    for in_ram, on_the_drive, all_on_the_drive in run_ranks(train_on_ranks, 2, str(tmp_path)):
+        assert on_the_drive == in_ram
+        assert all_on_the_drive == in_ram
 
 
 def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
@@ -332,7 +335,7 @@ def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
 
     def noting(self: ChunkStep, *arguments: Any) -> None:
         under_way = {slot.chunk for slot in self._owner._slots._slots if slot.under_way}
-        if SLOTS <= len(updated) < len(self._owner._chunks) - 1:
+        if SLOTS <= len(updated) < len(self._owner.chunks) - 1:
             seen.append(self._number)
             assert len(under_way) == 2, "one is read, one is written"
             assert updated[-1] in under_way, "the last one is written"

@@ -30,6 +30,7 @@ from .capture import (
 )
 from .choices import Choices
 from .config import Config
+from .double_backward import reject_double_backward
 from .errors import UnsupportedModelError, ZinfError
 from .gradient import ShardedGradient
 from .inductor import InductorRegions, decompositions, prepare
@@ -129,7 +130,6 @@ class GraphCompiler:
         self._bucket = bucket_of(self.config, slots)
         self.unified = context.bridge.unified
         self._budget = self.make_budget(slots, example_inputs, context)
-        install()
         if self.config.compute == "inductor":
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -180,7 +180,7 @@ class GraphCompiler:
         )
         with aot_settings(backward_ahead=self.backward_ahead), explaining_empty_inputs(captured, example_inputs):
             compiled: Compiled = compiler(gm, example_inputs)
-        return compiled
+        return reject_double_backward(compiled)
 
     def _measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
@@ -355,3 +355,6 @@ def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]
+
+
+install()  # now: the first compiled call may come inside of an optimizer's step(closure), whose hooks must be there before

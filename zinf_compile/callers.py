@@ -11,10 +11,10 @@ from typing import Any
 
 def callers() -> Iterator[Any]:
     """Yield the `self` of each method on the stack, innermost first."""
-    return (caller for caller, _ in methods())
+    return (caller for caller, _ in calling_methods())
 
 
-def methods() -> Iterator[tuple[Any, str]]:
+def calling_methods() -> Iterator[tuple[Any, str]]:
     """Yield the `self` and the name of each method on the stack, innermost first.
 
     Before Python 3.13 a frame whose locals were looked at keeps what they were then, as long as the function runs: a training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,6 @@ from .runtime.chunk_slots import Slot
 from .runtime.chunks import Piece
 from .runtime.mover import Rooms
 from .runtime.unit import Unit
-from .state_layout import without_note
 
 if TYPE_CHECKING:
     from .streaming import StreamedStates
@@ -40,6 +39,8 @@ class ChunkStep:
         """What the optimizer's state is for the parts."""
         self.left: dict[ShardedParameter, dict[str, Any]] = {}
         """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
+        self._large: dict[ShardedParameter, Set[str]] = {}
+        """Names of what else it left."""
         for parameter, piece in chunk.pieces:
             taken = owner.taken.get(parameter)
             if taken is None:
@@ -48,16 +49,16 @@ class ChunkStep:
             gradient = slot.brought[parameter, piece, GRADIENT]
             if taken.changes is not None:
                 taken.changes(gradient)
+            present = owner.present(parameter, optimizer)
             states = self._states_of(parameter, piece)
-            part = self._master(parameter, piece, value, states) if MASTER in chunk.states else value
+            part = self._master(value, states, known=MASTER in present) if MASTER in chunk.states else value
             part.grad = gradient.to(part.dtype)
             self.parts.append((parameter, part))
             self._pieces.append((piece, value))
-            if owner.has(parameter):
-                given = without_note(optimizer.state.get(parameter, {}))
-                small = {k: v for k, v in given.items() if k not in chunk.states}
-                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in small.items()}
-                self.state[part] = small | {k: v for k, v in states.items() if k != MASTER}
+            other = owner.other_states(parameter, optimizer)
+            if other is not None:
+                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in other.items()}
+                self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Start to bring back what the step changed; keep what isn't of a parameter's size in `left`. Empties `stepped`."""
@@ -72,6 +73,7 @@ class ChunkStep:
                 value.copy_(part)
                 states[MASTER] = part
             self._keep(parameter, piece, VALUE, value, rooms)
+            self._large[parameter] = {name for name, state in states.items() if self._is_large(name, state)}
             for name, state in states.items():
                 self._finish_state(parameter, piece, name, state, rooms)
             self._owner.applied(parameter)
@@ -85,10 +87,7 @@ class ChunkStep:
     def settle(self, optimizer: Optimizer) -> None:
         """The whole step is over: make count what this chunk left behind."""
         for parameter, state in self.left.items():
-            kept = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k in self._kept}
-            if kept or state or self._kept:
-                optimizer.state[parameter] = {**kept, **state}
-            self._owner.settle(parameter, optimizer)
+            self._owner.settle(parameter, optimizer, state, self._large[parameter])
 
     def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
         if self._states:
@@ -96,21 +95,22 @@ class ChunkStep:
         brought = self._slot.brought
         return {name: brought[parameter, piece, name] for name in self._kept if (parameter, piece, name) in brought}
 
-    def _master(
-        self, parameter: ShardedParameter, piece: Piece, value: torch.Tensor, states: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def _master(self, value: torch.Tensor, states: Mapping[str, torch.Tensor], *, known: bool) -> torch.Tensor:
         """Return the parameter in higher precision; where its values were changed since, as by loading, these count."""
         if MASTER not in states:
             return value.to(self._kept[MASTER])
         master = _alias(states[MASTER])
-        if not self._owner.has(parameter):
+        if not known:
             return master.copy_(value)
         for mine, theirs in zip(master.split(_AT_ONCE), value.split(_AT_ONCE), strict=True):
             mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
         return master
 
+    def _is_large(self, name: str, state: Any) -> bool:
+        return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
+
     def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, Rooms]) -> None:
-        if not isinstance(state, torch.Tensor) or (state.numel() <= 1 and name not in self._kept):
+        if not self._is_large(name, state):
             self.left[parameter][name] = state
         elif name not in self._kept:
             raise UnsupportedOptimizerError(
@@ -122,7 +122,7 @@ class ChunkStep:
             if state.data_ptr() != place.data_ptr():
                 place.copy_(state)
         else:
-            if name not in self._optimizer.state.get(parameter, {}):
+            if name not in self._owner.present(parameter, self._optimizer):
                 self._owner.start_state(parameter, name, state.dtype)
             self._keep(parameter, piece, name, state, rooms)
 

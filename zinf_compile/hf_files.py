@@ -20,7 +20,8 @@ from .errors import CheckpointError
 from .optimizer_checkpoint import full_optimizer_state_dict, units_of
 from .optimizer_loading import load_full_optimizer_state_dict
 from .runtime.context import Context
-from .tensor_files import INDEX, TensorFiles
+from .safetensors_index import INDEX
+from .tensor_files import TensorFiles
 
 SAFETENSORS = ("model.safetensors", INDEX)
 PICKLED = "pytorch_model.bin"

@@ -65,6 +65,9 @@ class LateStep:
         self._due = []
         updates = self._updates = Updates(spans)
         assert self._optimizer is not None, "it starts once"
+        if any(state for chunk in self.done for state in chunk.left.values()):
+            for source in self._sources:  # now: who takes one out of `optimizer.state` meanwhile resets it
+                source.count_states(self._optimizer)
         try:
             for unit in spans:
                 unit.updates = updates

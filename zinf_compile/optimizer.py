@@ -14,6 +14,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .budget import check_states
 from .chunk_step import ChunkStep
+from .closure_step import Closure, closure_of, enter, has_entered, hollow_of, with_closure
 from .companions import is_averaged
 from .errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from .fused import fused_settings
@@ -34,6 +36,7 @@ from .runtime.ledger import Ledger
 from .save_check import warn_of_saving
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep, join_states, split_units
+from .state_entry import in_memory, states_of
 from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
 from .step_records import Due, note, settings_of_step
@@ -91,24 +94,45 @@ def install() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if id(optimizer) in _under_way or id(optimizer) in _chunks_under_way:  # a step that calls super().step(), or of one chunk
         return None
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    split = split_units(optimizer)
-    if not hollow and not split:
+    if has_entered(optimizer):
         return None
+    hollow = hollow_of(optimizer)
+    if not hollow and not split_units(optimizer):
+        return enter(optimizer, args, kwargs, partial(_fill_entered, optimizer))
+    sources = _check(optimizer, hollow)
+    kwargs = dict(kwargs)
+    if sources:
+        args, kwargs = _with_loss(args, kwargs)
+        now = hollow_of(optimizer)
+        if len(now) > len(hollow):  # the closure has partitioned more
+            hollow, sources = now, _check(optimizer, now)
+    record = _begin(optimizer, hollow, sources, by_closure=not sources and closure_of(args, kwargs) is not None)
+    args, closure = (record.optimizer, *args[1:]), closure_of(args, kwargs)
+    if closure is not None and record.streamed is None:  # otherwise it was called already
+        args, kwargs = with_closure(args, kwargs, _refreshing(closure, record))
+    return args, kwargs
+
+
+def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[StreamedStates]:
+    """Check that the optimizer can step; return the chunks of what is updated in chunks."""
     if hollow:
         with hollow[0]._zinf_unit.context.meter.waiting():
             finish_late(optimizer)
         check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
         _warn_of_local_gradients(optimizer, hollow[0])
     join_states(optimizer, hollow)
+    split = split_units(optimizer)
     check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state])
     warn_of_short_updates(optimizer, hollow)
     with _stating(optimizer):
-        sources = streamed_states(optimizer, hollow)
-    kwargs = dict(kwargs)
-    if sources:
-        args, kwargs = _with_loss(args, kwargs)
-    due = settings_of_step(optimizer, by_closure=not sources and (len(args) > 1 or kwargs.get("closure") is not None))
+        return streamed_states(optimizer, hollow)
+
+
+def _begin(
+    optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[StreamedStates], *, by_closure: bool = False
+) -> _StandIn:
+    """Update all but what the caller's own step is to update; return what that runs on. `by_closure`: it makes the gradients."""
+    due = settings_of_step(optimizer, by_closure=by_closure)
     in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
     _check_budget(optimizer, in_memory)
     with _stating(optimizer):
@@ -118,12 +142,24 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     for stale in [key for key, other in _under_way.items() if other.owner() in (None, optimizer)]:
         del _under_way[stale]  # of a step that raised
     _under_way[id(record.optimizer)] = record
-    args = (record.optimizer, *args[1:])
-    if len(args) > 1 and callable(args[1]):
-        args = (args[0], _refreshing(args[1], record), *args[2:])
-    if callable(kwargs.get("closure")):
-        kwargs["closure"] = _refreshing(kwargs["closure"], record)
-    return args, kwargs
+    return record
+
+
+def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, loss: Any) -> Closure:
+    """Let a step that was entered before there were partitioned parameters go on with their shards; return its next closure."""
+    hollow = hollow_of(optimizer)
+    sources = _check(optimizer, hollow)
+    record = _begin(optimizer, hollow, sources)
+    _become(stand_in, record)
+    return _refreshing(closure, record) if record.streamed is None else lambda: loss
+
+
+def _become(stand_in: Optimizer, record: _StandIn) -> None:
+    """Let an object that a step runs on already be what the record says it should run on."""
+    _under_way.pop(id(record.optimizer), None)
+    stand_in.__dict__ = vars(record.optimizer)
+    record.optimizer = stand_in
+    _under_way[id(stand_in)] = record
 
 
 def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], streamed: _Streamed | None) -> _StandIn:
@@ -135,7 +171,13 @@ def _stand_in_for(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], s
     members.update(split.members())
     if streamed is not None:
         members.update((id(p), part) for p, part in streamed.chunks[-1].parts)
-    stand_in, groups = _make_stand_in(optimizer, members, all_groups=streamed is None)
+    due = {id(p) for source in (streamed.sources if streamed is not None else ()) for p in source.due}
+
+    def rests(group: dict[str, Any]) -> bool:
+        """Say whether no chunk is of the group: as in eager, its counters go on without a gradient."""
+        return not any(id(p) in due for p in group["params"])
+
+    stand_in, groups = _make_stand_in(optimizer, members, without_members=rests)
     record = _StandIn(weakref.ref(optimizer), stand_in, groups, list(shards.items()), split, streamed)
     _fill(optimizer, record)
     return record
@@ -152,7 +194,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         state = stand_in.state.pop(shard, None)
         if state is not None:
             unit = parameter._zinf_unit
-            optimizer.state[parameter] = noted({k: kept_state(v, unit) for k, v in state.items()}, unit)
+            _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
         shard.grad = None
         torch.autograd.graph.increment_version(parameter)
     record.split.finish(optimizer, stand_in)
@@ -171,8 +213,18 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     _end_step(optimizer)
 
 
+def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, Any]) -> None:
+    """Set what `optimizer.state` has of a parameter; as in eager, in the mapping that callers may hold."""
+    known = states_of(optimizer, parameter)
+    if type(known) is dict:
+        known.clear()
+        known.update(state)
+    else:
+        optimizer.state[parameter] = state
+
+
 def _end_step(optimizer: Optimizer) -> None:
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    hollow = hollow_of(optimizer)
     first = optimizer not in _described
     _described.add(optimizer)
     split = {unit.context: None for unit in split_units(optimizer).values()}
@@ -220,14 +272,12 @@ def _check_budget(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call the closure now, before any chunk is updated; the optimizer is given one that returns the loss."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
+    closure = closure_of(args, kwargs)
+    if closure is None:
         return args, kwargs
     with torch.enable_grad():
         loss = closure()
-    if len(args) > 1:
-        return (args[0], lambda: loss, *args[2:]), kwargs
-    return args, {**kwargs, "closure": lambda: loss}
+    return with_closure(args, kwargs, lambda: loss)
 
 
 def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _Streamed | None:
@@ -260,7 +310,8 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
 
 def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Update one chunk; return groups, and what that changed in them."""
-    stand_in, groups = _make_stand_in(optimizer, {id(p): part for p, part in chunk.parts}, all_groups=False)
+    parts = {id(p): part for p, part in chunk.parts}
+    stand_in, groups = _make_stand_in(optimizer, parts, without_members=lambda group: False)
     stand_in.state.update(chunk.state)
     vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
@@ -299,18 +350,18 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_stand_in(
-    optimizer: Optimizer, members: dict[int, torch.Tensor], *, all_groups: bool
+    optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
     """Make an optimizer of `members`, given by the identity of the parameters that they stand for.
 
-    Returns it with the group behind each of its own: unless `all_groups`, those without members are left away.
+    Returns it with the group behind each of its own. A group of none of them is left away unless `without_members` of it.
     """
     stand_in: Optimizer = object.__new__(type(optimizer))
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in _STEP_LOCAL})
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:
         present = [members[id(p)] for p in group["params"] if id(p) in members]
-        if present or all_groups:
+        if present or without_members(group):
             stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
             groups.append(group)
     stand_in.state = collections.defaultdict(dict)
@@ -334,9 +385,21 @@ def _fill(optimizer: Optimizer, record: _StandIn) -> None:
         record.optimizer.state.update(record.streamed.chunks[-1].state)
 
 
-def _refreshing(closure: Callable[[], Any], record: _StandIn) -> Callable[[], Any]:
+def _refreshing(closure: Closure, record: _StandIn) -> Closure:
+    """Return a closure after which the shards have the gradients; the first call of it may partition more parameters."""
+    known = len(hollow_of(record.owner() or record.optimizer))
+    first = True
+
     def call() -> Any:
+        nonlocal first, record
         loss = closure()
+        optimizer = record.owner()
+        if first and optimizer is not None and len(hollow_of(optimizer)) > known:
+            now = hollow_of(optimizer)
+            fresh = _begin(optimizer, now, _check(optimizer, now))
+            _become(record.optimizer, fresh)
+            record = fresh
+        first = False
         for parameter, shard in record.shards:
             shard.grad = local_gradient(parameter)
         record.split.refresh()
@@ -350,7 +413,7 @@ def _account(optimizer: Optimizer) -> None:
     held: dict[Ledger, int] = collections.defaultdict(int)
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
         context = parameter._zinf_unit.context
-        for name, value in optimizer.state.get(parameter, {}).items():
+        for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
                 on_host = parameter._zinf_unit.placement.optimizer == "host"
                 held[context.host_ledger if on_host else context.ledger] += value.numel() * value.element_size()

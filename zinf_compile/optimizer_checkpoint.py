@@ -20,6 +20,7 @@ from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.unit import Unit
 from .shard_state import shard_state
 from .split_states import split_units
+from .state_entry import in_memory
 from .state_layout import without_note
 
 
@@ -117,4 +118,8 @@ def _copied(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 def _held(optimizer: Optimizer) -> set[int]:
     """Return the identities of what is in `optimizer.state`."""
-    return {id(value) for entry in optimizer.state.values() for value in tree_leaves(entry)}
+    return {id(value) for entry in optimizer.state.values() for value in tree_leaves(_plain(entry))}
+
+
+def _plain(entry: Any) -> Any:
+    return dict(in_memory(entry)) if isinstance(entry, Mapping) else entry

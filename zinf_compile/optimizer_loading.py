@@ -20,7 +20,7 @@ from .runtime.context import Context
 from .runtime.unit import Unit
 from .runtime.whole import scatter_whole
 from .shard_state import kept_state
-from .state_layout import LAYOUT, noted
+from .state_layout import LAYOUT, note
 from .streamed import absorb_loaded
 from .streaming import torn
 
@@ -84,7 +84,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
                 waiting += value.nbytes
             elif isinstance(kept, _Tensor) and isinstance(loaded.get(name), torch.Tensor):  # PyTorch may have rounded it
                 loaded[name] = small[key][name].to(loaded[name].device, types.get(name, kept.dtype), copy=True)
-        optimizer.state[parameter] = noted(loaded, unit)
+        if loaded:
+            note(loaded, unit)
         if waiting >= _ABSORBED_BYTES:
             absorb_loaded(optimizer)
             waiting = 0

@@ -13,7 +13,7 @@ from torch import nn
 
 from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from .call_names import call_name
-from .callers import methods
+from .callers import calling_methods
 from .data_assignment import assign, changed_parameters, reject_reshape
 from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
@@ -258,11 +258,8 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         return True
     if func in _ON_OFFLOADED and _are_offloaded(func, parameters):
         return _on_whole(func, name, parameters, args, kwargs)
-    if not unit.at_hand and (stepping := _stepping_optimizer(parameters[0])):
-        raise PartitionedParameterError(
-            f"{stepping}.step(closure) was entered before the model's first compiled call, which partitioned parameter "
-            f"{unit.name} inside the closure: run the model once, forward and backward, before the first step(closure)"
-        )
+    if not unit.at_hand:
+        _reject_optimizer(unit, call_name(func))
     if not unit.at_hand:
         raise PartitionedParameterError(
             f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
@@ -280,16 +277,28 @@ def _place(unit: Unit) -> str:
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
-def _stepping_optimizer(parameter: ShardedParameter) -> str | None:
-    """Return the class of an optimizer whose step is on the stack and works on the hollow parameter itself."""
-    for caller, method in methods():
-        if method == "step" and isinstance(caller, torch.optim.Optimizer) and _works_on(caller, parameter):
-            return type(caller).__name__
-    return None
+def _reject_optimizer(unit: Unit, name: str) -> None:
+    """Raise where an optimizer's method works on parameters not all of which are at hand: it must change all or none."""
+    calling = ((caller, method) for caller, method in calling_methods() if isinstance(caller, torch.optim.Optimizer))
+    optimizer, method = next(calling, (None, ""))
+    if optimizer is None:
+        return
+    units = [unit, *(u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None)]
+    away = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)
+    if away is not None:
+        raise PartitionedParameterError(
+            f"{type(optimizer).__name__}.{method}() calls {name} of parameter {away.name}, shape {list(away.shape)}, but "
+            f"{_place(away).partition('.')[0]}. {_way_for_optimizer(away)}"
+        )
 
 
-def _works_on(optimizer: torch.optim.Optimizer, parameter: ShardedParameter) -> bool:
-    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+def _way_for_optimizer(unit: Unit) -> str:
+    if unit.context.size == 1:
+        return "Call it inside `with zinf_compile.gathered(model, write=True):`"
+    return (
+        "Here an optimizer is given its shards in step() alone, after its closure. Load zinf_compile.full_state_dict(model) and "
+        "zinf_compile.full_optimizer_state_dict(optimizer) into the plain model and an optimizer of it, and call it there"
+    )
 
 
 def _on_whole(

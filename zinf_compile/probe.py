@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
-import copy
+import contextlib
 import dataclasses
-import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from ._torch import tree_leaves
+from .elementwise_trial import (
+    OwnKindOfStateError,
+    Trial,
+    check_kind,
+    differ_clearly,
+    large_states,
+    nested_state,
+    numbers_that_differ,
+)
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
 from .program import Slot
@@ -21,6 +28,14 @@ from .runtime.unit import Unit
 
 _SCALES = (1.0, 30.0, 0.03)
 """Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""
+
+_LARGE, _LARGE_CUT = 128, 5000
+"""Sides of the large matrix tried: optimizers that quantise states do so from 4,096 elements on. And where it is cut."""
+
+_STEPS, _AHEAD = 20, 99_980
+"""Steps taken after the first three. In their middle counters of steps are set so far ahead: some rules begin only there."""
+
+_DIFFERENT = "a piece alone is updated differently"
 
 _DECIDING = (bool, str, int, float)
 """Settings that may decide what an optimizer keeps; of a number, whether it is zero (a momentum of SGD, for one)."""
@@ -34,6 +49,8 @@ class _Verdict:
     problem: str | None
     states: Mapping[str, torch.dtype]
     """What the optimizer keeps of the size of the parameter."""
+    nested: str | None = None
+    """The name of a state that is a collection of tensors."""
 
 
 _verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
@@ -43,7 +60,8 @@ def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
     Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
-    two flat pieces that know nothing of each other, as the shards of two ranks don't.
+    two flat pieces that know nothing of each other, as the shards of two ranks don't. So must, but for rounding, further steps,
+    among them some long after the start, a step on a large matrix, and every number that it keeps besides.
     """
     for group in optimizer.param_groups:
         reason = _verdict(optimizer, group, unit.dtype).problem
@@ -65,6 +83,17 @@ def states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     return _verdict(optimizer, group, dtype).states
 
 
+def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> None:
+    """Raise `UnsupportedOptimizerError` where states can't be updated piece by piece, as those of large parameters are."""
+    nested = _verdict(optimizer, group, unit.dtype).nested
+    if nested is not None:
+        raise UnsupportedOptimizerError(
+            f"state {nested!r} of {type(optimizer).__name__} is a collection of tensors: parameter {unit.name} is updated piece "
+            "by piece, and only states that are tensors can be cut. Keep parameters, gradients and states on the device, without "
+            "a master copy"
+        )
+
+
 def _verdict(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> _Verdict:
     verdicts = _verdicts.setdefault(optimizer, {})
     settings = {k: v for k, v in group.items() if k != "params"}
@@ -79,20 +108,86 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
     if keeper is not None:
         return _Verdict(f"it keeps the parameters in its attribute {keeper!r} and works on those, not on its param_groups", {})
     settings = {**settings, **_visible_rate(settings)}
-    generator = torch.Generator().manual_seed(0)
-    value = torch.randn(6, 8, generator=generator).to(dtype)
-    grads = [(torch.randn(6, 8, generator=generator) * scale).to(dtype) for scale in _SCALES]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            whole, states = _run(optimizer, settings, value, grads)
-            parts = [
-                _run(optimizer, settings, value.view(-1)[piece], [g.view(-1)[piece] for g in grads])[0]
-                for piece in (slice(0, 24), slice(24, 48))
-            ]
+            problem = None if _of_pytorch(optimizer) else _try_large(optimizer, settings, dtype)
+            return _Verdict(problem, {}) if problem is not None else _try_small(optimizer, settings, dtype)
+        except OwnKindOfStateError as error:
+            return _Verdict(str(error), {})
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else "no message"
             return _Verdict(f"on a flat piece it raises {type(error).__name__}: {reason}", {})
-    return _Verdict(None if torch.equal(whole.view(-1), torch.cat(parts)) else "a piece alone is updated differently", states)
+
+
+def _try_large(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> str | None:
+    """Take one step on a matrix of many elements, where some optimizers keep other states than of a small one."""
+    generator = torch.Generator().manual_seed(1)
+    value, grad = (torch.randn(_LARGE, _LARGE, generator=generator).to(dtype) for _ in range(2))
+    whole = Trial(optimizer, settings, value)
+    whole.step(grad)
+    for name, state in whole.states.items():
+        check_kind(name, state)
+        if isinstance(state, torch.Tensor) and state.numel() not in (0, 1, value.numel()):
+            return f"its state {name!r}, shape {list(state.shape)}, isn't one number for each element"
+    pieces = (slice(0, _LARGE_CUT), slice(_LARGE_CUT, value.numel()))
+    parts = [Trial(optimizer, settings, value.view(-1)[piece]) for piece in pieces]
+    for part, piece in zip(parts, pieces, strict=True):
+        part.step(grad.view(-1)[piece])
+    return _DIFFERENT if differ_clearly(whole.value, torch.cat([part.value for part in parts])) else None
+
+
+def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> _Verdict:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(6, 8, generator=generator).to(dtype)
+    grads = [(torch.randn(6, 8, generator=generator) * scale).to(dtype) for scale in _SCALES]
+    pieces = (slice(0, 24), slice(24, 48))
+    whole = Trial(optimizer, settings, value)
+    parts = [Trial(optimizer, settings, value.view(-1)[piece]) for piece in pieces]
+    taken: list[tuple[int, torch.Tensor]] = []
+
+    def step(grad: torch.Tensor, ahead: int = 0) -> None:
+        taken.append((ahead, grad))
+        whole.step(grad, ahead)
+        for part, piece in zip(parts, pieces, strict=True):
+            part.step(grad.view(-1)[piece], ahead)
+
+    def verdict(problem: str | None) -> _Verdict:
+        return _Verdict(problem, large_states(whole.states, value), nested_state(whole.states))
+
+    for grad in grads:
+        step(grad)
+    if not torch.equal(whole.value, torch.cat([part.value for part in parts])):
+        return verdict(_DIFFERENT)
+    if _of_pytorch(optimizer):
+        return verdict(None)
+    with contextlib.suppress(Exception):  # of one that may be given only so many steps
+        for number in range(_STEPS):
+            grad = grads[number % len(grads)]
+            step(_across(grad, whole) if number % 4 == 1 else grad, _AHEAD if number == _STEPS // 2 else 0)
+            if differ_clearly(whole.value, torch.cat([part.value for part in parts])):
+                return verdict(f"{_DIFFERENT}, from some step on")
+    different = numbers_that_differ(whole, parts)
+    if different:
+        again = Trial(optimizer, settings, value)
+        with contextlib.suppress(Exception):
+            for ahead, grad in taken:
+                again.step(grad, ahead)
+        different -= numbers_that_differ(whole, [again])  # what two equal runs don't agree on, as times, says nothing
+    for where, name in sorted(different):
+        return verdict(f"its {where} {name!r} depends on more than one element")
+    return verdict(None)
+
+
+def _across(grad: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """Return a gradient none of whose rows goes along the weights: there some optimizers of matrices have a rule of its own."""
+    rows = trial.value.view_as(grad).double()
+    along = (grad * rows).sum(1, keepdim=True) / (rows * rows).sum(1, keepdim=True)
+    return (grad - along * rows).to(grad.dtype)
+
+
+def _of_pytorch(optimizer: Optimizer) -> bool:
+    """Say whether it is one of PyTorch's own, of which no rule begins after the first steps."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _keeps_parameters(optimizer: Optimizer) -> str | None:
@@ -110,45 +205,3 @@ def _visible_rate(settings: dict[str, Any]) -> dict[str, Any]:
     if isinstance(rate, torch.Tensor):
         return {"lr": torch.full_like(rate, _LR)}
     return {"lr": _LR} if isinstance(rate, float | int) else {}
-
-
-def _run(
-    optimizer: Optimizer, settings: dict[str, Any], value: torch.Tensor, grads: list[torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
-    parameter = torch.nn.Parameter(value.clone())
-    trial: Optimizer = object.__new__(type(optimizer))
-    hidden = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step")
-    vars(trial).update({k: v for k, v in vars(optimizer).items() if k not in hidden})
-    vars(trial).pop("grad_scale", None)
-    vars(trial).pop("found_inf", None)
-    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = (
-        collections.OrderedDict(),
-        collections.OrderedDict(),
-    )
-    trial.param_groups = [{**copy.deepcopy(_plain(settings)), "params": [parameter]}]
-    trial.state = collections.defaultdict(dict)
-    _own_constructor_state(optimizer, trial, parameter)
-    for grad in grads:
-        parameter.grad = grad.clone()
-        trial.step()
-    kept = {k: v.dtype for k, v in trial.state[parameter].items() if isinstance(v, torch.Tensor) and v.numel() == value.numel()}
-    return parameter.detach(), kept
-
-
-def _own_constructor_state(optimizer: Optimizer, trial: Optimizer, parameter: torch.nn.Parameter) -> None:
-    """Give the trial the state that classes such as Adagrad make in their constructor."""
-    try:
-        fresh = type(optimizer)([parameter], **{k: v for k, v in optimizer.defaults.items() if k in _signature(optimizer)})
-    except Exception:  # a constructor that wants more: most keep no state there
-        return
-    if fresh.state:
-        trial.state = fresh.state
-
-
-def _signature(optimizer: Optimizer) -> set[str]:
-    return set(inspect.signature(type(optimizer).__init__).parameters)
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with tensors (a learning rate may be one) detached, so that the trial can't change the user's."""
-    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}

@@ -31,7 +31,7 @@ def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
 
 def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
     """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or (value.numel() == 1 and unit.numel > 1):
         return value
     if isinstance(value, ShardedTensor):
         return value.local()

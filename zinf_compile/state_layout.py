@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .errors import UnsupportedOptimizerError
 from .parameter import ShardedParameter
 from .runtime.unit import Unit
+from .state_entry import in_memory
 from .whole_unit import whole_unit_of
 
 LAYOUT = "zinf_layout"
@@ -26,6 +27,12 @@ def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
     return {**state, LAYOUT: unit.layout} if state and unit.context.size > 1 else state
 
 
+def note(state: dict[str, Any], unit: Unit) -> None:
+    """Put the note beside local states."""
+    if unit.context.size > 1:
+        state[LAYOUT] = unit.layout
+
+
 def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return states as an optimizer knows them."""
     return {name: value for name, value in state.items() if name != LAYOUT}
@@ -33,10 +40,11 @@ def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> None:
     """Raise `UnsupportedOptimizerError` for states of other elements than this rank has; their number may be the same."""
-    for parameter, state in states:
+    for parameter, given in states:
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else whole_unit_of(parameter)
         if unit is None:
             continue
+        state = in_memory(given)
         found = state.get(LAYOUT)
         if found is None:
             _warn_of_unknown(optimizer, state, unit)

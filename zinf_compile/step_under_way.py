@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from .callers import methods
+from .callers import calling_methods
 from .probe import check_elementwise
 from .program import Slot
 
@@ -18,7 +18,7 @@ def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, Slot]]) -> None:
     The hook that checks optimizers runs when a step begins: LBFGS, whose every step has a closure, would come past it.
     """
     slots = {id(parameter): slot for parameter, slot in fresh}
-    for optimizer, method in methods():
+    for optimizer, method in calling_methods():
         if method == "step" and isinstance(optimizer, Optimizer):
             members = (id(p) for group in optimizer.param_groups for p in group["params"])
             slot = next((slots[member] for member in members if member in slots), None)

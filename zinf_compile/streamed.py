@@ -13,7 +13,9 @@ from .chunk_plan import MASTER, Kept
 from .late_step import finish_late
 from .parameter import ShardedParameter
 from .precision import keep_precision, warn_of_rounding
-from .probe import states_kept
+from .probe import check_pieces, states_kept
+from .state_entry import in_memory
+from .state_exchange import bring, drop
 from .state_layout import check_layouts
 from .streaming import StreamedStates, torn
 
@@ -36,6 +38,7 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
             continue
         if any(p in states for states in known):
             continue
+        check_pieces(optimizer, groups[id(p)], unit)
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
         if master:
             kept = {**kept, MASTER: master}
@@ -49,9 +52,9 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
     for rows in fresh.values():
-        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows]))
+        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows], finish_late))
         for p, kept in rows:
-            if p in optimizer.state and kept.keys() & optimizer.state[p].keys():
+            if p in optimizer.state and kept.keys() & in_memory(optimizer.state[p]).keys():
                 warn_of_rounding(optimizer, p, kept)
                 known[-1].absorb(optimizer)
                 break
@@ -66,13 +69,18 @@ def drive_bytes(optimizer: Optimizer) -> int:
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
     finish_late(optimizer)
-    for states in _streamed.get(optimizer, []):
-        states.bring(optimizer)
+    known = _streamed.get(optimizer, [])
+    try:
+        for states in known:
+            bring(states, optimizer)
+    except BaseException:
+        _after_state_dict(optimizer, {})
+        raise
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for states in _streamed.get(optimizer, []):
-        states.drop(optimizer)
+        drop(states, optimizer)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -86,7 +94,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _after_load(optimizer: Optimizer) -> None:
     torn.pop(optimizer, None)
     for states in _streamed.get(optimizer, []):
-        states.forget_all_but_given(optimizer)
+        states.forget_step()
     absorb_loaded(optimizer)
 
 

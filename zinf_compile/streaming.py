@@ -6,7 +6,7 @@ import collections
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
 from .chunk_step import ChunkStep, part_of
 from .errors import BudgetError, StepFailedError, StoreError
 from .gradient import ShardedGradient
-from .limits import host_room_bytes
 from .parameter import ShardedParameter
 from .runtime.chunk_slots import SLOTS, ChunkSlots, Column, Slot, slot_bytes
 from .runtime.chunks import Piece
@@ -30,7 +29,9 @@ from .runtime.placement import Placement
 from .runtime.store import Store
 from .runtime.unit import Unit
 from .shard_state import kept_state, shard_state
-from .state_layout import noted
+from .state_entry import StateEntry, in_memory, states_of
+from .state_exchange import absorb, lend
+from .state_layout import note, noted, without_note
 from .taken import Taken
 
 
@@ -38,21 +39,35 @@ class StreamedStates:
     """The chunks of some parameters of one optimizer, and the states of these that live on drives.
 
     `optimizer.state` keeps what is in memory: what is not of a parameter's size, such as step counts, and where the tier of
-    states isn't a drive all of them. What is on drives is there only while `state_dict` is taken.
+    states isn't a drive all of them. For what is on drives a parameter has a `StateEntry` there; it has states for as long as
+    that is in `optimizer.state`.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[ShardedParameter], kept: Sequence[Kept]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[ShardedParameter],
+        kept: Sequence[Kept],
+        finish: Callable[[Optimizer], None],
+    ) -> None:
         placement = parameters[0]._zinf_unit.placement
         context = parameters[0]._zinf_unit.context
         self.tier = placement.optimizer
         self.context = context
-        self._kept = dict(zip(parameters, kept, strict=True))
+        self._optimizer_name = type(optimizer).__name__
+        self.kept = dict(zip(parameters, kept, strict=True))
         self._mover = Mover(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.swap_lane)
-        self._chunks = plan_chunks(parameters, kept, self._mover, self.tier)
-        self._present: set[ShardedParameter] = set()
+        self.chunks = plan_chunks(parameters, kept, self._mover, self.tier)
+        self.entries: dict[ShardedParameter, StateEntry] = {}
+        """Of the parameters that have states; as in `optimizer.state` since `absorb` compared them."""
+        self.brought: dict[ShardedParameter, dict[str, Any]] = {}
+        """What stands there instead while `state_dict` is taken."""
+        self._wait_for_updates = finish
         self._written: set[int] = set()
         self._forward = True
         self._late = may_be_late(placement, kept, unified=context.bridge.unified)
+        self.by_entry = self._late or (self.tier == "nvme" and any(kept))
+        """Whether `optimizer.state` has a `StateEntry` for each parameter."""
         self._first: list[int] = []
         self._ahead: set[int] = set()
         """Chunks whose states were read for the next step."""
@@ -63,7 +78,7 @@ class StreamedStates:
         self.follows = False
         """It may end during the next forward: all that it works on is where nobody else reaches."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
-        shapes = [(chunk.columns, chunk.numel) for chunk in self._chunks]
+        shapes = [(chunk.columns, chunk.numel) for chunk in self.chunks]
         most = self._slots_within_budget(optimizer, shapes)
         self.store = self._lay_out(placement.nvme) if self.tier == "nvme" and any(kept) else None
         self._slots = ChunkSlots(
@@ -77,28 +92,30 @@ class StreamedStates:
         weakref.finalize(optimizer, _close, self.store, self._slots, context).atexit = False  # the kernel frees files
 
     def __contains__(self, parameter: object) -> bool:
-        return parameter in self._kept
+        return parameter in self.kept
 
     @property
     def drive_bytes(self) -> int:
         """Bytes of states on drives."""
-        per_chunk = (c.numel * dtype.itemsize for c in self._chunks for dtype in c.states.values())
+        per_chunk = (c.numel * dtype.itemsize for c in self.chunks for dtype in c.states.values())
         return sum(per_chunk) if self.store is not None else 0
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins: take the gradients. What goes wrong here is an error before anything is updated."""
         with self.context.meter.waiting():
             self._check_last_step(optimizer)
-            for parameter in self._kept:
+            for parameter in self.kept:
                 parameter._zinf_unit.settle()  # it may be another optimizer's as well
             self._slots.begin()
             self.absorb(optimizer)
             self._check_gradients()
-        pieces = collections.Counter(p for chunk in self._chunks for p, _ in chunk.pieces)
-        self.taken = {p: Taken(p, pieces[p]) for p in self._kept if p.grad is not None}
+        pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
+        self.taken = {p: Taken(p, pieces[p]) for p in self.kept if p.grad is not None}
         self.due = list(self.taken)
-        known = all(p in self._present or not self._kept[p] for p in self.due)
-        self.follows = self._late and known and all(taken.waits_on_drive for taken in self.taken.values())
+        known = all(p in self.entries or not self.kept[p] for p in self.due)
+        lent = any(entry.lent for entry in self.entries.values())  # these are given what the step updates before it returns
+        waits = bool(self.due) and known and not lent and all(taken.waits_on_drive for taken in self.taken.values())
+        self.follows = self._late and waits
 
     @property
     def chunks_due(self) -> int:
@@ -108,7 +125,7 @@ class StreamedStates:
     def pieces_due(self) -> Iterator[tuple[Unit, Piece]]:
         """Yield what the step that has begun will update."""
         for number in self._order():
-            for parameter, piece in self._chunks[number].pieces:
+            for parameter, piece in self.chunks[number].pieces:
                 if parameter in self.taken:
                     yield parameter._zinf_unit, piece
 
@@ -125,7 +142,8 @@ class StreamedStates:
                     if following is not None and len(self._slots) > 1:
                         self._prepare(following, optimizer)
                     slot.settle()
-                yield ChunkStep(self, number, self._chunks[number], slot, optimizer)
+                slot.held = True
+                yield ChunkStep(self, number, self.chunks[number], slot, optimizer)
         except BaseException:
             if self.taken is taken:  # not where an error that somebody kept ends this only during a later step
                 self.taken = {}
@@ -155,87 +173,86 @@ class StreamedStates:
             elif not self._mover.bridge.unified:
                 self._slots.settle()
 
-    def forget_all_but_given(self, optimizer: Optimizer) -> None:
-        """States were loaded in place of all there were: what a parameter has that was given none counts no more."""
-        self._present &= {p for p, kept in self._kept.items() if kept.keys() & optimizer.state.get(p, {}).keys()}
-        for number, chunk in enumerate(self._chunks) if self.store is not None else ():
-            if not any(p in self._present for p, _ in chunk.pieces):
-                self._forget(number)
+    @property
+    def parameters(self) -> Sequence[ShardedParameter]:
+        """Those whose states these are."""
+        return list(self.kept)
+
+    @property
+    def updating(self) -> bool:
+        """Whether a chunk is being updated."""
+        return self._slots.held
 
     def absorb(self, optimizer: Optimizer) -> None:
-        """Move states that were just loaded to where they live."""
-        given = {p: names for p, kept in self._kept.items() if (names := kept.keys() & optimizer.state.get(p, {}).keys())}
-        if self.store is None:
-            self._bring_home(optimizer, given)
-            return
-        if not given:
-            return
-        with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
-            self._slots.settle()
-        for number, chunk in enumerate(self._chunks):
-            if any(p in given for p, _ in chunk.pieces):
-                if all(given.get(p) == chunk.states.keys() for p, _ in chunk.pieces):
-                    self._forget(number)  # nothing of it is needed, and it may be what can't be read
-                slot, views = self._read(number)
-                for parameter, piece in chunk.pieces:
-                    for name in given.get(parameter, ()):
-                        value = shard_state(optimizer.state[parameter][name], parameter._zinf_unit, name, optimizer)
-                        part_of(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
-                self._write(number, slot)
-        for parameter, names in given.items():
-            for name in names:
-                del optimizer.state[parameter][name]
-        self._present.update(given)
+        """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out."""
+        if self.by_entry:
+            absorb(self, optimizer)
+        else:
+            self._bring_home(optimizer)
 
-    def bring(self, optimizer: Optimizer) -> None:
-        """Put all states into `optimizer.state`; raise `BudgetError` where there is no memory for them."""
-        if self.store is None:
+    def forget_step(self) -> None:
+        """States were loaded: what a step that failed was at counts no more."""
+        self._slots.begin()
+
+    def lend(self, entry: StateEntry, name: str) -> torch.Tensor:
+        """Return one state of a parameter as a tensor whose changes count."""
+        return lend(self, entry, name, self._optimizer_name)
+
+    def new_entry(self, optimizer: Optimizer, parameter: ShardedParameter, memory: Mapping[str, Any]) -> StateEntry:
+        """Return an entry for `optimizer.state`, none of whose states is on the drive."""
+        return StateEntry(optimizer, self, parameter, memory, self._wait_for_updates)
+
+    def order_of(self, parameter: ShardedParameter) -> Iterator[str]:
+        """Yield the names of a parameter's states that the drive has room for."""
+        return iter(self.kept[parameter])
+
+    def present(self, parameter: ShardedParameter, optimizer: Optimizer) -> Set[str]:
+        """Return the names of a parameter's states that the next update goes on from."""
+        if self.by_entry:
+            entry = self.entries.get(parameter)
+            return entry.stored if entry is not None else frozenset()
+        given = states_of(optimizer, parameter) or {}
+        return {name for name in self.kept[parameter] if isinstance(given.get(name), torch.Tensor)}
+
+    def other_states(self, parameter: ShardedParameter, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return those of a parameter's states that aren't brought; None where it has no states at all."""
+        given = self.entries.get(parameter) if self.by_entry else states_of(optimizer, parameter)
+        if given is None:
+            return None
+        present = self.present(parameter, optimizer)
+        return {name: value for name, value in without_note(in_memory(given)).items() if name not in present}
+
+    def count_states(self, optimizer: Optimizer) -> None:
+        """Let each parameter that is due have an entry, which the updates that are left will fill."""
+        for parameter in self.due:
+            if self.by_entry and parameter not in self.entries:
+                entry = self.entries[parameter] = self.new_entry(optimizer, parameter, {})
+                optimizer.state[parameter] = entry
+
+    def settle(self, parameter: ShardedParameter, optimizer: Optimizer, memory: Mapping[str, Any], stored: Set[str]) -> None:
+        """Make count what a whole step left of a parameter's states: those in memory, and the names of the others."""
+        unit = parameter._zinf_unit
+        if self.by_entry:
+            if not (memory or stored or parameter in self.entries):
+                return
+            if parameter not in self.entries:
+                self.entries[parameter] = self.new_entry(optimizer, parameter, {})
+                optimizer.state[parameter] = self.entries[parameter]
+            entry = self.entries[parameter]  # in `optimizer.state` no more, where that was reset meanwhile
+            entry.memory = dict(memory)
+            entry.stored = set(stored)
+            if memory or stored:
+                note(entry.memory, unit)
             return
-        present = [p for p in self._kept if p in self._present]
-        needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p in present for dtype in self._kept[p].values())
-        available = host_room_bytes(self.context)
-        if needed > available:
-            raise BudgetError(
-                f"{type(optimizer).__name__}.state_dict() would take {needed:,} bytes of host memory for the states that live on "
-                f"{', '.join(self.store.folders)}; {available:,} bytes are available. Save the model alone "
-                "(zinf_compile.full_state_dict), or give this process more memory (option host_memory, where it is given)"
-            )
-        whole = {
-            (p, name): torch.empty(p._zinf_unit.shard_numel, dtype=dtype)
-            for p in present
-            for name, dtype in self._kept[p].items()
-        }
-        for number, chunk in enumerate(self._chunks):
-            if any(p in self._present for p, _ in chunk.pieces):
-                _, views = self._read(number)
-                for parameter, piece in chunk.pieces:
-                    if parameter in self._present:
-                        for name in self._kept[parameter]:
-                            whole[parameter, name][piece.start : piece.end].copy_(part_of(views[name], piece))
-        for (parameter, name), value in whole.items():
-            optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
-        for parameter in present:
-            optimizer.state[parameter] = noted(optimizer.state[parameter], parameter._zinf_unit)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Take out of `optimizer.state` what `bring` put there."""
-        if self.store is None:
-            return
-        for parameter in self._present:  # not in place: the state dict holds the same mappings
-            optimizer.state[parameter] = {k: v for k, v in optimizer.state[parameter].items() if k not in self._kept[parameter]}
-
-    def has(self, parameter: ShardedParameter) -> bool:
-        """Return whether the parameter has states yet."""
-        return parameter in self._present
-
-    def settle(self, parameter: ShardedParameter, optimizer: Optimizer) -> None:
-        """Make count what a whole step left in memory of a parameter's states."""
+        given = states_of(optimizer, parameter) or {}
+        kept = {name: value for name, value in given.items() if name in self.kept[parameter]}
+        if kept or memory or self.kept[parameter]:
+            optimizer.state[parameter] = {**kept, **memory}
         for name in [name for owner, name in self._making if owner is parameter]:
             value = self._making.pop((parameter, name))
-            optimizer.state[parameter][name] = kept_state(value, parameter._zinf_unit)
+            optimizer.state[parameter][name] = kept_state(value, unit)
         if parameter in optimizer.state:
-            optimizer.state[parameter] = noted(optimizer.state[parameter], parameter._zinf_unit)
-        self._present.add(parameter)
+            optimizer.state[parameter] = noted(optimizer.state[parameter], unit)
 
     def bring_piece(self, parameter: ShardedParameter, piece: Piece, name: str, rooms: Rooms, optimizer: Optimizer) -> Any:
         """Start to bring one column of a piece; return where it will be, and what to wait for."""
@@ -252,12 +269,13 @@ class StreamedStates:
         """Start to write a chunk's states that were changed."""
         if self.store is not None:
             with self.context.meter.waiting():
-                self._write(number, slot)
-        slot.filled, slot.brought = False, {}  # gradients in memory go when the caller lets go of them
+                self.write_chunk(number, slot)
+            self._refresh(number, slot)
+        slot.filled, slot.held, slot.brought = False, False, {}  # gradients in memory go when the caller lets go of them
 
     def rooms(self, number: int, slot: Slot) -> dict[str, Rooms]:
         """Return the columns of a chunk in its slot."""
-        chunk = self._chunks[number]
+        chunk = self.chunks[number]
         return slot.rooms(chunk.columns, chunk.numel)
 
     def state_views(self, number: int, slot: Slot) -> dict[str, torch.Tensor]:
@@ -266,15 +284,15 @@ class StreamedStates:
             return {}
         rooms, mover = self.rooms(number, slot), self._mover
         on_device = mover.update_on_device and not mover.bridge.unified
-        return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self._chunks[number].states}
+        return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self.chunks[number].states}
 
     def _order(self) -> list[int]:
         """Return the numbers of the chunks to update: opposite to the last step's, or as the next forward uses them."""
         if self._late:
-            order = sorted(range(len(self._chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self._chunks[n].pieces))
+            order = sorted(range(len(self.chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self.chunks[n].pieces))
         else:
-            order = list(range(len(self._chunks)))[:: 1 if self._forward else -1]
-        return [n for n in order if any(p in self.taken for p, _ in self._chunks[n].pieces)]
+            order = list(range(len(self.chunks)))[:: 1 if self._forward else -1]
+        return [n for n in order if any(p in self.taken for p, _ in self.chunks[n].pieces)]
 
     def _prepare(self, number: int, optimizer: Optimizer) -> Slot:
         slot = self._slot_for(number)
@@ -282,12 +300,13 @@ class StreamedStates:
             slot.filled = True
             slot.brought = {}
             rooms = self.rooms(number, slot)
-            for parameter, piece in self._chunks[number].pieces:
+            for parameter, piece in self.chunks[number].pieces:
                 if parameter not in self.taken:
                     continue
                 names = [VALUE, GRADIENT]
-                if self.store is None and self.has(parameter):
-                    names += [name for name in self._kept[parameter] if name in optimizer.state[parameter]]
+                if not self.by_entry:
+                    present = self.present(parameter, optimizer)
+                    names += [name for name in self.kept[parameter] if name in present]
                 for name in names:
                     value, pending = self.bring_piece(parameter, piece, name, rooms[name], optimizer)
                     slot.brought[parameter, piece, name] = value
@@ -329,7 +348,7 @@ class StreamedStates:
 
     def _check_gradients(self) -> None:
         """Wait until all gradients have left the device: what failed on the way is an error before anything is updated."""
-        for parameter in self._kept:
+        for parameter in self.kept:
             grad = parameter.grad
             if isinstance(grad, ShardedGradient) and grad.away is not None:
                 try:
@@ -340,11 +359,13 @@ class StreamedStates:
                         f"are as before this step. Cause: {error}"
                     ) from error
 
-    def _bring_home(self, optimizer: Optimizer, given: Mapping[ShardedParameter, Any]) -> None:
+    def _bring_home(self, optimizer: Optimizer) -> None:
         """Make states that were just loaded what a step changes in place: this rank's, in the memory of their tier."""
-        for parameter, names in given.items():
-            self._present.add(parameter)
-            unit, state = parameter._zinf_unit, optimizer.state[parameter]
+        for parameter in self.kept:
+            names, unit = self.present(parameter, optimizer), parameter._zinf_unit
+            if not names:
+                continue
+            state = dict(optimizer.state[parameter])
             leaves = self.tier == "host" and not self._mover.bridge.unified and unit.device.type != "cpu"
             for name in names:
                 value = shard_state(state[name], unit, name, optimizer)
@@ -365,7 +386,7 @@ class StreamedStates:
     def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]], count: int) -> None:
         context, name = self.context, type(optimizer).__name__
         host, device = (size * count for size in slot_bytes(shapes))
-        bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self._kept.items())
+        bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
         states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == "device" else 0
         on_host = states if self.tier == "host" else 0
@@ -378,19 +399,20 @@ class StreamedStates:
     def _lay_out(self, folders: Sequence[str]) -> Store:
         return Store(
             folders,
-            [(_key(c, state), c.numel * dtype.itemsize) for c in self._chunks for state, dtype in c.states.items()],
+            [(_key(c, state), c.numel * dtype.itemsize) for c in self.chunks for state, dtype in c.states.items()],
             engine=self.context.engine,
         )
 
     def _start_reading(self, number: int, slot: Slot) -> None:
         assert self.store is not None
-        chunk, rooms = self._chunks[number], self.rooms(number, slot)
+        chunk, rooms = self.chunks[number], self.rooms(number, slot)
         for name in chunk.states:
             _, pending = self._mover.bring(Place(read=self._reader(_key(chunk, name))), rooms[name])
             if pending is not None:
                 slot.under_way.append(pending)
 
-    def _read(self, number: int) -> tuple[Slot, dict[str, torch.Tensor]]:
+    def read(self, number: int) -> tuple[Slot, dict[str, torch.Tensor]]:
+        """Return the slot of a chunk and its states there, read."""
         slot = self._slot_for(number)
         slot.settle()
         return slot, self.state_views(number, slot)
@@ -403,14 +425,24 @@ class StreamedStates:
             slot.chunk = number  # not before: an interrupt, or a block that can't be read, leaves it with neither
         return slot
 
-    def _write(self, number: int, slot: Slot) -> None:
+    def write_chunk(self, number: int, slot: Slot) -> None:
+        """Start to write the states of a chunk in its slot."""
         assert self.store is not None
-        chunk, rooms = self._chunks[number], self.rooms(number, slot)
+        chunk, rooms = self.chunks[number], self.rooms(number, slot)
         for name, value in self.state_views(number, slot).items():
             pending = self._mover.keep(Place(write=self._writer(_key(chunk, name))), value, rooms[name])
             if pending is not None:
                 slot.under_way.append(pending)
         self._written.add(number)
+
+    def _refresh(self, number: int, slot: Slot) -> None:
+        """Let callers who hold a state see what a chunk's update has made of it."""
+        if any(entry.lent for entry in self.entries.values()):
+            views = self.state_views(number, slot)
+            for parameter, piece in self.chunks[number].pieces:
+                entry = self.entries.get(parameter)
+                for name, copy in entry.lent.items() if entry is not None else ():
+                    copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
 
     def _reader(self, key: str) -> Callable[[torch.Tensor], Pending]:
         store, meter = self.store, self.context.meter
@@ -422,7 +454,7 @@ class StreamedStates:
         assert store is not None
         return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source))
 
-    def _forget(self, number: int) -> None:
+    def forget_chunk(self, number: int) -> None:
         """Make a chunk's states as if never written, whatever the drive would say of them."""
         slot = self._slots.find(number)
         if slot is not None:
@@ -430,6 +462,10 @@ class StreamedStates:
                 slot.settle()
             slot.chunk = None
         self._written.discard(number)
+
+    def settle_slots(self) -> None:
+        """Wait until nothing moves; raise the first error."""
+        self._slots.settle()
 
 
 def may_be_late(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:

@@ -1,0 +1,440 @@
+"""`optimizer.state` between steps: whatever a script reads, changes, takes out or replaces there has eager's effect."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import gc
+import io
+import pickle
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizers import assert_same_states
+from tiers import Placement, Sundry, compiled, context_of, options_for, sundry, train_step
+from torch import nn
+from torch.optim import Optimizer
+from training import adamw, assert_same
+
+import zinf_compile
+from zinf_compile import late_step, state_exchange
+from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+from zinf_compile.runtime import chunks
+from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.state_entry import StateEntry
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+ALL_ON_NVME: Placement = ("nvme", "nvme", "nvme")
+PLACEMENTS: list[tuple[Placement, bool]] = [
+    (ALL_ON_NVME, False),
+    (("device", "device", "nvme"), False),
+    (("device", "device", "device"), False),
+    (("nvme", "nvme", "device"), False),
+    (("device", "device", "host"), True),
+    (("host", "device", "nvme"), True),
+]
+"""And whether the device has memory of its own."""
+
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+Act = Callable[[Optimizer, list[torch.Tensor]], Any]
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+
+
+class Pair:
+    """A model beside its eager twin."""
+
+    def __init__(self, placement: Placement, folder: Path, make: Callable[..., Optimizer], **options: Any) -> None:
+        dtype = options.pop("dtype", torch.float32)
+        self.ours, self.eager = sundry(dtype), sundry(dtype)
+        compiled(self.ours, options_for(placement, folder, **options))
+        self.optimizer, self.other = (make(model.parameters()) for model in (self.ours, self.eager))
+        self.sides: list[tuple[Sundry, Optimizer]] = [(self.eager, self.other), (self.ours, self.optimizer)]
+        self.step = 0
+
+    def train(self, steps: int = 1) -> None:
+        """Take steps with both and compare the losses."""
+        for _ in range(steps):
+            theirs, mine = [train_step(model, optimizer, self.step) for model, optimizer in self.sides]
+            assert mine == theirs
+            self.step += 1
+
+    def act(self, act: Act) -> list[Any]:
+        """Do the same to both."""
+        return [act(optimizer, [p for p in model.parameters() if p.requires_grad]) for model, optimizer in self.sides]
+
+    def compare(self) -> None:
+        """Compare parameters and states."""
+        whole = zinf_compile.full_state_dict(self.ours)
+        for name, value in self.eager.state_dict().items():
+            assert_same(name, value, whole[name])
+        assert_same_states(self.other, self.optimizer)
+
+
+class OtherMapping(MutableMapping[Any, Any]):
+    """No dict: what it lacks it makes, as eager optimizers expect."""
+
+    def __init__(self, content: Mapping[Any, Any] = types.MappingProxyType({})) -> None:
+        self.content = dict(content)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.content.setdefault(key, {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.content[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.content[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.content
+
+
+def clear(optimizer: Optimizer, _: Any) -> None:
+    optimizer.state.clear()
+
+
+def pop(optimizer: Optimizer, parameters: list[torch.Tensor]) -> Any:
+    return sorted(optimizer.state.pop(parameters[1]))
+
+
+def clear_one(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    optimizer.state[parameters[0]].clear()
+
+
+def another_mapping(optimizer: Optimizer, _: Any) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def a_mapping_of_a_class_of_its_own(optimizer: Optimizer, _: Any) -> None:
+    optimizer.state = OtherMapping()  # type: ignore[assignment]
+
+
+def some_moved_to_another_mapping(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """The first keeps its states, the second is given the third's, the others have none any more."""
+    old = optimizer.state
+    same = copy.deepcopy(dict(old[parameters[2]])) if parameters[2].shape == parameters[1].shape else dict(old[parameters[1]])
+    optimizer.state = collections.defaultdict(dict, {parameters[0]: old[parameters[0]], parameters[1]: same})
+
+
+def replace_an_entry(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    parameter = parameters[1]
+    optimizer.state[parameter] = {name: value * 0.5 for name, value in optimizer.state[parameter].items()}
+
+
+def restart_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[bool]:
+    found = []
+    for parameter in parameters:
+        found.append("momentum_buffer" in optimizer.state[parameter])
+        if found[-1]:
+            optimizer.state[parameter]["momentum_buffer"].zero_()
+    return found
+
+
+def delete_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters[::2]:
+        del optimizer.state[parameter]["momentum_buffer"]
+
+
+def forget_momentum(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    optimizer.state[parameters[0]]["momentum_buffer"] = None
+
+
+def scale_and_assign(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    state = optimizer.state[parameters[0]]
+    for name in list(state):
+        state[name] *= 0.5
+        state[name] = state[name] + 0.25
+    state.update({name: value.clone() for name, value in state.items()})
+    return [value.clone() for value in state.values()]
+
+
+def through_an_alias(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Changed through a view that outlives the tensor, and through numpy's."""
+    for parameter in parameters[:2]:
+        name = next(name for name in optimizer.state[parameter] if name != "step")
+        flat = optimizer.state[parameter][name].view(-1)[::2]
+        gc.collect()
+        flat.mul_(0.25)
+        optimizer.state[parameter][name].detach().numpy().reshape(-1)[:3] += 0.5
+
+
+def read(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[Any]:
+    found: list[Any] = []
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        found += [list(state), len(state), bool(state), "step" in state, state.get("nothing", 3), [*state.items()]]
+        found += [{**state}, dict(state), state.copy(), copy.copy(state), copy.deepcopy(state), state | {}, {} | state]
+        found += [pickle.loads(pickle.dumps(dict(state)))]
+    return found
+
+
+def setdefault(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[Any]:
+    state = optimizer.state[parameters[0]]
+    return [state.setdefault(name, 1).clone() for name in list(state)]
+
+
+EVERY = [
+    clear, pop, clear_one, another_mapping, a_mapping_of_a_class_of_its_own, some_moved_to_another_mapping, replace_an_entry,
+    scale_and_assign, through_an_alias, read, setdefault,
+]  # fmt: skip
+ACTS: dict[str, tuple[Callable[..., Optimizer], list[Act]]] = {
+    "sgd": (sgd, [*EVERY, restart_momentum, delete_momentum, forget_momentum]),
+    "adamw": (adamw, EVERY),
+}
+
+
+def same(expected: Any, found: Any) -> None:
+    """Compare nested results; mappings by their keys, in whatever order."""
+    if isinstance(expected, torch.Tensor):
+        assert_same("what was read", expected, found)
+    elif isinstance(expected, Mapping):
+        assert expected.keys() == found.keys()
+        assert type(found) is dict
+        for name, value in expected.items():
+            same(value, found[name])
+    elif isinstance(expected, list | tuple) and expected and isinstance(expected[0], tuple):
+        same(dict(expected), dict(found))
+    elif isinstance(expected, list | tuple) and all(isinstance(name, str) for name in expected):
+        assert sorted(expected) == sorted(found)
+    elif isinstance(expected, list | tuple):
+        assert len(expected) == len(found)
+        for one, other in zip(expected, found, strict=True):
+            same(one, other)
+    else:
+        assert expected == found
+
+
+@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize(
+    ("placement", "own_memory"),
+    [pytest.param(*p, marks=[] if n in (0, 1) else pytest.mark.thorough, id="-".join(p[0])) for n, p in enumerate(PLACEMENTS)],
+)
+def test_what_a_script_does_to_states_counts(name: str, placement: Placement, own_memory: bool, tmp_path: Path) -> None:
+    make, acts = ACTS[name]
+    with played_by(FakeDevice()) if own_memory else contextlib.nullcontext():
+        pair = Pair(placement, tmp_path, make)
+        pair.train(2)
+        for act in acts:
+            same(*pair.act(act))
+            pair.train(2)
+            pair.compare()
+            if placement[2] == "nvme":
+                assert all(type(states) is dict for states in pair.optimizer.state_dict()["state"].values())
+                entries = [pair.optimizer.state[p] for p in pair.ours.parameters() if p.requires_grad and p.dim()]
+                assert all(isinstance(entry, StateEntry) and entry.stored for entry in entries)
+
+
+class Counting(torch.optim.SGD):
+    """Its groups count steps, as schedule-free optimizers' do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def two_groups(parameters: Any) -> Optimizer:
+    first, *rest = [p for p in parameters if p.requires_grad]
+    return Counting([{"params": [first], "k": 0}, {"params": rest, "k": 0}], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_NVME, ("device", "device", "nvme")], ids="-".join)
+def test_steps_with_no_gradients_or_with_those_of_some_groups(placement: Placement, tmp_path: Path) -> None:
+    pair = Pair(placement, tmp_path, two_groups)
+    seconds = [adamw([model.frozen.weight, *model.up.parameters()]) for model in (pair.eager, pair.ours)]
+    for _ in range(3):
+        for (_, optimizer), second in zip(pair.sides, seconds, strict=True):
+            optimizer.step()  # there are none
+            second.step()
+        pair.train()
+        pair.compare()
+        for model, optimizer in pair.sides:
+            train_without_steps(model)
+            next(iter(model.parameters())).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        for (model, _), second in zip(pair.sides, seconds, strict=True):
+            train_without_steps(model)
+            second.step()
+            second.step()
+            model.zero_grad()
+            second.step()
+        pair.compare()
+    assert_same_states(*seconds)
+
+
+def train_without_steps(model: nn.Module) -> None:
+    """Leave gradients."""
+    train_step(model, torch.optim.SGD([torch.zeros(1)]), 50)
+
+
+@pytest.mark.parametrize("placement", [ALL_ON_NVME, pytest.param(("device", "device", "nvme"), marks=pytest.mark.thorough)])
+def test_a_state_that_is_held_is_the_state(placement: Placement, tmp_path: Path) -> None:
+    """As in eager: it sees what steps do, and steps see what is done to it, until it is reset."""
+    pair = Pair(placement, tmp_path, sgd)
+    pair.train(2)
+    held = pair.act(lambda optimizer, parameters: [optimizer.state[p]["momentum_buffer"] for p in parameters[:3]])
+    entries = pair.act(lambda optimizer, parameters: optimizer.state[parameters[1]])
+    for _ in range(2):
+        pair.train()
+        same(*held)
+        for one in (*held[0], *held[1]):
+            one.mul_(0.5)
+        pair.train()
+        same(*held)
+        pair.compare()
+        same(dict(entries[0]), dict(entries[1]))
+    again = pair.optimizer.state[pair.ours.embedding.weight]["momentum_buffer"]
+    assert any(again is one for one in held[1]), "there is one tensor of a state"
+    pair.act(clear)
+    pair.train(2)
+    same(*held)
+    for one in held[1]:
+        one.zero_()
+    pair.train()
+    pair.compare()
+
+
+def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+    pair.train(2)
+    for act in (clear, pop, clear_one, restart_momentum, delete_momentum, another_mapping, read, through_an_alias):
+        for _ in range(2):
+            pair.train()
+            context_of(pair.ours).update_lane.submit(lambda: time.sleep(0.02))
+            pair.train()
+            assert pair.optimizer in late_step._late or act is another_mapping
+            same(*pair.act(act))
+    pair.train(2)
+    pair.compare()
+
+
+class Numbers(torch.optim.SGD):
+    """Keeps nothing but a number for each parameter, on which its update depends."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+                    p.add_(p.grad, alpha=-0.1 / self.state[p]["seen"])
+
+
+def test_numbers_alone_are_reset_too_while_a_step_is_left(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, partial(Numbers, lr=0.1))
+    for act in (clear, pop, another_mapping, clear):
+        context = context_of(pair.ours) if pair.step else None
+        if context is not None:
+            context.update_lane.submit(lambda: time.sleep(0.02))
+        pair.train()
+        pair.act(act)
+        pair.train()
+        pair.compare()
+
+
+@pytest.mark.parametrize("tier", ["nvme", "device"])
+def test_a_reset_makes_master_copies_anew(tier: str, tmp_path: Path) -> None:
+    """As a new optimizer does."""
+    models, optimizers = [], []
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        model = sundry(torch.bfloat16)
+        compiled(model, options_for((tier, tier, tier), tmp_path / folder, master="float32"))
+        models.append(model)
+        optimizers.append(adamw(model.parameters()))
+    for number in range(6):
+        if number in (2, 4):
+            optimizers[0].state.clear()
+            optimizers[1] = adamw(models[1].parameters())
+        assert train_step(models[0], optimizers[0], number) == train_step(models[1], optimizers[1], number)
+    assert_same_states(*optimizers)
+    assert "master" in optimizers[0].state[models[0].up.weight]
+
+
+def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+    pair.train(2)
+    weight = pair.ours.up.weight
+    entry = pair.optimizer.state[weight]
+    assert "'momentum_buffer' (on a drive)" in repr(entry)
+    with monkeypatch.context() as patch:
+        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel() - 1)
+        with pytest.raises(BudgetError, match=r"'momentum_buffer' of up.weight would take 684 .*; 683 bytes .* host_memory"):
+            entry["momentum_buffer"]
+        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel())
+        assert entry["momentum_buffer"].shape == weight.shape
+        assert "momentum_buffer" in entry
+    pair.act(clear)
+    pair.train()
+    with pytest.raises(StepFailedError, match=r"states of up.weight that were here are gone: .* keep a copy, dict\(states\)"):
+        list(entry)
+    pair.optimizer.state[weight]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises((StepFailedError, UnsupportedOptimizerError), match=r"'momentum_buffer' of SGD .*weight has shape \[3\]"):
+        train_step(pair.ours, pair.optimizer, 9)
+    del pair.optimizer.state[weight]["momentum_buffer"]
+    del pair.other.state[pair.eager.up.weight]["momentum_buffer"]
+    pair.act(lambda optimizer, _: optimizer.zero_grad())
+    pair.train()
+    entry = pair.optimizer.state[pair.ours.embedding.weight]
+    pair.optimizer.register_step_post_hook(lambda optimizer, *_: entry["momentum_buffer"])
+    with pytest.raises(StepFailedError, match="a step of SGD is under way, as in a hook of it"):
+        train_step(pair.ours, pair.optimizer, 9)
+
+
+def test_memory_of_states_that_nobody_holds_is_let_go(tmp_path: Path) -> None:
+    pair = Pair(("device", "device", "nvme"), tmp_path, sgd)
+    pair.train(2)
+    ledger = context_of(pair.ours).host_ledger
+    before = ledger.now()["states"]
+    parameters = [p for p in pair.ours.parameters() if p.requires_grad and p.dim()]
+    most = max(p.numel() for p in parameters) * 4
+    for parameter in parameters:
+        pair.optimizer.state[parameter]["momentum_buffer"].abs().max()
+        assert ledger.now()["states"] - before <= 2 * most
+    pair.train()
+    assert ledger.now()["states"] == before
+    entry = pair.optimizer.state[parameters[0]]
+    del pair.optimizer, pair.sides
+    gc.collect()
+    with pytest.raises(StepFailedError, match="is gone with its optimizer"):
+        entry["momentum_buffer"]
+
+
+def test_a_file_of_states_is_plain(tmp_path: Path) -> None:
+    pair = Pair(ALL_ON_NVME, tmp_path, adamw)
+    pair.train(2)
+    whole = zinf_compile.full_optimizer_state_dict(pair.optimizer)
+    for given in (pair.optimizer.state_dict(), whole, pair.optimizer.state[pair.ours.up.weight]):
+        file = io.BytesIO()
+        torch.save(given, file)
+        file.seek(0)
+        found = torch.load(file, weights_only=True)
+        assert all(type(entry) is dict for entry in found.get("state", {}).values())
+    pair.optimizer.state.clear()
+    zinf_compile.load_full_optimizer_state_dict(pair.optimizer, whole)
+    pair.train()
+    saved = copy.deepcopy(pair.optimizer.state_dict())
+    pair.optimizer.state = collections.defaultdict(dict)
+    pair.optimizer.load_state_dict(saved)
+    pair.train()
+    pair.compare()

@@ -1,0 +1,42 @@
+"""Gradients of gradients: AOTAutograd has none for compiled graphs, and the error says so in the user's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from .errors import UnsupportedModelError
+
+
+def reject_double_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled graph of which a second backward, through its gradients, raises `UnsupportedModelError`.
+
+    A backward with `create_graph=True` by itself is fine: only who differentiates its gradients needs what isn't there.
+    """
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        for result in results if torch.is_grad_enabled() and isinstance(results, list | tuple) else ():
+            node = result.grad_fn if isinstance(result, torch.Tensor) else None
+            if node is not None and node.name() == "CompiledFunctionBackward":
+                node.register_hook(_after_backward)
+                break
+        return results
+
+    return run
+
+
+def _after_backward(grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        for node in {g.grad_fn for g in grad_inputs if isinstance(g, torch.Tensor) and g.grad_fn is not None}:
+            node.register_prehook(_refuse)
+
+
+def _refuse(grad_outputs: Sequence[Any]) -> NoReturn:
+    raise UnsupportedModelError(
+        "double backward: something differentiates gradients that a compiled graph gave with create_graph=True (a gradient "
+        'penalty, a Hessian), and graphs compiled with backend="zero_infinity" have no such second backward. Leave '
+        "create_graph away, approximate by finite differences of first gradients, or train this model uncompiled"
+    )
