@@ -19,15 +19,19 @@ _REQUESTS = 16
 
 
 def measure_shares(engine: Engine, folders: Sequence[str]) -> list[float]:
-    """Write and read up to 64 MiB in each folder; return bytes per second of both together. A single folder is not measured.
+    """Write and read up to 64 MiB on each filesystem; return bytes per second of both together, shared by its folders.
 
-    One without space to measure in counts as the slowest of the others.
+    A single filesystem is not measured: its folders get equal shares, whatever else the drive is doing. One without space to
+    measure in counts as the slowest of the others.
     """
-    if len(folders) == 1:
-        return [1.0]
-    speeds = [_measure(engine, folder) for folder in folders]
-    slowest = min((speed for speed in speeds if speed is not None), default=1.0)
-    return [slowest if speed is None else speed for speed in speeds]
+    found = [look_up(folder) for folder in folders]
+    filesystems = [(f.mount_point, f.source) for f in found]
+    folder_of = dict(zip(reversed(filesystems), reversed(folders), strict=True))
+    if len(folder_of) == 1:
+        return [1.0] * len(folders)
+    speeds = {filesystem: _measure(engine, folder_of[filesystem]) for filesystem in dict.fromkeys(filesystems)}
+    slowest = min((speed for speed in speeds.values() if speed is not None), default=1.0)
+    return [(speeds[each] or slowest) / filesystems.count(each) for each in filesystems]
 
 
 def _measure(engine: Engine, folder: str) -> float | None:

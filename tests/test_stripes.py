@@ -124,3 +124,21 @@ def test_a_folder_without_space_to_measure_in_counts_as_the_slowest(folders: dic
         folders[second] = 1 << 20
         assert measure_shares(engine, [first, second]) == [1.0, 1.0]
         assert measure_shares(engine, [first]) == [1.0]
+
+
+def test_folders_of_one_filesystem_share_it_equally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured one after the other, folders of one drive would differ by what else it is doing, up to one that gets no blocks."""
+    monkeypatch.setattr(drive_speed, "_measure", lambda engine, folder: pytest.fail(f"{folder} is measured"))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with Engine() as engine:
+        assert measure_shares(engine, [str(tmp_path / name) for name in "ab"]) == [1.0, 1.0]
+
+
+def test_a_filesystem_is_measured_once_for_all_its_folders(folders: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = folders
+    measured = []
+    monkeypatch.setattr(drive_speed, "_measure", lambda engine, folder: measured.append(folder) or 6.0)
+    with Engine() as engine:
+        assert measure_shares(engine, [first, second, first]) == [3.0, 6.0, 3.0]
+    assert measured == [first, second]
