@@ -17,6 +17,7 @@ from .parameter import ShardedParameter
 from .probe import is_elementwise
 from .runtime.whole import gather_whole
 from .shard_state import shard_state
+from .state_entry import in_memory, states_of
 from .state_layout import LAYOUT, noted, without_note
 from .whole_unit import WHOLE, WholeUnit, whole_unit_of
 
@@ -103,8 +104,8 @@ class SplitStep:
 def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
     """Make whole again the states of what was whole when they were split, and is partitioned by now. A collective operation."""
     for parameter in partitioned:
-        state = optimizer.state.get(parameter)
-        if not state or not state.get(LAYOUT, {}).get(WHOLE):
+        state = in_memory(states_of(optimizer, parameter))
+        if not state.get(LAYOUT, {}).get(WHOLE):
             continue
         home = parameter._zinf_unit
         unit = WholeUnit(parameter, home.name, home.context)
