@@ -29,7 +29,12 @@ def main(where: str, folder: str, cap: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # as if made in that type: values are drawn in the type that they have
-    options: dict[str, Any] = {"master": "float32", "compute": "fx", "tile": "64MiB"}  # what device_memory makes it
+    options: dict[str, Any] = {
+        "master": "float32",
+        "reduce_dtype": "bfloat16",
+        "compute": "fx",
+        "tile": "64MiB",
+    }  # what device_memory makes it
     if where == "nvme":
         options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": folder, "device_memory": "448MiB"}
         with torch.device("meta"):

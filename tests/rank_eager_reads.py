@@ -42,7 +42,6 @@ REFUSED: dict[str, tuple[Act, str]] = {
     "bincount": (lambda g: torch.histogram(g, 4), "histogram()"),
     "deviation": (lambda g: g.std(), "std()"),
     "element": (lambda g: g[0, 0], "indexing, grad[...],"),
-    "flat": (lambda g: g.flatten(), "view()"),
     "largest in each row": (lambda g: g.max(dim=1), "max()"),
     "list": (lambda g: g.tolist(), "tolist()"),
     "median": (lambda g: g.median(), "median()"),

@@ -42,16 +42,12 @@ def test_what_is_elsewhere_is_printed_without_its_value_and_named_in_errors(tmp_
     assert (repr(weight), str(weight), f"{weight}") == (text, text, text)
     assert repr(weight.grad).startswith("ShardedGradient(first.weight")
     for read, name in {
-        (lambda: weight.data, ".data"),
-        (lambda: weight.T, ".T"),
         (lambda: setattr(weight, "data", torch.ones(1)), "assigning its data"),
-        (weight.norm, "norm()"),
-        (lambda: weight + 1, "add()"),
         (lambda: weight[0], "indexing, parameter[...],"),
         (lambda: float(weight), "float()"),
         (lambda: weight.__setitem__(0, 1.0), "parameter[...] = value"),
     }:
-        with pytest.raises(PartitionedParameterError, match=re.escape(name)), torch.no_grad():
+        with pytest.raises(PartitionedParameterError, match=re.escape(name)):
             read()
     with pytest.raises(PartitionedParameterError, match=r"^indexing, grad\[...\], needs the whole gradient of first.weight"):
         weight.grad[:2]
@@ -104,13 +100,15 @@ def test_a_first_closure_of_an_elementwise_optimizer_in_memory_is_eagers() -> No
     assert_same_models(eager, ours)
 
 
-def test_only_a_step_that_came_too_early_is_told_so(tmp_path: Path) -> None:
-    model: Any = Mlp()
-    model.compile(backend=BACKEND, options={**ON_NVME, "nvme": str(tmp_path)})
-    model(*vectors(0)).backward()
-    optimizer = TwoSteps(model.parameters(), lr=0.1)
-    with pytest.raises(PartitionedParameterError, match=r"^add_\(\) reads parameter first.weight"), torch.no_grad():
-        optimizer.first_step()
+def test_an_optimizers_own_methods_change_parameters_where_they_are(tmp_path: Path) -> None:
+    eager, ours = twins(Mlp)
+    ours.compile(backend=BACKEND, options={**ON_NVME, "nvme": str(tmp_path)})
+    for model in (eager, ours):
+        model(*vectors(0)).backward()
+        with torch.no_grad():
+            TwoSteps(model.parameters(), lr=0.1).first_step()
+    for name, value in eager.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
 
 
 @pytest.mark.distributed
@@ -131,5 +129,5 @@ def test_ranks_use_optimizers_that_need_more_and_many_variants() -> None:
     for found in run_ranks(optimizers_and_limit, 2):
         for name in ("LBFGS first", "LBFGS later", "LBFGS made later"):
             assert re.match(LBFGS, found[name]), (name, found[name])
-        assert re.match(r"PartitionedParameterError: norm\(\) reads parameter first.weight", found["read in a closure"]), found
-        assert re.match(r"PartitionedParameterError: add_\(\) reads parameter first.weight", found["read in a method"]), found
+        assert found["read in a closure"].startswith("gave tensor"), found  # on shards
+        assert found["read in a method"].startswith("RuntimeError: a leaf Variable that requires grad"), found  # eager's

@@ -247,7 +247,12 @@ def _eager(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
             f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
             "torch._dynamo.config.recompile_limit, or find what changes from call to call with TORCH_LOGS=recompiles"
         )
-    if (answer := on_shards(func, name, args, kwargs, parameters)) is not NotImplemented:
+    try:
+        answer = on_shards(func, name, args, kwargs, parameters)
+    except PartitionedParameterError:
+        _reject_optimizer(unit, call_name(func))
+        raise
+    if answer is not NotImplemented:
         return answer
     if name == "__set__" and args[0] is parameters[0]:
         _assign_data(parameters[0], args[1])

@@ -49,6 +49,7 @@ class WholeUnit(Unit):
         self.stretches = cut_stretches(self.numel, (), context.size)
         self.home = None
         self.updates = None
+        self.steps_digest, self.last_step = 0, None  # all ranks take part in its steps
 
     @property
     def used(self) -> int:
