@@ -100,7 +100,7 @@ def test_a_process_ends_with_a_drive_that_does_not_answer(name: str, tmp_path: P
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         import time, torch
         from models import Mlp, vectors
-from stuck_drive import StuckNative
+        from stuck_drive import StuckNative
         from zinf_compile.runtime.aio import Engine, File
         from zinf_compile.runtime.lanes import ThreadLane
         lane = ThreadLane("zinf-test")

@@ -96,6 +96,7 @@ class Choices:
             for kind in (ROWS, CHUNKS):
                 if unit is not None and (kind, slot.index) in self._chosen:
                     unit.chosen.setdefault(kind, self._chosen[kind, slot.index])
+        self._inputs = ()  # compiled code outlives the model, and must not keep its parameters
 
     def _choose(self, kind: str, slot: Slot, chosen: bool) -> None:
         self._chosen[kind, slot.index] = self._context.chosen[_key(kind, slot)] = chosen
