@@ -134,18 +134,30 @@ def measure_resident(
     rooms = [0, 0]
     values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
     brought = mover.needs("device")  # where a user's own gradient is
-    for side in range(2):
-        rooms[side] = 4 * numel * (values[side] + (gradients[side] or brought[side]) + 2 * kept[side])
+    for slot in slots:
+        if slot.requires_grad:
+            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            reduced_bytes, states = place.reduce_dtype_of(slot.dtype).itemsize, _state_bytes(place, slot.dtype)
+            for side in range(2):
+                one = (
+                    slot.dtype.itemsize * values[side] + reduced_bytes * (gradients[side] or brought[side]) + states * kept[side]
+                )
+                rooms[side] = max(rooms[side], numel * one)
     later = {"device": 0, "host": 0}
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-            master, second = place.master_of(slot.dtype), place.reduce_dtype_of(slot.dtype).itemsize
-            states = 2 * slot.dtype.itemsize if master is None else 3 * master.itemsize
-            for size_of_one, tier in ((states, place.optimizer), (second, place.grads)):
+            second = place.reduce_dtype_of(slot.dtype).itemsize
+            for size_of_one, tier in ((_state_bytes(place, slot.dtype), place.optimizer), (second, place.grads)):
                 if tier != "nvme":
                     later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
     return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
+
+
+def _state_bytes(placement: Placement, dtype: torch.dtype) -> int:
+    """Return what Adam keeps of one element: two states, and a master copy where there is one."""
+    master = placement.master_of(dtype)
+    return 2 * dtype.itemsize if master is None else 3 * master.itemsize
 
 
 def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
