@@ -7,21 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ._torch import PARAMETER_TYPES, no_torch_function
-from .companions import average_the_rest, stop_averaging
-from .errors import PartitionedParameterError, UnsupportedModelError
-from .parameter import ShardedParameter, hollow_out, unit_behind
+from .errors import PartitionedParameterError
+from .parameter import ShardedParameter, unit_behind
+from .partition import partition
 from .program import Program, Slot, digest_of
 from .runtime.context import Context
-from .runtime.partition import is_dense
-from .runtime.partitioning import make_units
 from .runtime.placement import Placement, way_in
 from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.tile import Tile
 from .runtime.unit import Unit
-from .runtime.whole import scatter_whole
 from .step_under_way import refuse_steps_under_way
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -159,59 +155,6 @@ class Binder:
             *(f"synchronise buffer {program.buffers[r]}" for r in buffers),
             f"partitioned parameters number {', '.join(map(str, serials))}",
         ]
-
-
-def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
-    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit.
-
-    First those that leave the device, which a drive may refuse: until all are kept, all stay whole.
-    """
-    distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
-    with torch.inference_mode(False), torch.no_grad(), no_torch_function():
-        units = list(zip(distinct, make_units(distinct, context, placement), strict=True))
-        for (parameter, name), unit in units:
-            if unit.home is not None:
-                _spread(parameter, unit, name)
-        for (parameter, name), unit in units:
-            if unit.home is None:
-                _spread(parameter, unit, name)
-                context.ledger.track("params", unit.shard)
-            hollow_out(parameter, unit)
-            stop_averaging(parameter)
-    context.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
-    average_the_rest([parameter for parameter, _ in distinct], context, placement)
-
-
-def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
-    """Bring rank 0's value to the shards of all ranks."""
-    shard = unit.blank()
-    full = unit.flat(parameter.detach()) if unit.context.rank == 0 else None
-    scatter_whole(unit, full, shard, f"partitioning {name}")
-    unit.save(shard)
-
-
-def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool = True) -> None:
-    """Raise `UnsupportedModelError` for a parameter that can't be partitioned; without values, one on the meta device may be."""
-    problem = ""
-    if parameter.layout != torch.strided:
-        problem = f"has layout {parameter.layout}; accepted: dense (torch.strided) parameters"
-    elif parameter.is_complex():
-        problem = f"is complex ({parameter.dtype}); accepted: real parameters (torch.view_as_real keeps the numbers)"
-    elif type(parameter) not in (*PARAMETER_TYPES, ShardedParameter):
-        kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
-        problem = (
-            f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
-            "backend partitions by itself, leave the wrapper away"
-        )
-    elif parameter.device.type == "meta" and with_values:
-        problem = (
-            "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first, or "
-            "zinf_compile.partition(model, ...), which never has the whole model in memory"
-        )
-    elif not is_dense(slot.shape, slot.stride):
-        problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
-    if problem:
-        raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
 
 
 def _home(parameter: torch.Tensor) -> Unit:

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ._torch import no_torch_function, swap_contents
-from .binding import reject_unsupported
 from .budget import check_shards, plan_later
 from .checkpoint import plain
 from .config import Config
 from .draws import SoonerDraws, is_made_by_loops, loops_agree
-from .errors import RankMismatchError, UnsupportedModelError
+from .eligibility import reject_unsupported
+from .errors import UnsupportedModelError
 from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
 from .limits import warn_of_caps
 from .loading import load_values, open_files
@@ -32,6 +32,7 @@ from .places import InUnit
 from .program import Slot
 from .promises import Promises
 from .runtime.context import Context, context_for
+from .runtime.fail_together import together
 from .runtime.partitioning import make_units
 from .runtime.unit import Unit
 
@@ -323,19 +324,4 @@ def share_random_state(context: Context) -> None:
     torch.set_rng_state(states[0].to(torch.uint8))
 
 
-@contextlib.contextmanager
-def together(context: Context, what: str) -> Iterator[None]:
-    """Let what fails on one rank fail on all, rather than leave the others waiting for it."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    ranks = [rank for rank, failed in enumerate(context.agree([what], what=what, value=float(error is not None))) if failed]
-    if error is not None:
-        raise error
-    if ranks:
-        raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
-
-
-__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state", "slot_of", "together"]
+__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state", "slot_of"]

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from ._torch import no_torch_function
-from .binding import reject_unsupported
-from .birth import born, newborn_of, reject_lazy, share_random_state, slot_of, together
+from .birth import born, newborn_of, reject_lazy, share_random_state, slot_of
 from .budget import check_shards
 from .config import Config
+from .eligibility import reject_unsupported
 from .errors import UnsupportedModelError
 from .limits import warn_of_caps
 from .newborn import Birth, Newborn, Nursery
@@ -24,6 +24,7 @@ from .parameter import ShardedParameter, hollow_tensor
 from .places import InMemory, InNotebook, InUnit, Notebook
 from .runtime.allocator import return_free_memory
 from .runtime.context import Context, context_for
+from .runtime.fail_together import together
 from .runtime.partitioning import make_units
 from .runtime.unit import Unit
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ._torch import DATA_ASSIGNMENTS, aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs, no_torch_function
-from .binding import reject_unsupported
+from .eligibility import reject_unsupported
 from .errors import UnsupportedModelError, ZinfError
 from .parameter import unit_of
 from .passes.facts import mark_buffer, mark_name, mark_slot, user_line

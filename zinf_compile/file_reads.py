@@ -15,7 +15,6 @@ import os
 import torch
 
 from ._csrc import address_of
-from .places import read_at
 from .runtime.aio import Engine, Request
 from .runtime.buffers import BufferPool
 from .runtime.file import File
@@ -83,3 +82,20 @@ def is_cached(fd: int, offset: int, size: int) -> bool:
     except (OSError, ValueError):  # not to be mapped, or shorter than that
         return False
     return not failed and b"\0" not in bytes(flags)
+
+
+def read_at(fd: int, into: torch.Tensor, offset: int, *, keep: bool = False) -> int:
+    """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends.
+
+    `keep`: leave in the page cache what was read.
+    """
+    view, start = memoryview(into.numpy().data), offset
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            break
+        view, offset = view[count:], offset + count
+    if not keep:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
+    return offset - start

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .birth import together
 from .checkpoint import load_full_state_dict, partitioned_parameters, plain, state_names
 from .errors import CheckpointError
 from .optimizer_checkpoint import full_optimizer_state_dict, units_of
 from .optimizer_loading import load_full_optimizer_state_dict
 from .runtime.context import Context
+from .runtime.fail_together import together
 from .safetensors_index import INDEX
 from .tensor_files import TensorFiles
 

@@ -10,11 +10,11 @@ import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from .birth import together
 from .checkpoint import full_state_dict, gathered, plain
 from .hf_accelerator import adopt_accelerator
 from .hf_files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
 from .optimizer_checkpoint import units_of
+from .runtime.fail_together import together
 from .save import save_safetensors
 
 

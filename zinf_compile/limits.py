@@ -6,15 +6,11 @@ import os
 import resource
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from .config import Config, parse_bytes
 from .runtime.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
-
-if TYPE_CHECKING:
-    from .runtime.context import Context
 
 RESERVE = 0.1
 """The part of what is there that is left alone where no cap was declared: for the interpreter, for what users add."""
@@ -40,16 +36,6 @@ def usable_host_bytes() -> int:
         if soft != resource.RLIM_INFINITY:
             usable = min(usable, max(0, soft - held))
     return int(usable * (1 - RESERVE))
-
-
-def host_room_bytes(context: Context) -> int:
-    """Return the host memory that this rank could take now beside what it holds, within the caps that were declared."""
-    claims, room = context.claims, usable_host_bytes()
-    if claims.declared_host is not None:
-        room = min(room, claims.declared_host - context.host_ledger.total()[0])
-    if context.bridge.unified and claims.declared_device is not None:
-        room = min(room, claims.declared_device - context.ledger.total()[0])
-    return max(0, room)
 
 
 def usable_bytes(device: torch.device) -> tuple[int, int]:

@@ -9,13 +9,13 @@ import torch
 from torch.optim import Optimizer
 
 from ._torch import tree_leaves, tree_map
-from .birth import together
 from .checkpoint import gathered_on_first
 from .errors import BudgetError, UnsupportedOptimizerError
-from .limits import host_room_bytes
+from .host_memory import host_room_bytes
 from .parameter import unit_of
 from .program import digest_of
 from .runtime.context import Context
+from .runtime.fail_together import together
 from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.unit import Unit
 from .shard_state import shard_state

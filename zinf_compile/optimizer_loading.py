@@ -10,13 +10,13 @@ import torch
 from torch.optim import Optimizer
 
 from ._torch import tree_map
-from .birth import together
 from .checkpoint import broadcast_into
 from .chunk_plan import MASTER
 from .errors import UnsupportedOptimizerError
 from .optimizer_checkpoint import agree_on_order, large_states, units_of
 from .probe import states_kept
 from .runtime.context import Context
+from .runtime.fail_together import together
 from .runtime.unit import Unit
 from .runtime.whole import scatter_whole
 from .shard_state import kept_state

@@ -11,6 +11,7 @@ import torch
 from .draws import Fill
 from .drive_pieces import PieceWriter, pieces_of
 from .errors import StoreError
+from .file_reads import read_at
 from .newborn import Place
 from .runtime.context import Context
 from .runtime.home import DriveHome
@@ -191,21 +192,4 @@ class InNotebook:
         return shard if shard.device.type == "cpu" else shard.copy_(data.view(shard.dtype))
 
 
-def read_at(fd: int, into: torch.Tensor, offset: int, *, keep: bool = False) -> int:
-    """Fill a tensor of bytes from a file; return how many there were: fewer where the file ends.
-
-    `keep`: leave in the page cache what was read.
-    """
-    view, start = memoryview(into.numpy().data), offset
-    while view:
-        count = os.preadv(fd, [view], offset)
-        if not count:
-            break
-        view, offset = view[count:], offset + count
-    if not keep:
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, start, offset - start, os.POSIX_FADV_DONTNEED)
-    return offset - start
-
-
-__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of", "read_at"]
+__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of"]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from .chunk_step import part_of
 from .errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
+from .host_memory import host_room_bytes
 from .lent_state import LentState
-from .limits import host_room_bytes
 from .parameter import ShardedParameter
 from .shard_state import kept_state, shard_state
 from .state_entry import StateEntry, states_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError
-from .file_reads import FileRead
-from .places import read_at
+from .file_reads import FileRead, read_at
 from .regular_file import open_regular
 from .runtime.aio import Engine
 from .runtime.buffers import BufferPool

@@ -1,0 +1,35 @@
+"""Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class."""
+
+from __future__ import annotations
+
+import torch
+
+from ._torch import PARAMETER_TYPES
+from .errors import UnsupportedModelError
+from .parameter import ShardedParameter
+from .program import Slot
+from .runtime.partition import is_dense
+
+
+def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool = True) -> None:
+    """Raise `UnsupportedModelError` for a parameter that can't be partitioned; without values, one on the meta device may be."""
+    problem = ""
+    if parameter.layout != torch.strided:
+        problem = f"has layout {parameter.layout}; accepted: dense (torch.strided) parameters"
+    elif parameter.is_complex():
+        problem = f"is complex ({parameter.dtype}); accepted: real parameters (torch.view_as_real keeps the numbers)"
+    elif type(parameter) not in (*PARAMETER_TYPES, ShardedParameter):
+        kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+        problem = (
+            f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
+            "backend partitions by itself, leave the wrapper away"
+        )
+    elif parameter.device.type == "meta" and with_values:
+        problem = (
+            "is on the meta device and has no values; call model.to_empty(device=...) and initialise or load it first, or "
+            "zinf_compile.partition(model, ...), which never has the whole model in memory"
+        )
+    elif not is_dense(slot.shape, slot.stride):
+        problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
+    if problem:
+        raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")

@@ -1,0 +1,46 @@
+"""Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ._torch import no_torch_function
+from .companions import average_the_rest, stop_averaging
+from .parameter import hollow_out
+from .runtime.context import Context
+from .runtime.partitioning import make_units
+from .runtime.placement import Placement
+from .runtime.unit import Unit
+from .runtime.whole import scatter_whole
+
+
+def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
+    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit.
+
+    First those that leave the device, which a drive may refuse: until all are kept, all stay whole.
+    """
+    distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
+    with torch.inference_mode(False), torch.no_grad(), no_torch_function():
+        units = list(zip(distinct, make_units(distinct, context, placement), strict=True))
+        for (parameter, name), unit in units:
+            if unit.home is not None:
+                _spread(parameter, unit, name)
+        for (parameter, name), unit in units:
+            if unit.home is None:
+                _spread(parameter, unit, name)
+                context.ledger.track("params", unit.shard)
+            hollow_out(parameter, unit)
+            stop_averaging(parameter)
+    context.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
+    average_the_rest([parameter for parameter, _ in distinct], context, placement)
+
+
+def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
+    """Bring rank 0's value to the shards of all ranks."""
+    shard = unit.blank()
+    full = unit.flat(parameter.detach()) if unit.context.rank == 0 else None
+    scatter_whole(unit, full, shard, f"partitioning {name}")
+    unit.save(shard)
