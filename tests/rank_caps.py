@@ -58,6 +58,7 @@ def caps_of_all(rank: int, size: int) -> list[int]:
     found = [smallest_cap({**OPTIONS, "reduce_dtype": dtype}, rank) for dtype in (None, "bfloat16")]
     context = context_of(started())
     all_refuse(rank, context, found[0])
+    found.append(like_parameters(rank, found[0]))
     held = held_on(rank, context)
     found.append(smallest_cap(OPTIONS, rank))
     del held
@@ -80,3 +81,26 @@ def all_refuse(rank: int, context: Context, cap: int) -> None:
     del held
     model(words(0, 1, rank)).backward()
     torch.optim.AdamW(model.parameters(), lr=0.01).step()
+
+
+def like_parameters(rank: int, cap: int) -> int:
+    """Search the smallest cap with which tensors like a parameter fit beside a model that trains in `cap` bytes."""
+
+    def said(cap: int) -> str:
+        torch.compiler.reset()
+        model = compiled(build(), {**OPTIONS, "device_memory": cap})
+        model(words(0, 0, rank)).backward()
+        weight, kept = model.embedding.weight.detach(), []
+        try:
+            for _ in range(60):
+                kept.append(weight * 2)
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    before = cap
+    while refused := said(cap):
+        cap = int(re.findall(r"smallest device_memory that works is ([\d,]+)", refused)[0].replace(",", ""))
+    assert cap > before
+    assert f"{cap:,}" in said(cap - 1)
+    return cap

@@ -9,5 +9,5 @@ from ranks import run_ranks
 
 @pytest.mark.distributed
 def test_ranks_refuse_together_and_name_what_works_for_all() -> None:
-    for wide, narrow, uneven in run_ranks(caps_of_all, 2):
+    for wide, narrow, _, uneven in run_ranks(caps_of_all, 2):
         assert narrow < wide < uneven <= wide + 2 * EXTRA
