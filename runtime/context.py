@@ -67,6 +67,8 @@ class Context:
         self.last_eager_change = ""
         """The last of them."""
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.spoiled: weakref.WeakKeyDictionary[Unit, tuple[str, int | None]] = weakref.WeakKeyDictionary()
+        """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.gather_memory = GatherMemory()
         self.meter = Meter()
         self.claims = Claims()

@@ -12,7 +12,7 @@ from torch import nn
 from ._torch import PARAMETER_TYPES, no_torch_function
 from .budget import refuse_second_gradients
 from .companions import average_the_rest, stop_averaging
-from .errors import PartitionedParameterError, UnsupportedModelError
+from .errors import PartitionedParameterError, StepFailedError, UnsupportedModelError
 from .parameter import ShardedParameter, hollow_out, unit_behind
 from .program import Program, Slot, digest_of
 from .runtime.context import Context
@@ -63,9 +63,15 @@ class Binder:
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         lacks = self._lack(units.values())
-        short = is_any_short(lacks)
+        short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
-            short = any(self._agree(units, fresh, buffers, short=short))
+            everyone = self._agree(units, fresh, buffers, value=short + 2 * (spoiled is not None))
+            short = any(value % 2 for value in everyone)
+            where = [rank for rank, value in enumerate(everyone) if value >= 2]
+            if where and spoiled is None:
+                spoiled = StepFailedError(_SPOILED_ELSEWHERE.format(rank=where[0]))
+        if spoiled is not None:
+            raise spoiled
         if short:
             refuse_second_gradients(context, lacks)
         if fresh:
@@ -136,10 +142,8 @@ class Binder:
         refuse_steps_under_way([(args[r], self._program.slots[r]) for r in fresh])
         partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
 
-    def _agree(
-        self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, short: bool = False
-    ) -> list[float]:
-        """Check that all ranks are about to do the same; return for each whether it is short of memory for that."""
+    def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
+        """Check that all ranks are about to do the same; return the `value` of each."""
         program = self._program
         serials = tuple(unit.serial for unit in units.values())
         key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
@@ -153,7 +157,7 @@ class Binder:
         return self._context.agree(
             lines,
             what=f"starting the {program.name}",
-            value=float(short),
+            value=float(value),
             digest=mixed(digest, self._digest_of_steps(units, serials)),
             details=lambda: describe_steps(units.values()),
         )
@@ -226,6 +230,22 @@ def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool
         problem = f"has gaps or overlaps in memory (strides {slot.stride}); first: parameter.data = parameter.data.contiguous()"
     if problem:
         raise UnsupportedModelError(f"parameter {slot.name}, shape {list(slot.shape)}, {problem}")
+
+
+def _why_spoiled(units: Iterable[Unit]) -> StepFailedError | None:
+    """Return the error of one that can't be computed with; None where all can."""
+    try:
+        for unit in units:
+            unit.check_whole()
+    except StepFailedError as error:
+        return error
+    return None
+
+
+_SPOILED_ELSEWHERE = (
+    "the values of parameters on rank {rank} are incomplete: a change of them ended in its middle, see its error. Load a "
+    "checkpoint of model and optimizer on all ranks to go on from there"
+)
 
 
 def _home(parameter: torch.Tensor) -> Unit:
