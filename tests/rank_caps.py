@@ -86,21 +86,21 @@ def all_refuse(rank: int, context: Context, cap: int) -> None:
 def like_parameters(rank: int, cap: int) -> int:
     """Search the smallest cap with which tensors like a parameter fit beside a model that trains in `cap` bytes."""
 
-    def said(cap: int) -> str:
+    def said(cap: int, count: int = 1000) -> tuple[str, int]:
         torch.compiler.reset()
         model = compiled(build(), {**OPTIONS, "device_memory": cap})
         model(words(0, 0, rank)).backward()
         weight, kept = model.embedding.weight.detach(), []
         try:
-            for _ in range(60):
+            for _ in range(count):
                 kept.append(weight * 2)
         except BudgetError as error:
-            return str(error)
-        return ""
+            return str(error), len(kept)
+        return "", len(kept)
 
-    before = cap
-    while refused := said(cap):
+    before, count = cap, said(cap)[1] + 2
+    while refused := said(cap, count)[0]:
         cap = int(re.findall(r"smallest device_memory that works is ([\d,]+)", refused)[0].replace(",", ""))
     assert cap > before
-    assert f"{cap:,}" in said(cap - 1)
+    assert f"{cap:,}" in said(cap - 1, count)[0]
     return cap
