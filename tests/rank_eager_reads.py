@@ -36,7 +36,7 @@ ROUNDED: dict[str, Act] = {
     "sum": torch.sum,
     "sum in double precision": lambda g: g.sum(dtype=torch.float64),
 }
-"""Sums over ranks are taken in another order."""
+"""Sums over ranks are taken in another order: each of n terms may be rounded n times, of which the bound is a multiple."""
 
 REFUSED: dict[str, tuple[Act, str]] = {
     "bincount": (lambda g: torch.histogram(g, 4), "histogram()"),
@@ -70,7 +70,9 @@ def read_gradients(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
     for name, act in ROUNDED.items():
         expected, found = act(whole), act(grad)
         assert found.dtype == expected.dtype, name
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
+        terms = whole.double().square() if "squares" in name else whole.double().abs()
+        bound = 2 * whole.numel() * torch.finfo(torch.float32).eps * terms.sum() / (whole.numel() if "mean" in name else 1)
+        assert (found.double() - expected.double()).abs() <= bound, name
     for parameter in model.parameters():  # of which some ranks have no element, with its whole gradient NaN
         parameter.grad.mul_(float("nan"))
         assert bool(parameter.grad.isnan().all())
