@@ -22,7 +22,7 @@ from rank_full_optimizer import (
     placed,
     save,
 )
-from rank_tile_states import assert_near_values
+from rank_tile_states import assert_near_values, assert_same_values
 from ranks import run_ranks
 from torch import nn
 from training import BACKEND
