@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch
@@ -69,11 +70,13 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
     ledger = context.host_ledger if on_host else context.ledger
     context.make_room(ledger, size)
     if not context.has_room(ledger, size):
-        option = "host_memory" if ledger is context.host_ledger and not context.bridge.unified else "device_memory"
+        gc.collect()
+    if not context.has_room(ledger, size):
+        option = "host_memory (for each rank of a node)" if on_host and not context.bridge.unified else "device_memory"
         raise BudgetError(
-            f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank, which exceed the cap on memory (option "
-            f'{option}): give it more, drop other tensors, or let parameters live on a drive (option params="nvme"), where such '
-            "tensors then live too"
+            f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
+            f"{context.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
+            'params="nvme"), where such tensors then live too'
         )
 
 

@@ -67,6 +67,8 @@ class Context:
         self.last_eager_change = ""
         """The last of them."""
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self.spoiled: weakref.WeakKeyDictionary[Unit, tuple[str, int | None]] = weakref.WeakKeyDictionary()
+        """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.gather_memory = GatherMemory()
         self.meter = Meter()
         self.claims = Claims()
@@ -233,10 +235,13 @@ class Context:
     def has_room(self, ledger: Ledger, size: int) -> bool:
         """Say whether `size` more bytes stay within the cap, with all staging that may be needed at any moment."""
         cap = self.claims.device_cap if ledger is self.ledger else self.claims.host_cap
-        if cap is None:
-            return True
-        staging = max(0, self.staging.cap_bytes - self.staging.bytes) if ledger is self.host_ledger else 0
-        return ledger.total()[0] + staging + size <= cap
+        return cap is None or self.least_cap(ledger, size) <= cap
+
+    def least_cap(self, ledger: Ledger, size: int) -> int:
+        """Return the cap that has room for `size` more bytes, with all staging that may be needed at any moment."""
+        staged = ledger is self.host_ledger and self._engine is not None  # without drives there is none
+        staging = max(0, self.staging.cap_bytes - self.staging.bytes) if staged else 0
+        return ledger.total()[0] + staging + size
 
     def make_room(self, ledger: Ledger, size: int) -> None:
         """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""

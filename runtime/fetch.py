@@ -112,9 +112,7 @@ def shortage(unit: Unit, ledger: Ledger) -> str:
     cap = context.claims.device_cap if on_device else context.claims.host_cap
     held = ledger.total()[0]
     option = "device_memory" if on_device else "host_memory (for each rank of a node)"
-    least = held + unit.bytes
-    if ledger is context.host_ledger:
-        least += max(0, context.staging.cap_bytes - context.staging.bytes)
+    least = context.least_cap(ledger, unit.bytes)
     return (
         f"parameter {unit.name} takes {unit.bytes:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
         f"smallest {option} that works is {least:,}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zinf_compile.errors import StepFailedError
+
 from .buffers import BufferPool
 from .home import DriveHome, Home
 from .lanes import Done, Pending
@@ -76,6 +78,8 @@ class AwayGradient:
         self.home = home
         self.numel = numel
         self.dtype = dtype
+        self.spoiled = ""
+        """Why its values are incomplete: a change ended in its middle."""
         self.version = 0
         """Counts the changes."""
         self._changes: list[InPlace] = []
@@ -92,7 +96,9 @@ class AwayGradient:
         return self._arriving or Done()
 
     def settle(self) -> None:
-        """Return when the shard is in its home; raise what went wrong on the way."""
+        """Return when the shard is in its home; raise what went wrong on the way, or in the middle of a change."""
+        if self.spoiled:
+            raise StepFailedError(self.spoiled)
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
@@ -118,6 +124,7 @@ class AwayGradient:
         assert not isinstance(self.unit, Tile), "a tile's is only on its way"
         self.unit.settle()  # a step may still have to read the old one
         self._reading = None
+        self.spoiled = ""
         self._changes.clear()
         self.home.write(shard).wait()
         self.version += 1

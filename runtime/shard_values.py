@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile.errors import StepFailedError
+
 from . import chunks
 from .chunks import cut_pieces
 from .gradient_room import AwayGradient
@@ -42,11 +44,31 @@ class ShardValues(Protocol):
     def changed(self, operator: str) -> None:
         """Note that an operator has changed the shard in place."""
 
+    def spoil(self, why: str) -> None:
+        """Note that a change ended in its middle: from now on `fetch` raises `StepFailedError`, until `restored`."""
+
+    def restored(self) -> None:
+        """Note that every element was overwritten."""
+
 
 class _Counted:
     """Counts changes."""
 
     _changes = 0
+    _spoiled = ""
+
+    def spoil(self, why: str) -> None:
+        """See `ShardValues.spoil`."""
+        self._spoiled = why
+
+    def restored(self) -> None:
+        """See `ShardValues.restored`."""
+        self._spoiled = ""
+
+    def check_whole(self) -> None:
+        """Raise `StepFailedError` where a change ended in its middle."""
+        if self._spoiled:
+            raise StepFailedError(self._spoiled)
 
     @property
     def changes(self) -> int:
@@ -96,6 +118,7 @@ class HomeShard(_Counted):
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
+        self.check_whole()
         if self.home.resident is not None:
             piece = self.home.resident[start:end]
             return lambda: piece
@@ -134,6 +157,7 @@ class ParameterShard:
         """See `ShardValues.fetch`."""
         home = self.unit.home
         self.unit.settle()
+        self.unit.check_whole()
         place = DeviceShard(self.unit, self.unit.shard) if home is None else HomeShard(self.unit, home, self.dtype)
         return place.fetch(start, end)
 
@@ -141,6 +165,14 @@ class ParameterShard:
         """See `ShardValues.write`."""
         home = self.unit.home
         return DeviceShard(self.unit, self.unit.shard).write(start, piece) if home is None else home.write(piece, start)
+
+    def spoil(self, why: str) -> None:
+        """See `ShardValues.spoil`."""
+        self.unit.spoil(why)
+
+    def restored(self) -> None:
+        """See `ShardValues.restored`."""
+        self.unit.restored()
 
     def changed(self, operator: str) -> None:
         """See `ShardValues.changed`."""
@@ -168,6 +200,14 @@ class AwayShard(_Counted):
         """See `ShardValues.write`."""
         self.unit.settle()  # a step may still have to read the old one
         return self._away.home.write(piece, start)
+
+    def spoil(self, why: str) -> None:
+        """See `ShardValues.spoil`."""
+        self._away.spoiled = why
+
+    def restored(self) -> None:
+        """See `ShardValues.restored`."""
+        self._away.spoiled = ""
 
     def changed(self, operator: str) -> None:
         """See `ShardValues.changed`."""

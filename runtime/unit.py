@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zinf_compile.errors import StepFailedError
 from zinf_compile.tiling import Box, borders_of
 
 from .dense import Dense
@@ -115,13 +116,35 @@ class Unit(Dense):
         if self.updates is not None:
             self.updates.wait(self)
 
+    def spoil(self, why: str) -> None:
+        """A change of the shard ended in its middle: until its values are replaced, nobody may compute with them."""
+        parameter = self.parameter()
+        self.context.spoiled[self] = why, None if parameter is None else parameter._version
+
+    def restored(self) -> None:
+        """Its values were replaced."""
+        self.context.spoiled.pop(self, None)
+
+    def check_whole(self) -> None:
+        """Raise `StepFailedError` where a change of the shard ended in its middle and its values were not replaced since."""
+        why, version = self.context.spoiled.get(self, ("", None))
+        parameter = self.parameter()
+        if why and self.at_hand and parameter is not None and parameter._version != version:
+            self.restored()  # it was written to like any tensor
+        elif why:
+            if self.updates is not None:
+                self.updates.tell()
+            raise StepFailedError(why)
+
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
+        self.check_whole()
         assert self.home is not None, "what is on the device needs no reading"
         return self.home.read(into, start) if self.updates is None else self.updates.read(self, into, start)
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
+        self.check_whole()
         if self.home is None:
             return self.shard
         bridge = self.context.bridge
@@ -145,6 +168,7 @@ class Unit(Dense):
 
     def start_saving(self, shard: torch.Tensor) -> Pending:
         """Start to keep what `blank` returned; it may not change meanwhile."""
+        self.restored()
         if self.home is None:
             return Done()
         if self.updates is not None:

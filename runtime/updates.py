@@ -109,6 +109,16 @@ class Updates:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
             self._raise_once()
 
+    def units(self) -> list[Unit]:
+        """Return those that are to be updated."""
+        with self._lock:
+            return list(self._spans)
+
+    def tell(self) -> None:
+        """Raise why they won't be updated, where nobody was told."""
+        with self._lock:
+            self._raise_once()
+
     def replace(self, unit: Unit) -> None:
         """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
         with self._lock:

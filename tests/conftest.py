@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime
 import gc
+import getpass
 import logging
+import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +24,10 @@ _PREFIX = "last run on a GPU:"
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
+if os.environ.get("ATEN_CPU_CAPABILITY"):  # Inductor's cache would run code there that was compiled for other vectors
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+        f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    )
 logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +17,7 @@ from training import assert_same, whole_gradient
 import zinf_compile
 from zinf_compile import backend
 from zinf_compile.config import Config
+from zinf_compile.errors import BudgetError, ZinfError
 from zinf_compile.loss_ops import class_targets
 from zinf_compile.parameter import ShardedParameter
 from zinf_compile.program import Program
@@ -122,3 +125,46 @@ def chunk_losses(rank: int, size: int, compute: str) -> dict[str, list[bool]]:
         noted[case] = Recording.notes
     dist.barrier()
     return noted
+
+
+def named_cap(rank: int) -> int:
+    """Return the cap that refusals come to name; all ranks name the same."""
+    cap = 1
+    for _ in range(6):
+        torch.compiler.reset()
+        gc.collect()
+        model = Words()
+        model.compile(backend="zero_infinity", options={"compute": "fx", "timeout_s": 100, "device_memory": cap})
+        try:
+            model(batch(rank, 0))
+        except BudgetError as error:
+            cap = int(re.findall(r"smallest that works is ([\d,]+)", str(error))[0].replace(",", ""))
+        else:
+            return cap
+    raise AssertionError(f"{cap} is not enough")
+
+
+def recompile_within_a_cap(rank: int, size: int) -> tuple[dict[str, int], str]:
+    """Train within the least memory, rank 0 compiling again alone; then let it be short when it does. Return what is said."""
+    cap = named_cap(rank)
+    torch.compiler.reset()
+    found = look_rows_up(rank, size, {"device_memory": cap})
+    torch.compiler.reset()
+    gc.collect()
+    model = Words()
+    model.compile(
+        backend="zero_infinity",
+        options={"compute": "fx", "timeout_s": 4, "device_memory": cap, "process_group": dist.new_group()},
+    )
+    model(batch(rank, 0)).backward()
+    context = model.words.weight._zinf_unit.context  # type: ignore[attr-defined]
+    held = torch.empty(cap if rank == 0 else 0, dtype=torch.uint8)
+    context.ledger.track("staged", held)
+    try:
+        model(batch(rank, 1))
+    except ZinfError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing"
+    dist.barrier()
+    return found, said

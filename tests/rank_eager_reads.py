@@ -36,7 +36,7 @@ ROUNDED: dict[str, Act] = {
     "sum": torch.sum,
     "sum in double precision": lambda g: g.sum(dtype=torch.float64),
 }
-"""Sums over ranks are taken in another order."""
+"""Sums over ranks are taken in another order: each of n terms may be rounded n times, of which the bound is a multiple."""
 
 REFUSED: dict[str, tuple[Act, str]] = {
     "bincount": (lambda g: torch.histogram(g, 4), "histogram()"),
@@ -70,7 +70,9 @@ def read_gradients(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
     for name, act in ROUNDED.items():
         expected, found = act(whole), act(grad)
         assert found.dtype == expected.dtype, name
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9, msg=name)
+        terms = whole.double().square() if "squares" in name else whole.double().abs()
+        bound = 2 * whole.numel() * torch.finfo(torch.float32).eps * terms.sum() / (whole.numel() if "mean" in name else 1)
+        assert (found.double() - expected.double()).abs() <= bound, name
     for parameter in model.parameters():  # of which some ranks have no element, with its whole gradient NaN
         parameter.grad.mul_(float("nan"))
         assert bool(parameter.grad.isnan().all())
@@ -105,11 +107,11 @@ class TwoSteps(torch.optim.SGD):
                 parameter.add_(parameter.grad)
 
 
-def optimizers_and_limit(rank: int, world: int) -> dict[str, str]:
-    """Return what LBFGS and reads inside optimizers are told; train through more variants than PyTorch's limit."""
+def lbfgs_is_told(rank: int, options: dict[str, str]) -> tuple[dict[str, str], Any, torch.optim.Optimizer]:
+    """Return what LBFGS is told before the first step and after, changing nothing; and a model and its AdamW."""
     found = {}
     model: Any = Mlp()
-    model.compile(backend=BACKEND)
+    model.compile(backend=BACKEND, options=options)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     lbfgs = torch.optim.LBFGS(model.parameters())
     found["LBFGS first"] = _error(lbfgs.step, closure_of(model, rank))
@@ -123,6 +125,18 @@ def optimizers_and_limit(rank: int, world: int) -> dict[str, str]:
     found["LBFGS made later"] = _error(torch.optim.LBFGS(model.parameters()).step, closure_of(model, rank))
     after = zinf_compile.full_state_dict(model)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+    plain_step(model, optimizer, vectors(1, rank))
+    return found, model, optimizer
+
+
+def lbfgs_on_drives(rank: int, world: int, folder: str) -> dict[str, str]:
+    """The same with all on NVMe."""
+    return lbfgs_is_told(rank, {"compute": "fx", "nvme": folder, **dict.fromkeys(("params", "grads", "optimizer"), "nvme")})[0]
+
+
+def optimizers_and_limit(rank: int, world: int) -> dict[str, str]:
+    """Return what LBFGS and reads inside optimizers are told; train through more variants than PyTorch's limit."""
+    found, model, optimizer = lbfgs_is_told(rank, {})
 
     def penalised() -> torch.Tensor:
         closure_of(model, rank)()

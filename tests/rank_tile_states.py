@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import generator
+from near import assert_near
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, assert_same
@@ -31,7 +32,7 @@ TILE = 1024
 
 
 class Tall(nn.Module):
-    """Of its products only one is in tiles, whose outputs these split: they change no bit. (A bias would be summed in parts.)"""
+    """Of its products only one is in tiles, whose outputs these split. (A bias would be summed in parts.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,6 +86,16 @@ def assert_same_values(expected: Any, found: Any, what: object) -> None:
             assert_same(f"{name}, {what}", value, found[name])
 
 
+def assert_near_values(expected: Any, found: Any, what: object) -> None:
+    """Compare tensors by name that were computed in tiles of other sizes: products of other shapes may round otherwise.
+
+    The bound is a thousandth of one step, which is what a wrong state costs.
+    """
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert_near(f"{name}, {what}", found[name], value)
+
+
 def whole(name: str, shards: list[dict[str, Any]], like: torch.Tensor) -> torch.Tensor:
     """Join what the ranks have saved of one state of one parameter: what `full_optimizer_state_dict` gives, by hand."""
     flat = torch.empty(like.numel(), dtype=shards[0][name].dtype)
@@ -121,13 +132,15 @@ def change_tiles(rank: int, size: int, folder: str, name: str, tiers: tuple[str,
     states = [torch.load(Path(folder) / f"{r}.pt", weights_only=True) for r in range(size)]
 
     for options, state in ((in_tiles, states[rank]), *((o, join(states)) for o in (in_tiles, in_others, at_once))):
-        assert_same_values(expected, Run(name, options, weights, state).train(2, 3), options)
+        compare = assert_same_values if options is in_tiles else assert_near_values
+        compare(expected, Run(name, options, weights, state).train(2, 3), options)
     said = []
     for options, state in ((in_others, states[rank]), (at_once, states[rank]), (in_tiles, states[1 - rank])):
         run = Run(name, options, weights, state)
         said.append(run.refuse(lambda run=run: run.train(2)))  # type: ignore[misc]
         run.load(join(states))
-        assert_same_values(expected, run.train(2, 3), options)
+        compare = assert_same_values if options is in_tiles else assert_near_values
+        compare(expected, run.train(2, 3), options)
     said.append(_refused_between_steps(Run(name, at_once, weights), states[rank], at_once=bool(tiers)))
     for state in states[rank]["state"].values():
         del state[LAYOUT]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from irtext import example_of, graph_of, lines_of, text_of, unit
 from marks import more
-from rank_choices import ROWS, chunk_losses, look_rows_up
+from rank_choices import ROWS, chunk_losses, look_rows_up, recompile_within_a_cap
 from ranks import run_ranks
 from torch import nn
 from training import assert_same
@@ -115,3 +115,12 @@ def test_one_rank_with_all_in_memory_moves_nothing_and_the_dump_shows_lookups_on
         for graph in trace(target, world_size=world_size):
             if graph.kind != "backward":
                 assert ("gather_rows(words.weight" in graph.text) == shown
+
+
+@pytest.mark.distributed
+def test_a_rank_that_compiles_again_alone_within_the_least_memory() -> None:
+    """It goes by the decision of all; where it is short of memory by then it says so, and the others don't wait for ever."""
+    (found, short), (_, other) = run_ranks(recompile_within_a_cap, 2)
+    assert found["chosen"] == {"words.weight": True, "few.weight": False, "tied.weight": None}, found
+    assert short.startswith("BudgetError: the model needs "), short
+    assert other.startswith("RankMismatchError: rank 1 of 2 got no answer from another rank while starting the forward"), other

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import Mlp, OddShapes, vectors
-from rank_eager_reads import EXACT, REFUSED, ROUNDED, TwoSteps, closure_of, optimizers_and_limit, read_gradients
+from rank_eager_reads import EXACT, REFUSED, ROUNDED, TwoSteps, closure_of, lbfgs_on_drives, optimizers_and_limit, read_gradients
 from ranks import run_ranks
 from torch import nn
 from training import BACKEND, adamw, assert_same, assert_same_models, in_place, plain_step, twins
@@ -131,3 +131,11 @@ def test_ranks_use_optimizers_that_need_more_and_many_variants() -> None:
             assert re.match(LBFGS, found[name]), (name, found[name])
         assert found["read in a closure"].startswith("gave tensor"), found  # on shards
         assert found["read in a method"].startswith("RuntimeError: a leaf Variable that requires grad"), found  # eager's
+
+
+@pytest.mark.distributed
+def test_ranks_with_all_on_nvme_refuse_lbfgs_by_name(tmp_path: Path) -> None:
+    for found in run_ranks(lbfgs_on_drives, 2, str(tmp_path)):
+        assert list(found) == ["LBFGS first", "LBFGS later", "LBFGS made later"]
+        for said in found.values():
+            assert re.match(LBFGS, said), said

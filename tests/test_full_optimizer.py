@@ -22,7 +22,7 @@ from rank_full_optimizer import (
     placed,
     save,
 )
-from rank_tile_states import assert_same_values
+from rank_tile_states import assert_near_values, assert_same_values
 from ranks import run_ranks
 from torch import nn
 from training import BACKEND
@@ -60,9 +60,10 @@ def test_states_go_from_some_ranks_to_others(case: str, tmp_path: Path) -> None:
     expected, found = eager.save(), [alone.save()]
     if many in (2, 4):  # of which the mean of equal gradients is that gradient, bit by bit
         found.append(trained)
-    for end in found:
-        assert_same_values(expected["model"], end["model"], "weights")
-        assert_same_optimizer(expected["optimizer"], end["optimizer"])
+    for end in found:  # eager products have other shapes than those of tiles
+        assert_near_values(expected["model"], end["model"], "weights")
+        for index, state in expected["optimizer"]["state"].items():
+            assert_near_values(state, end["optimizer"]["state"][index], index)
 
 
 @pytest.mark.distributed

@@ -154,3 +154,46 @@ def test_caps_of_a_device_with_memory_of_its_own_are_named_together(side: str, t
         assert said.count("Params on 'nvme' keep less there") == 1, "of host memory; grads and states are there already"
         train(Stack(300, 300, 64), {**options, **caps})
         assert refusal_of(Stack(300, 300, 64), {**options, **caps, side: caps[side] - 1})
+
+
+def read_all(optimizer: torch.optim.Optimizer) -> object:
+    return optimizer.state_dict()
+
+
+def read_two(optimizer: torch.optim.Optimizer) -> object:
+    return [list(state.values()) for state in optimizer.state.values()]
+
+
+def read_whole(optimizer: torch.optim.Optimizer) -> object:
+    return zinf_compile.full_optimizer_state_dict(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
+@pytest.mark.parametrize("read", [read_all, read_two, read_whole])
+@pytest.mark.parametrize("option", ["device_memory", "host_memory"])
+def test_caps_for_reading_states_from_a_drive(read: Any, option: str, tmp_path: Path) -> None:
+    """With what is named as well as with a byte less, a run from its beginning."""
+    options: dict[str, Any] = {"optimizer": "nvme", "nvme": tmp_path}
+
+    def said(cap: int) -> str:
+        optimizers: list[torch.optim.Optimizer] = []
+
+        def kept(parameters: Any) -> torch.optim.Optimizer:
+            optimizers.append(adamw(parameters))
+            return optimizers[-1]
+
+        model = Stack(200, 300)
+        train(model, {**options, option: cap}, steps=1, kind=kept)
+        model(torch.ones(2, 200)).backward()
+        try:
+            read(optimizers[0])
+        except BudgetError as error:
+            return str(error)
+        return ""
+
+    least = named_by(refusal_of(Stack(200, 300), {**options, option: 1}))
+    refused = said(least)
+    assert refused, "the states are on the drive, and there was no room for them in memory"
+    works = named_by(refused, option)
+    assert not said(works)
+    assert named_by(said(works - 1), option) == works

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from training import adamw, assert_same
 
 import zinf_compile
-from zinf_compile import late_step, state_exchange
+from zinf_compile import host_shortage, late_step
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.runtime import chunks
 from zinf_compile.runtime.bridge import FakeDevice, played_by
@@ -378,10 +378,10 @@ def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, mon
     entry = pair.optimizer.state[weight]
     assert "'momentum_buffer' (on a drive)" in repr(entry)
     with monkeypatch.context() as patch:
-        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel() - 1)
+        patch.setattr(host_shortage, "usable_host_bytes", lambda: 4 * weight.numel() - 1)
         with pytest.raises(BudgetError, match=r"'momentum_buffer' of up.weight would take 684 .*; 683 bytes .* host_memory"):
             entry["momentum_buffer"]
-        patch.setattr(state_exchange, "host_room_bytes", lambda context: 4 * weight.numel())
+        patch.setattr(host_shortage, "usable_host_bytes", lambda: 4 * weight.numel())
         assert entry["momentum_buffer"].shape == weight.shape
         assert "momentum_buffer" in entry
     pair.act(clear)

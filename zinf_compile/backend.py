@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from .binding import Binder
-from .budget import GraphBudget, agree_on_memory, bucket_of, check_second_gradients
+from .budget import GraphBudget, agree_on_memory, bucket_of, lack_of_second_gradients
 from .callers import callers
 from .capture import (
     Captured,
@@ -50,6 +50,8 @@ from .runtime.allocator import return_large_blocks
 from .runtime.context import Context, context_for
 from .runtime.executor import execute
 from .runtime.placement import way_in
+from .runtime.unit import Unit
+from .short_ranks import Lack
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
@@ -193,7 +195,7 @@ class GraphCompiler:
         """Return the caps on memory as this graph meets them."""
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
-        budget = GraphBudget(self.config, slots, inputs, context)
+        budget = GraphBudget(self.config, slots, inputs, context, together=is_first_variant())
         context.claims.declare(
             device=None if self.config.device_memory is None else budget.caps.device,
             host=None if self.config.host_memory is None else budget.caps.host,
@@ -269,21 +271,23 @@ class GraphCompiler:
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        binder = Binder(program, context, self.config.placement())
-        self._binder = self._binder or binder  # the forward's, which is compiled first
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
+        lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
+        binder = Binder(program, context, self.config.placement(), lack=lack)
+        self._binder = self._binder or binder  # the forward's, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            units = binder.bind(args)
-            if makes_gradients:
-                check_second_gradients(context, units.values())
-            return execute(program, units, context, args, ShardedGradient)
+            return execute(program, binder.bind(args), context, args, ShardedGradient)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
         return run
+
+
+def _lacks_nothing(units: Iterable[Unit]) -> dict[str, Lack]:
+    return {}
 
 
 _NOTHING = Program(

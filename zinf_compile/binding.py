@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ._torch import PARAMETER_TYPES, no_torch_function
-from .errors import PartitionedParameterError
+from .budget import refuse_second_gradients
+from .errors import PartitionedParameterError, StepFailedError
 from .parameter import ShardedParameter, unit_behind
 from .partition import partition
 from .program import Program, Slot, digest_of
@@ -18,6 +19,7 @@ from .runtime.placement import Placement, way_in
 from .runtime.steps_done import describe_steps, digest_of_steps, mixed
 from .runtime.tile import Tile
 from .runtime.unit import Unit
+from .short_ranks import Lack, is_any_short
 from .step_under_way import refuse_steps_under_way
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -30,10 +32,14 @@ Arguments = Sequence[Any] | Mapping[int, Any]
 class Binder:
     """Binds the parameters of each call of one program."""
 
-    def __init__(self, program: Program, context: Context, placement: Placement) -> None:
+    def __init__(
+        self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[str, Lack]]
+    ) -> None:
+        """`lack` returns what memory a call with these units needs, by side."""
         self._program = program
         self._context = context
         self._placement = placement
+        self._lack = lack
         self._way_in = way_in(placement.params, unified=context.bridge.unified)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
@@ -52,8 +58,18 @@ class Binder:
         program, context = self._program, self._context
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
+        lacks = self._lack(units.values())
+        short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
-            self._agree(units, fresh, buffers)
+            everyone = self._agree(units, fresh, buffers, value=short + 2 * (spoiled is not None))
+            short = any(value % 2 for value in everyone)
+            where = [rank for rank, value in enumerate(everyone) if value >= 2]
+            if where and spoiled is None:
+                spoiled = StepFailedError(_SPOILED_ELSEWHERE.format(rank=where[0]))
+        if spoiled is not None:
+            raise spoiled
+        if short:
+            refuse_second_gradients(context, lacks)
         if fresh:
             self._partition(args, fresh)
             units.update((r, _home(args[r])) for r in fresh)
@@ -122,7 +138,8 @@ class Binder:
         refuse_steps_under_way([(args[r], self._program.slots[r]) for r in fresh])
         partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
 
-    def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int]) -> None:
+    def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
+        """Check that all ranks are about to do the same; return the `value` of each."""
         program = self._program
         serials = tuple(unit.serial for unit in units.values())
         key = (len(fresh), *fresh, len(buffers), *buffers, *serials)
@@ -133,9 +150,10 @@ class Binder:
         if changed := self._context.eager_changes:
             lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
             digest = digest_of([str(digest), lines[-1]])
-        self._context.agree(
+        return self._context.agree(
             lines,
             what=f"starting the {program.name}",
+            value=float(value),
             digest=mixed(digest, self._digest_of_steps(units, serials)),
             details=lambda: describe_steps(units.values()),
         )
@@ -155,6 +173,22 @@ class Binder:
             *(f"synchronise buffer {program.buffers[r]}" for r in buffers),
             f"partitioned parameters number {', '.join(map(str, serials))}",
         ]
+
+
+def _why_spoiled(units: Iterable[Unit]) -> StepFailedError | None:
+    """Return the error of one that can't be computed with; None where all can."""
+    try:
+        for unit in units:
+            unit.check_whole()
+    except StepFailedError as error:
+        return error
+    return None
+
+
+_SPOILED_ELSEWHERE = (
+    "the values of parameters on rank {rank} are incomplete: a change of them ended in its middle, see its error. Load a "
+    "checkpoint of model and optimizer on all ranks to go on from there"
+)
 
 
 def _home(parameter: torch.Tensor) -> Unit:

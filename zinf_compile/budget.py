@@ -7,8 +7,8 @@ import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from .passes.needs import ahead_key, measure_ahead, measure_needs
 from .program import Slot
 from .runtime import chunks
 from .runtime.chunk_slots import SLOTS
-from .runtime.claims import Claim, Sides
+from .runtime.claims import ByteRoom, Claim, Sides
 from .runtime.context import Context
 from .runtime.ledger import Ledger
 from .runtime.mover import Mover
@@ -31,7 +31,8 @@ from .runtime.placement import Placement, way_in
 from .runtime.store import STAGING_BYTES
 from .runtime.tile import Tile
 from .runtime.unit import Unit
-from .shortage import Need, advice, advice_at_birth, find_smallest, gradient_bytes, name_cap, refusal
+from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, refusal_text, worst_of_ranks
+from .shortage import Need, advice, advice_at_birth, find_smallest, gradient_bytes, name_cap, refusal, refusal_elsewhere
 
 BUCKETS_REDUCED = 4
 """Full gradients on their way to their tier or to other ranks, where there is room for as many."""
@@ -233,7 +234,8 @@ class GraphBudget:
     """The caps as one captured graph meets them; `limits` decides how far its gathers and reads run ahead.
 
     Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
-    default those of this process. While `measuring` nothing is claimed: the graph is not going to run.
+    default those of this process. While `measuring` nothing is claimed: the graph is not going to run. `together`: all ranks plan
+    for it at the same point, exchange on the way what each has room for, and refuse it together.
     """
 
     def __init__(
@@ -245,6 +247,7 @@ class GraphBudget:
         *,
         caps: Caps | None = None,
         measuring: bool = False,
+        together: bool = False,
     ) -> None:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
@@ -257,6 +260,7 @@ class GraphBudget:
         """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
         self._measuring = measuring
+        self._together = together and context.size > 1
         self._signature = config.signature()
         self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
@@ -305,6 +309,8 @@ class GraphBudget:
                 and host.passing + math.ceil(known * from_drive) + staging <= claims.passing_host
             ):
                 ahead = known
+            if self._together and not self._checked:
+                ahead = claims.ahead[self._signature, ahead_key(graph)] = least_of_ranks(context, ahead, what="room to run ahead")
         passing = math.ceil(ahead * share) + besides
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
         claim = Claim(
@@ -408,31 +414,46 @@ class GraphBudget:
         `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.
         """
         self._checked = True
-        smallest = {side: self.works(side) for side in ("device", "host")}
-        short = any(need.least > need.cap for need in self._needs)
-        if short and measure is not None and "device_memory" in self.caps.options(True):
-            known: dict[int, GraphBudget] = {}
-
-            def needed(cap: int) -> int:
-                known[cap] = measure(cap)
-                return known[cap].works("device")
-
-            floor = max(need.stays + need.later for need in self._needs if need.side == "device")
-            smallest["device"] = find_smallest(needed, floor=floor, edges=tile_range)
-            smallest["host"] = known[max(known)].works("host")
-        error = refusal(self._needs, smallest)
-        if error is not None:
+        lacks = {side: self._lack(side) for side in SIDES}
+        if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
+            error = self._refusal(lacks, measure)
             self._claims.clear()  # who has hold of the error has hold of this object: the graph is not going to run
             raise error
         for unit in self._units.values():
             _unplanned.discard(unit)
+
+    def _refusal(self, lacks: Mapping[str, Lack], measure: Callable[[int], GraphBudget] | None) -> BudgetError:
+        """Return the error that names a cap with which the graphs work, on all ranks where these refuse together."""
+
+        def of_all(number: int) -> int:
+            return largest_of_ranks(self._context, number, what="the smallest cap") if self._together else number
+
+        worst = worst_of_ranks(self._context, lacks) if self._together else {}
+        smallest = {side: of_all(self.works(side)) for side in SIDES}
+        if measure is not None and "device_memory" in self.caps.options(True):
+            known: dict[int, GraphBudget] = {}
+
+            def needed(cap: int) -> int:
+                known[cap] = measure(cap)
+                return of_all(known[cap].works("device"))
+
+            floor = of_all(max((need.stays + need.later for need in self._needs if need.side == "device"), default=0))
+            smallest["device"] = find_smallest(needed, floor=floor, edges=tile_range)
+            smallest["host"] = of_all(known[max(known)].works("host"))
+        return refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
+
+    def _lack(self, side: str) -> Lack:
+        here = [need for need in self._needs if need.side == side]
+        cap = here[0].cap if here else None
+        return Lack(max((need.least for need in here), default=0), cap, self.works(side))
 
     def works(self, side: str) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
         return max((need.works for need in self._needs if need.side == side), default=0)
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
-        return held_bytes(ledger, more, sys.maxsize if self._measuring else cap)  # what nobody uses went before
+        cap = sys.maxsize if self._measuring else cap  # what nobody uses went before
+        return held_bytes(ledger, more, cap, self._context.gradient_room)
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)
@@ -449,7 +470,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     if cap is None:
         return
     side = "device" if on_device else "host"
-    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap)
+    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.gradient_room)
     passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
     needed = held + slots + states + passing
     if needed > cap:
@@ -464,8 +485,8 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
         )
 
 
-def check_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> None:
-    """Raise `BudgetError` where gradients in memory, about to be made beside earlier ones of the same units, exceed a cap."""
+def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[str, Lack]:
+    """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
     claims = context.claims
@@ -473,29 +494,47 @@ def check_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> No
         ("device", context.ledger, claims.device_cap, claims.passing),
         ("host", context.host_ledger, claims.host_cap, claims.passing_host),
     )
+    lacks = {}
     for side, ledger, cap, passing in sides:
         more = second[side]
-        if more and cap is not None and (held := held_bytes(ledger, more + passing, cap)) + more + passing > cap:
-            needed = held + more + passing
+        if more and cap is not None:
+            held = held_bytes(ledger, more + passing, cap, context.gradient_room)
             works = claims.works(side, held + more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, claims.planned(side))
-            raise BudgetError(
-                f"a second backward before the step needs {needed:,} bytes on the {side} of this rank: {held:,} are held, "
-                f"{more:,} second gradients until they are added to the first, {passing:,} pass at once. {cap:,} are allowed; "
-                f"the smallest {name_cap(context, side, works)}; grads='nvme' keeps gradients on a drive"
+            lacks[side] = Lack(
+                needed=held + more + passing,
+                cap=cap,
+                works=works,
+                text=f"a second backward before the step needs {held + more + passing:,} bytes on the {side} of this rank: "
+                f"{held:,} are held, {more:,} second gradients until they are added to the first, {passing:,} pass at once",
             )
+    return lacks
 
 
-def held_bytes(ledger: Ledger, more: int, cap: int) -> int:
+def refuse_second_gradients(context: Context, lacks: Mapping[str, Lack]) -> NoReturn:
+    """Raise `BudgetError`, on all ranks, where one lacks memory for second gradients. Collective."""
+    text = refusal_text(
+        context,
+        lacks,
+        lambda side, works: f"the smallest {name_cap(context, side, works)}",
+        what="a second backward before the step",
+    )
+    raise BudgetError(f"{text}; grads='nvme' keeps gradients on a drive")
+
+
+def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: ByteRoom | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
-    Where `more` don't fit beside them, without models and graphs that nobody uses any more.
+    Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are
+    still `on_the_way`, for which there is room in what passes.
     """
 
     def held() -> int:
         return ledger.total()[0] - ledger.now()["bounced"]
 
+    if held() + more > cap and on_the_way is not None:
+        on_the_way.drain(lambda: held() + more <= cap)
     if held() + more > cap:
         gc.collect()
     return held()

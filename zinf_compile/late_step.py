@@ -98,6 +98,8 @@ class LateStep:
         except BaseException as error:  # raised by whoever needs what was to be updated
             _log.debug("a step failed", exc_info=error)
             cause, text = _without_frames(error), torn.get(optimizer, "a step ended in the middle")
+            for unit in updates.units():
+                unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
         finally:  # this object stays known by its optimizer, which it must not keep
             self._optimizer, self._frozen = None, None

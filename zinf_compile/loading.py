@@ -146,19 +146,28 @@ class _DriveLoader:
         self._reading: collections.deque[tuple[Unit, Piece, Reading]] = collections.deque()
         self._ahead = 0
         """Bytes of these."""
+        self._loaded: list[Unit] = []
 
     def load_next(self) -> None:
         """Load the next of the parameters; the last pieces may still be written when this returns."""
-        for _ in range(self._counts.popleft()):
+        last: Unit | None = None
+        for number in range(self._counts.popleft()):
             self._read_ahead()
             unit, piece, reading = self._reading.popleft()
+            last = unit
+            if number == 0:
+                unit.spoil(f"loading {unit.name} ended in its middle: the values are incomplete. Load the checkpoint again")
             self._ahead -= piece.valid * unit.dtype.itemsize
             self._writer.write(unit, piece, reading.finish)
+        if last is not None:
+            self._loaded.append(last)
 
     def close(self) -> None:
         """Return when all is written."""
         try:
             self._writer.close()
+            for unit in self._loaded:
+                unit.restored()
         finally:
             self._rooms.close()
 

@@ -41,7 +41,7 @@ from .state_layout import check_layouts, noted, without_note
 from .stats import log_first_step
 from .step_records import Due, note, settings_of_step
 from .streamed import drive_bytes, streamed_states
-from .streaming import StreamedStates, tear, torn
+from .streaming import StreamedStates, spoil, tear, torn
 from .whole_report import bytes_of_states, report_whole
 
 _STEP_LOCAL = ("param_groups", "state")
@@ -250,6 +250,8 @@ def _stating(optimizer: Optimizer) -> Iterator[None]:
     except Exception as error:
         if optimizer not in torn and isinstance(error, BudgetError | UnsupportedOptimizerError):
             raise
+        if optimizer in torn:
+            spoil(optimizer)
         done = torn.get(optimizer, "nothing is updated yet, parameters and states are as before this step")
         raise StepFailedError(f"{done}. Cause: {error}") from error
 

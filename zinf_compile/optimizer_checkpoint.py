@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ._torch import tree_leaves, tree_map
 from .checkpoint import gathered_on_first
 from .errors import BudgetError, UnsupportedOptimizerError
-from .host_memory import host_room_bytes
+from .host_shortage import host_shortage
 from .parameter import unit_of
 from .program import digest_of
 from .runtime.context import Context
@@ -44,11 +44,11 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         whole = sum(unit.numel * shards[place].element_size() for place, unit in gathered.items())
         held = _held(optimizer)
         brought = sum(shards[key, name].nbytes for key, name in gathered if id(states[key][name]) not in held)  # and let go of
-        if context.rank == 0 and (room := host_room_bytes(context)) < whole - brought:
+        if context.rank == 0 and (short := host_shortage(context, whole - brought)):
             raise BudgetError(
-                f"the whole states of this {type(optimizer).__name__} take {whole:,} bytes of host memory on rank 0; {room:,} "
-                f"are available, and {brought:,} that become free. Save each rank's own, by optimizer.state_dict(), or give "
-                "rank 0 more memory (option host_memory, where it is given)"
+                f"the whole states of this {type(optimizer).__name__} take {whole:,} bytes of host memory on rank 0; "
+                f"{short.available:,} are available, and {brought:,} that become free. {short.named}. "
+                "Or save each rank's own, by optimizer.state_dict()"
             )
     agree_on_order(
         units,

@@ -13,6 +13,7 @@ from .gradient import ShardedGradient
 from .runtime.companion_room import check_room, make_values
 from .runtime.partition import is_dense
 from .runtime.shard_values import DeviceShard, ShardValues
+from .shard_changes import spoiling
 from .shard_pieces import Pieces, over_pieces
 from .sharded_operands import as_scalar, gradient_values, shard_of
 from .sharded_reductions import REDUCTIONS, norms_of_all, reduce
@@ -146,7 +147,10 @@ def _change(owner: ShardedTensor, packet: str, operands: dict[int, ShardValues],
             return pieces[target]
 
         unread = frozenset([target]) if packet in _OVERWRITES else frozenset()
-        over_pieces(owner.unit, operands, change, unread=unread, into=lambda _: operands[target])
+        with spoiling(operands[target], packet) as written:
+            over_pieces(owner.unit, operands, change, unread=unread, into=written)
+    if packet in _OVERWRITES:
+        operands[target].restored()
     operands[target].changed(packet)
 
 

@@ -14,6 +14,7 @@ from .limits import ranks_of_node
 from .runtime.context import Context
 from .runtime.placement import Placement
 from .runtime.unit import Unit
+from .short_ranks import Worst
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,18 @@ def refusal(needs: Sequence[Need], smallest: Mapping[str, int]) -> BudgetError |
     ):  # one option for both: the larger counts
         del worst[min(worst, key=lambda side: smallest[side])]
     return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()))
+
+
+def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[str, int], worst: Mapping[str, Worst]) -> BudgetError:
+    """Return the error of a rank for whom the graphs fit, while they don't for another one."""
+    said = []
+    for side, (rank, needed, _) in worst.items():
+        need = next(need for need in needs if need.side == side)
+        said.append(
+            f"the model needs {needed:,} bytes on the {side} of rank {rank}. {need.cap:,} are allowed ({need.source}); "
+            f"{_named(need, smallest[side])}"
+        )
+    return BudgetError(". ".join(said))
 
 
 def _part(need: Need, works: int) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .chunk_step import part_of
 from .errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
-from .host_memory import host_room_bytes
+from .host_shortage import host_shortage
 from .lent_state import LentState
 from .parameter import ShardedParameter
 from .shard_state import kept_state, shard_state
@@ -100,13 +100,12 @@ def lend(states: StreamedStates, entry: StateEntry, name: str, optimizer_name: s
     with states.context.meter.waiting(), torch.no_grad():
         put_back(states)
         dtype = states.kept[entry.parameter][name]
-        needed, available = unit.shard_numel * dtype.itemsize, host_room_bytes(states.context)
-        if needed > available:
+        needed = unit.shard_numel * dtype.itemsize
+        if short := host_shortage(states.context, needed):
             raise BudgetError(
-                f"reading state {name!r} of {unit.name} would take {needed:,} bytes of host memory; {available:,} bytes are "
-                f"available. Drop other states of this {optimizer_name} that you hold, reset this one unread (del "
-                f"optimizer.state[parameter][{name!r}], optimizer.state.clear()), or give this process more memory (option "
-                "host_memory, where it is given)"
+                f"reading state {name!r} of {unit.name} would take {needed:,} bytes of host memory; {short.available:,} "
+                f"bytes are available. {short.named}. Or drop other states of this {optimizer_name} that you hold, or reset this "
+                f"one unread (del optimizer.state[parameter][{name!r}], optimizer.state.clear())"
             )
         copy = LentState(unit, dtype)
         for number, chunk in enumerate(states.chunks):
@@ -125,13 +124,12 @@ def bring(states: StreamedStates, optimizer: Optimizer) -> None:
     absorb(states, optimizer)
     stored = [(p, name, states.kept[p][name]) for p, entry in states.entries.items() for name in entry if name in entry.stored]
     needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p, _, dtype in stored)
-    available = host_room_bytes(states.context)
-    if needed > available:
+    if short := host_shortage(states.context, needed):
         folders = ", ".join(states.store.folders) if states.store is not None else ""
         raise BudgetError(
             f"{type(optimizer).__name__}.state_dict() would take {needed:,} bytes of host memory for the states that live on "
-            f"{folders}; {available:,} bytes are available. Save the model alone "
-            "(zinf_compile.full_state_dict), or give this process more memory (option host_memory, where it is given)"
+            f"{folders}; {short.available:,} bytes are available. {short.named}. Or save the model alone "
+            "(zinf_compile.full_state_dict)"
         )
     whole = {(p, name): torch.empty(p._zinf_unit.shard_numel, dtype=dtype) for p, name, dtype in stored}
     for number, chunk in enumerate(states.chunks):

@@ -517,3 +517,11 @@ def tear(optimizer: Optimizer, chunks: int) -> None:
         f"a step of {type(optimizer).__name__} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
         "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
     )
+
+
+def spoil(optimizer: Optimizer) -> None:
+    """A step ended in its middle: nobody may compute with what it was to update, until that is loaded."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedParameter) and parameter.grad is not None:
+                parameter._zinf_unit.spoil(torn[optimizer])

@@ -203,8 +203,9 @@ def test_numbers_are_those_of_whole_logits_within_rounding(name: str, bias: bool
             assert torch.equal(2 * value, twice)  # a power of two: exact
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "ignored_class", "capped", "shifted", "gathered", "classes_in_the_middle"])
+@pytest.mark.parametrize("name", ["mean", "sum", "ignored_class", "capped", "shifted", "gathered"])
 def test_one_chunk_gives_the_bits_of_the_loss(name: str) -> None:
+    """Where classes come last, as in a chunk: a softmax over another dimension is another kernel, which may round otherwise."""
     head, (x, targets) = Head(LOSSES[name], bias=True), batch()
     joint = joint_of(head, x, targets)
     loss, *_ = run(joint, head, x, targets)

@@ -1,0 +1,56 @@
+"""Host memory for whole values outside of graphs: whether there is room, and which caps work where there is none."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import NamedTuple
+
+from .limits import RESERVE, ranks_of_node, usable_host_bytes
+from .runtime.context import Context
+from .shortage import name_cap
+
+
+class Shortage(NamedTuple):
+    """What is missing."""
+
+    available: int
+    """Bytes."""
+    named: str
+    """A sentence that names the smallest caps that work."""
+
+
+def host_shortage(context: Context, needed: int) -> Shortage | None:
+    """Return what is missing of `needed` bytes of host memory beside what is held; None where there is room.
+
+    Models that nobody uses any more are dropped first, and idle blocks for staging, of which there are more under larger caps:
+    the cap that is named follows from what is held.
+    """
+    if needed <= host_room_bytes(context):
+        return None
+    gc.collect()
+    context.staging.clear()
+    available = host_room_bytes(context)
+    if needed <= available:
+        return None
+    claims, named = context.claims, []
+    of_host = context.host_ledger.total()[0] + needed
+    of_device = context.ledger.total()[0] + needed
+    if claims.declared_device is not None and context.bridge.unified and of_device > claims.declared_device:
+        named.append(f"the smallest {name_cap(context, 'device', of_device)}")
+    if claims.declared_host is not None and of_host > claims.declared_host:
+        named.append(f"the smallest host_memory that works is {of_host * ranks_of_node():,}")
+    if needed > usable_host_bytes():
+        named.append(f"{math.ceil(needed / (1 - RESERVE)):,} bytes of memory would have to be free for this process")
+    text = "; ".join(named)
+    return Shortage(available, text[:1].upper() + text[1:])
+
+
+def host_room_bytes(context: Context) -> int:
+    """Return the host memory that this rank could take now beside what it holds, within the caps that were declared."""
+    claims, room = context.claims, usable_host_bytes()
+    if claims.declared_host is not None:
+        room = min(room, claims.declared_host - context.host_ledger.total()[0])
+    if context.bridge.unified and claims.declared_device is not None:
+        room = min(room, claims.declared_device - context.ledger.total()[0])
+    return max(0, room)
