@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import _peers
 
-from zinf_compile import bench_io
+from zinf_compile.cli import bench_io
 
 BURST, BLOCK, DEPTH, SECONDS = 256 << 20, 1 << 20, 32, 3.0
 """Of the measurement of the drive, which takes a quarter of a minute."""

@@ -33,11 +33,11 @@ from capacity import model_of, parameters_of
 from tabulate import tabulate
 
 import zinf_compile
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.aio import Engine, File
-from zinf_compile.runtime.buffers import aligned_buffer
-from zinf_compile.runtime.store import Store
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine, File
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.units import pieces as chunks
 
 TARGET = 1.5
 """The largest ratio to writing that is good enough."""

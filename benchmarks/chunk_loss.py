@@ -42,7 +42,7 @@ def compiled(peer: str, model: Any) -> Any:
     """Return the model as `peer` runs it: "eager", "zinf fx", "zinf inductor", or either with a size: "zinf fx 64"."""
     import torch  # noqa: PLC0415  (in the worker: the environment decides about threads and caches)
 
-    from zinf_compile.backend import GraphCompiler  # noqa: PLC0415
+    from zinf_compile.backend.graph_compiler import GraphCompiler  # noqa: PLC0415
     from zinf_compile.config import Config  # noqa: PLC0415
 
     if peer == "eager":
@@ -59,7 +59,7 @@ def work(peer: str, layers: int, pipe: Any) -> None:
     """Train the GPT in this process, one step when told to."""
     import torch  # noqa: PLC0415
 
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
 

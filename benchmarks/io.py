@@ -33,10 +33,10 @@ from _fio import Sample
 from tabulate import tabulate
 
 from zinf_compile.config import parse_bytes
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.buffers import aligned_buffer
-from zinf_compile.runtime.filesystem import look_up
-from zinf_compile.runtime.store import Store, Transfer
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import Store, Transfer
+from zinf_compile.runtime.system.filesystem import look_up
 
 NAMES = {"write": "writes", "read": "reads", "both": "half reads, half writes"}
 CONTESTANTS = {

@@ -70,7 +70,7 @@ def work(settings: dict[str, Any], commands: Any) -> None:
     import torch  # noqa: PLC0415
 
     from zinf_compile import synchronize  # noqa: PLC0415
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     torch.set_num_threads(settings["threads"])
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def count_parameters(model: dict[str, int]) -> int:
     """Return how many elements the model's parameters have, the tied ones counted once."""
     import torch  # noqa: PLC0415
 
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in GPT(**model).parameters())

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zinf_compile.backend import Compiled, GraphCompiler
+from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
+from zinf_compile.cli.models import GPT
 from zinf_compile.config import Config
-from zinf_compile.parameter import unit_behind
-from zinf_compile.program import Program, Reduce, Region, Wait
+from zinf_compile.ir.program import Program, Reduce, Region, Wait
 from zinf_compile.runtime.context import Context
-from zinf_compile.targets import GPT
+from zinf_compile.sharded.parameter import unit_behind
 
 BLOCKS, WIDTH, LENGTH = 48, 16, 4
 BUCKET_BYTES = 4096

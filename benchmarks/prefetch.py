@@ -55,9 +55,9 @@ def work(rank: int, name: str, rounds: int, rendezvous: str, answers: Any) -> No
     import torch.distributed as dist  # noqa: PLC0415
 
     from zinf_compile import passes  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
     from zinf_compile.config import Config  # noqa: PLC0415
-    from zinf_compile.runtime.overlap import recorded  # noqa: PLC0415
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.runtime.lanes.overlap_log import recorded  # noqa: PLC0415
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
@@ -109,7 +109,7 @@ def work(rank: int, name: str, rounds: int, rendezvous: str, answers: Any) -> No
 
 
 def _compiler(config: Any) -> Any:
-    from zinf_compile.backend import GraphCompiler  # noqa: PLC0415
+    from zinf_compile.backend.graph_compiler import GraphCompiler  # noqa: PLC0415
     from zinf_compile.passes.verify import peak_gathered_bytes  # noqa: PLC0415
 
     class Compiler(GraphCompiler):

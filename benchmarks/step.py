@@ -102,7 +102,7 @@ def work(peer: str, rank: int, world: int, layers: int, rendezvous: str, command
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     if world > 1:
@@ -199,7 +199,7 @@ def cold_table(result: dict[str, Any]) -> str:
 
 def _seconds_compiling() -> float | None:
     """Return the wall seconds in which this backend was compiling regions; None for the other peers."""
-    inductor = sys.modules.get("zinf_compile.inductor")
+    inductor = sys.modules.get("zinf_compile.backend.regions")
     seconds: Callable[[], float] | None = getattr(inductor, "seconds_compiling", None)
     return seconds() if seconds is not None else None
 

@@ -83,7 +83,7 @@ def fits(hidden: int, factor: int, folder: str) -> bool:
     """Say whether the plan is within the budget."""
     import torch  # noqa: PLC0415
 
-    from zinf_compile.dump import trace  # noqa: PLC0415
+    from zinf_compile.cli.trace import trace  # noqa: PLC0415
     from zinf_compile.errors import BudgetError  # noqa: PLC0415
 
     try:
@@ -139,7 +139,7 @@ def work(tile: int | None, pipe: Any) -> None:
     """Train the GPT in this process, one step when told to."""
     import torch  # noqa: PLC0415
 
-    from zinf_compile.targets import GPT  # noqa: PLC0415
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
 

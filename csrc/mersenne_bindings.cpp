@@ -1,4 +1,4 @@
-// The stream as Python sees it. zinf_compile/mersenne.py makes of it what the rest uses.
+// The stream as Python sees it. zinf_compile/init/mt19937.py makes of it what the rest uses.
 //
 // Ownership: Python owns streams. Memory is passed as an address, which mersenne.py keeps alive.
 // Threads: called with the GIL held, released while numbers are made: one thread at a time may use a stream.

@@ -8,32 +8,32 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile.program import Slot
+from zinf_compile.ir.program import Slot
+from zinf_compile.passes.joint.decompose_kept_ops import take_apart
+from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
+from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
+from zinf_compile.passes.loss._read_logits import Logits
+from zinf_compile.passes.loss.chunk_loss import CHUNK_BYTES, chunk_loss
+from zinf_compile.passes.schedule.align_regions import align_regions
+from zinf_compile.passes.schedule.group_units import group_units
+from zinf_compile.passes.schedule.insert_gathers import insert_gathers
+from zinf_compile.passes.schedule.insert_releases import insert_releases
+from zinf_compile.passes.schedule.insert_swaps import insert_swaps
+from zinf_compile.passes.schedule.look_rows_up import look_rows_up
+from zinf_compile.passes.schedule.merge_gathers import merge_gathers
+from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
+from zinf_compile.passes.schedule.prefetch import prefetch
+from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
+from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
+from zinf_compile.passes.tiling.accumulate_in_place import add_in_place
+from zinf_compile.passes.tiling.lift_tiles import lift_tiles
+from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_in_place
+from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
+from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
+from zinf_compile.passes.tiling.tile_pointwise import chain_tiles
+from zinf_compile.passes.tiling.write_tiles_in_place import write_in_place
 
-from .add_in_place import add_in_place
-from .align_regions import align_regions
-from .chain_tiles import chain_tiles
-from .chunk_loss import CHUNK_BYTES, chunk_loss
-from .group_units import group_units
-from .insert_gathers import insert_gathers
-from .insert_reduce_scatters import insert_reduce_scatters
-from .insert_releases import insert_releases
-from .insert_swaps import insert_swaps
-from .lift_tiles import lift_tiles
-from .look_rows_up import look_rows_up
-from .merge_gathers import merge_gathers
-from .narrow_gathers import narrow_gathers
-from .prefetch import prefetch
-from .prefetch_swaps import prefetch_swaps
-from .read_logits import Logits
-from .recompute_unit_views import recompute_unit_views
-from .reduce_in_place import reduce_in_place
-from .sink_tile_gradients import sink_tile_gradients
-from .sink_unit_views import sink_unit_views
-from .take_apart import take_apart
-from .tile_matmuls import tile_matmuls
 from .verify import verify
-from .write_in_place import write_in_place
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]

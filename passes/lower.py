@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile._torch import BoxedCodeGen
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Room, Rows, Sight, Step, SwapIn, SwapOut, Wait
-
-from .alias import alias_closure, aliased_inputs
-from .facts import (
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Room, Rows, Sight, Step, SwapIn, SwapOut, Wait
+from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
+from zinf_compile.passes.graph.node_facts import (
     buffer_of,
     group_of,
     hop_of,

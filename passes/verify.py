@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile.errors import IllegalGraphError
-
-from .alias import METADATA_OPS, alias_closure
-from .facts import (
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
+from zinf_compile.passes.graph.node_facts import (
     gather_started_by,
     group_of,
     hop_of,

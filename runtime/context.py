@@ -22,24 +22,23 @@ import torch.distributed as dist
 
 from zinf_compile._torch import level_group_names
 from zinf_compile.errors import OptionError, RankMismatchError, ZinfError
-from zinf_compile.program import digest_of
-
-from .aio import Engine
-from .allocator import return_large_blocks
-from .bridge import Bridge, CudaBridge, Unified, player_of
-from .buffers import BufferPool
-from .claims import ByteRoom, Claims
-from .collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
-from .gather_memory import GatherMemory
-from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
-from .ledger import Ledger
-from .meter import WRITTEN, Meter
-from .overlap import Spans, Timed
-from .steps_done import ADVICE, StepDone, describe_last_step, differ_in_steps, mixed
-from .store import STAGING_BYTES
+from zinf_compile.ir.program import digest_of
+from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
+from zinf_compile.runtime.comm.steps_done import ADVICE, StepDone, describe_last_step, differ_in_steps, mixed
+from zinf_compile.runtime.device.link import Bridge, CudaBridge, Unified, player_of
+from zinf_compile.runtime.lanes.lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
+from zinf_compile.runtime.lanes.link_meter import WRITTEN, Meter
+from zinf_compile.runtime.lanes.overlap_log import Spans, Timed
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.reservations import ByteRoom, Claims
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
+from zinf_compile.runtime.system.malloc import return_large_blocks
 
 if TYPE_CHECKING:
-    from .unit import Unit
+    from zinf_compile.runtime.units.unit import Unit
 
 
 class Context:

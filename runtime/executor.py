@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from zinf_compile.program import Gather, Program, Reduce, Region, Room, Rows, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.ir.program import Gather, Program, Reduce, Region, Room, Rows, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.transfer.swap import Arriving, swap_in, swap_out
+from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
+from zinf_compile.runtime.units.gather_rows import gather_rows
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
 
 from .context import Context
-from .gradient_room import AwayGradient
-from .lanes import Done, Pending
-from .meter import moving
-from .rows import gather_rows
-from .swap import Arriving, swap_in, swap_out
-from .tile import Tile
-from .tile_gradients import TileGradients
-from .unit import Unit
 
 GradientMaker = Callable[[Unit, torch.Tensor | AwayGradient, Pending], torch.Tensor]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import zinf_compile
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
 
 SIZE = {"layers": 9, "width": 1024, "heads": 16, "vocabulary": 50257, "length": 128}
 """A twentieth of the 3.1B of benchmarks/capacity.py."""

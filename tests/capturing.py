@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile.backend import Compiled, GraphCompiler
+from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.program import Program
+from zinf_compile.ir.program import Program
 
 
 class Capturing(GraphCompiler):

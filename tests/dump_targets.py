@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from capturing import capturing_backend
 from torch import nn
 
-from zinf_compile.program import Program, digest_of
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
+from zinf_compile.ir.program import Program, digest_of
 
 NOT_A_FUNCTION = 3
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile import streamed
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.store import Store
+from zinf_compile.optim import state_dict_hooks
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) -> Store:
@@ -24,14 +24,14 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     parameter: Any = next(p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.dim())
     if kind == "parameter":
         store = parameter._zinf_unit.home.shelf.store
-        for states in streamed._streamed.get(optimizer, []) if optimizer else []:
+        for states in state_dict_hooks._streamed.get(optimizer, []) if optimizer else []:
             states._slots.settle()
     elif kind == "gradient of":
         parameter.grad.away.settle()
         store = parameter.grad.away.home.shelf.store
     else:
         assert optimizer is not None
-        (states,) = streamed._streamed[optimizer]
+        (states,) = state_dict_hooks._streamed[optimizer]
         states._slots.settle()
         store = states.store
     assert isinstance(store, Store)

@@ -13,13 +13,13 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
-from zinf_compile import ops
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.passes.facts import mark_slot, mark_tile, parameters
-from zinf_compile.passes.text import graph_text
-from zinf_compile.program import Program, Slot
-from zinf_compile.tiling import choose_tiles
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Program, Slot
+from zinf_compile.ir.tiling import choose_tiles
+from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
+from zinf_compile.passes.graph.print_graph import graph_text
 
 _SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*ops.SCHEDULE_OPS, ops.tile, ops.join)}
 

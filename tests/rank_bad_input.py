@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 Act = Callable[[Any], Any]
 SHAPE = (13, IN)

@@ -16,11 +16,11 @@ from training import BACKEND, adamw, assert_same, plain_step
 from transformer_models import gpt2, llama
 
 import zinf_compile
-from zinf_compile import draws
 from zinf_compile.errors import CheckpointError, RankMismatchError, StoreWarning
-from zinf_compile.mersenne import Stream
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
+from zinf_compile.init import parallel_random
+from zinf_compile.init.mt19937 import Stream
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 SEED = 3
 
@@ -170,9 +170,9 @@ def _train(rank: int, options: dict[str, Any]) -> None:
 def noticing_small_ones() -> Iterator[None]:
     """Let values that are drawn be noted, and go to drives in pieces, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draws, "_LEAST_NUMEL", 100)
-        patch.setattr(draws, "_COMPARED_FIRST", 32)
-        patch.setattr(chunks, "PIECE_NUMEL", 300)
+        patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
+        patch.setattr(parallel_random, "_COMPARED_FIRST", 32)
+        patch.setattr(pieces, "PIECE_NUMEL", 300)
         yield
 
 
@@ -201,7 +201,7 @@ def _make_own_part(size: int, options: dict[str, Any]) -> None:
         Stream.uniform(stream, into, *settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(draws._LOOPS, draws._UNIFORM, counting)
+        patch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, counting)
         made_on_meta(lambda: nn.Linear(100, 500, bias=False), **options)
     assert sum(drawn) < 50_000 / size + 5_000, "and some groups on borders"
 
@@ -230,5 +230,5 @@ def _draw_in_different_ways(rank: int, options: dict[str, Any]) -> None:
 
     whole = built_whole(build).apply(initialise)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draws, "_loops_agree", lambda func, dtype: rank == 0)
+        patch.setattr(parallel_random, "_loops_agree", lambda func, dtype: rank == 0)
         compare(whole, made_on_meta(build, init=initialise, **options))

@@ -20,10 +20,10 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.parameter import unit_of
-from zinf_compile.runtime.collectives import DeviceCollectives, PeerToPeer
-from zinf_compile.runtime.partition import shard_numel
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
+from zinf_compile.runtime.comm.collectives import DeviceCollectives, PeerToPeer
+from zinf_compile.runtime.units.shard_layout import shard_numel
+from zinf_compile.sharded.parameter import unit_of
 
 LENGTHS = ((16, 16), (24, 16), (24, 32), (16, 24))
 """Sequence lengths of rank 0 and rank 1, by step."""

@@ -15,12 +15,12 @@ from torch import fx, nn
 from training import assert_same, whole_gradient
 
 import zinf_compile
-from zinf_compile import backend
+from zinf_compile.backend import graph_compiler
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError, ZinfError
-from zinf_compile.loss_ops import class_targets
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.program import Program
+from zinf_compile.ir.loss_ops import class_targets
+from zinf_compile.ir.program import Program
+from zinf_compile.sharded.parameter import ShardedParameter
 
 ROWS = 6000
 TOKENS = ((64, 96), (4096, 4096))
@@ -79,7 +79,7 @@ def look_rows_up(rank: int, size: int, options: dict[str, Any]) -> dict[str, int
     return {"chosen": chosen, "gathered": zinf_compile.stats(model)["links"]["from ranks"]["bytes"]}  # type: ignore[dict-item]
 
 
-class Recording(backend.GraphCompiler):
+class Recording(graph_compiler.GraphCompiler):
     """Logits of more than 9 tokens are large; notes which graphs took their loss in chunks."""
 
     worth_bytes = 4 * CLASSES * 9

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from losses import CLASSES, LOSSES, Head, batch
 from near import assert_gradients_near, assert_near
 
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
 
 
 def compare_on_a_rank(rank: int, size: int, compute: str) -> str:

@@ -14,12 +14,12 @@ from training import adamw
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 
 def train(rank: int, size: int, folder: str) -> None:
     """Train with states in memory and on drives, the first call inside or before the first step: the same parameters."""
-    chunks.PIECE_NUMEL = 128
+    pieces.PIECE_NUMEL = 128
     results: list[Any] = []
     for placement, inside in ((("device",) * 3, True), (("device", "device", "nvme"), False), (("nvme",) * 3, True)):
         model = sundry()

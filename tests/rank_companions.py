@@ -10,8 +10,8 @@ from torch import nn
 from training import BACKEND
 
 from zinf_compile.errors import RankMismatchError
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.gradient import ShardedGradient
+from zinf_compile.sharded.gradient import ShardedGradient
 
 Loss = Callable[[Any, int, int], torch.Tensor]
 """`loss(model, rank, step)`; the random state is seeded by rank and step before it is called."""

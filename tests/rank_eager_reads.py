@@ -10,7 +10,7 @@ from models import IN, Mlp, vectors
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile.gradient import ShardedGradient
+from zinf_compile.sharded.gradient import ShardedGradient
 
 Act = Callable[[Any], Any]
 

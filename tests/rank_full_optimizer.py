@@ -19,7 +19,7 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import RankMismatchError, StoreWarning, UnsupportedOptimizerError, ZinfError
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 SAVED, TRAINED = "saved.pt", "trained.pt"
 ALL_ON_DRIVE = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
@@ -109,7 +109,7 @@ def placed(options: dict[str, Any], folder: str) -> dict[str, Any]:
 
 def save(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) -> None:
     """Train and save."""
-    chunks.PIECE_NUMEL = 96  # chunks end within parameters
+    pieces.PIECE_NUMEL = 96  # chunks end within parameters
     warnings.filterwarnings("ignore", category=StoreWarning)
     run = Run(name, placed(options, folder))
     run.train(0, 1)
@@ -122,7 +122,7 @@ def save(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) 
 
 def load(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) -> None:
     """Load on rank 0's word alone, save that again, train on and save what that gives."""
-    chunks.PIECE_NUMEL = 96  # chunks end within parameters
+    pieces.PIECE_NUMEL = 96  # chunks end within parameters
     warnings.filterwarnings("ignore", category=StoreWarning)
     run = Run(name, placed(options, folder))
     saved = torch.load(Path(folder) / SAVED, weights_only=True) if rank == 0 else None

@@ -18,7 +18,7 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import UnsupportedModelError, ZinfError
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 WORDS = 29
 

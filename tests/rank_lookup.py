@@ -15,9 +15,9 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 SHAPES = ((23, 16, 5), (50, 7, 6), (9, 3, 4), (40, 33, 3))
 """Rows, columns, and rows of a tile: borders of shards lie within rows, and the last tile is shorter."""
@@ -41,7 +41,7 @@ def look_up_anywhere(rank: int, size: int, folder: str, shapes: Sequence[tuple[i
     Raises where a row is wrong, or moved for nothing.
     """
     warnings.filterwarnings("ignore", category=StoreWarning)
-    chunks.PIECE_NUMEL = 64
+    pieces.PIECE_NUMEL = 64
     done = 0
     for device, tiers in ((contextlib.nullcontext(), ("device", "nvme")), (played_by(FakeDevice()), ("device", "host", "nvme"))):
         with device:
@@ -106,7 +106,7 @@ def name_rows_that_are_none(rank: int, size: int, folder: str) -> list[str]:
 
 def read_few_blocks(rank: int, size: int, folder: str) -> list[int]:
     """Look few rows up in a large embedding on a drive; return the bytes that came from there each time."""
-    chunks.PIECE_NUMEL = 1 << 12
+    pieces.PIECE_NUMEL = 1 << 12
     torch.manual_seed(0)
     model = Words(1 << 13, 64)
     weight = model.words.weight.detach().clone()

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 from training import plain_step
 
-from zinf_compile.parameter import ShardedParameter
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.lanes import InlineLane
-from zinf_compile.runtime.overlap import recorded
+from zinf_compile.runtime.lanes.lanes import InlineLane
+from zinf_compile.runtime.lanes.overlap_log import recorded
+from zinf_compile.sharded.parameter import ShardedParameter
 
 WIDTH, BLOCKS, ROWS, STEPS = 128, 24, 2048, 6
 

@@ -19,9 +19,9 @@ from training import assert_same, whole_gradient
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StoreWarning
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.gradient import ShardedGradient
 
 STEPS = 2
 LARGEST_NORM = 0.1
@@ -144,7 +144,7 @@ def assert_trained_alike(found: Trained, expected: Trained, what: str) -> None:
 
 def prepare() -> None:
     """Cut shards into small pieces."""
-    chunks.PIECE_NUMEL = 96
+    pieces.PIECE_NUMEL = 96
     warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
     warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
 

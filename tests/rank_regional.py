@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.state_layout import LAYOUT
+from zinf_compile.optim.state_layout import LAYOUT
+from zinf_compile.sharded.parameter import ShardedParameter
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),

@@ -6,7 +6,7 @@ from models import TiedWords, tokens
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile import save
+from zinf_compile.checkpoint import save_safetensors
 from zinf_compile.errors import PartitionedParameterError
 
 
@@ -20,7 +20,7 @@ def save_on_ranks(rank: int, size: int, folder: str) -> tuple[list[str], str]:
     def broken(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    save.save_file = broken
+    save_safetensors.save_file = broken
     said = ""
     try:
         zinf_compile.save_safetensors(model, folder)

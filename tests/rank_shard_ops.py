@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import BACKEND, assert_same
 
 import zinf_compile
-from zinf_compile.sharded_tensor import ShardedTensor
+from zinf_compile.sharded.tensor import ShardedTensor
 
 
 class Beside:

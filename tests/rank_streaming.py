@@ -10,13 +10,13 @@ from torch import nn
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile.runtime import chunks
-from zinf_compile.state_layout import without_note
+from zinf_compile.optim.state_layout import without_note
+from zinf_compile.runtime.units import pieces
 
 
 def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
     """Return losses, parameters and this rank's states for each."""
-    chunks.PIECE_NUMEL = 128
+    pieces.PIECE_NUMEL = 128
     results = []
     everything = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
     for options in ({}, {"optimizer": "nvme", "nvme": folder}, {**everything, "nvme": folder}):

@@ -16,10 +16,10 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.state_layout import without_note
+from zinf_compile.optim.state_layout import without_note
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.units import pieces
 
 Run = tuple[list[float], dict[str, torch.Tensor], dict[Any, dict[str, Any]]]
 """Losses, the whole parameters (on rank 0), this rank's optimizer states."""
@@ -137,7 +137,7 @@ def assert_close_runs(one: Run, other: Run, dtype: torch.dtype) -> None:
 
 def _prepare(piece_numel: int) -> None:
     """Cut shards into small pieces, of whole vectors: what is left of one a fused optimizer may round otherwise."""
-    chunks.PIECE_NUMEL = piece_numel
+    pieces.PIECE_NUMEL = piece_numel
     warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
     warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
 

@@ -20,8 +20,8 @@ from training import BACKEND, assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning, UnsupportedOptimizerError
-from zinf_compile.runtime import chunks
-from zinf_compile.state_layout import LAYOUT
+from zinf_compile.optim.state_layout import LAYOUT
+from zinf_compile.runtime.units import pieces
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
@@ -120,7 +120,7 @@ def join(states: list[Any]) -> Any:
 
 def change_tiles(rank: int, size: int, folder: str, name: str, tiers: tuple[str, ...]) -> list[str]:
     """Load states that were saved in tiles into models in the same, in others and in none; return what is said of it."""
-    chunks.PIECE_NUMEL = 96
+    pieces.PIECE_NUMEL = 96
     warnings.filterwarnings("ignore", category=StoreWarning)
     at_once: dict[str, Any] = dict.fromkeys(tiers, "nvme") | ({"nvme": folder} if tiers else {})
     in_tiles, in_others = {**at_once, "tile": TILE}, {**at_once, "tile": 2 * TILE}

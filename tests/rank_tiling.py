@@ -18,10 +18,10 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.allocator import return_free_memory
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.system.malloc import return_free_memory
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 class Wide(nn.Module):
@@ -73,7 +73,7 @@ class Huge(nn.Module):
 
 def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) -> list[float]:
     """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more."""
-    chunks.PIECE_NUMEL = 1 << 12
+    pieces.PIECE_NUMEL = 1 << 12
     warnings.filterwarnings("ignore", category=StoreWarning)
     off_device = [p for p in PLACEMENTS if "device" not in p and (fake or "host" not in p)]
     found: list[list[float]] = []
@@ -139,7 +139,7 @@ def grow_beyond_memory(rank: int, size: int, folder: str) -> tuple[int, int]:
     As the kernel counts it, all included but what a small model's training, which is done before, leaves: compiler, libraries.
     Making the model isn't counted: a module's tensors are drawn whole.
     """
-    chunks.PIECE_NUMEL = 1 << 18
+    pieces.PIECE_NUMEL = 1 << 18
     warnings.filterwarnings("ignore", category=StoreWarning)
     memory = 64 << 20
     _train(_giant(1 << 20, folder), 8 << 20, rank)
@@ -171,7 +171,7 @@ def _status(field: str) -> int:
 
 def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
     """Make a model in tiles in all ways, save and load it; raise where a value isn't what it is in a plain model."""
-    chunks.PIECE_NUMEL = 96
+    pieces.PIECE_NUMEL = 96
     warnings.filterwarnings("ignore", category=StoreWarning)
     options = {"tile": 800, "params": tier, **({"nvme": folder} if tier == "nvme" else {})}
     torch.manual_seed(5)

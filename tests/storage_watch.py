@@ -11,10 +11,10 @@ from models import CASES
 from torch import fx, nn
 from training import adamw, plain_step
 
-from zinf_compile.backend import Compiled, GraphCompiler
+from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Step, Wait
+from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Step, Wait
+from zinf_compile.sharded.gradient import ShardedGradient
 
 
 class Watch:

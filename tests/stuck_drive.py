@@ -6,7 +6,7 @@ import threading
 import types
 from typing import Any
 
-from zinf_compile.runtime.aio import Engine
+from zinf_compile.runtime.storage.engine import Engine
 
 
 class StuckPending:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zinf_compile import _csrc
-from zinf_compile.runtime.aio import Engine, File, crc32c, crc32c_combine
+from zinf_compile.runtime.storage.engine import Engine, File, crc32c, crc32c_combine
 
 ENGINES = ["threads", "io_uring"] if _csrc.io_uring_support().available else ["threads"]
 LARGEST = 1 << 18

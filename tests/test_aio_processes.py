@@ -18,7 +18,7 @@ import torch
 from seccomp import ENTER, make_io_uring_fail_in_this_thread
 
 from zinf_compile import _csrc
-from zinf_compile.runtime.aio import Engine, File, crc32c
+from zinf_compile.runtime.storage.engine import Engine, File, crc32c
 
 ENGINES = ["threads", "io_uring"] if _csrc.io_uring_support().available else ["threads"]
 

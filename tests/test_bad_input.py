@@ -19,10 +19,10 @@ from training import BACKEND, adamw, assert_same, assert_same_models, plain_step
 
 import zinf_compile
 from zinf_compile import UnsupportedModelError
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.program import Program
+from zinf_compile.ir.program import Program
+from zinf_compile.sharded.parameter import ShardedParameter
 
 HERE = re.escape(Path(__file__).name)
 library = torch.library.Library("zinf_test", "DEF")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zinf_compile import bench_io
-from zinf_compile.cli import main
-from zinf_compile.runtime.scratch_file import ScratchFile
+from zinf_compile.cli import bench_io
+from zinf_compile.cli.main import main
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
 
 SMALL = ["--size", "4MiB", "--burst", "1MiB", "--seconds", "0.2", "--block", "64KiB", "1MiB", "--depth", "1", "4"]
 

@@ -25,8 +25,8 @@ from transformer_models import bert, gpt2, llama, mixtral, qwen2, t5, vit
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, OptionError, PartitionedParameterError
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

@@ -155,14 +155,14 @@ def test_a_full_drive_is_an_error_before_any_work(tmp_path: Path, monkeypatch: p
     def full(*_: Any) -> None:
         raise StoreError(errno.ENOSPC, "cannot reserve space")
 
-    monkeypatch.setattr("zinf_compile.runtime.store.check_room", full)
+    monkeypatch.setattr("zinf_compile.runtime.storage.extent_store.check_room", full)
     seen: list[nn.Module] = []
     assert_refused(Mlp, StoreError, "cannot reserve space", init=seen.append, params="nvme", nvme=tmp_path, again=False)
     assert not seen
 
 
 def test_a_drive_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zinf_compile.runtime.home import DriveHome  # noqa: PLC0415
+    from zinf_compile.runtime.units.backing import DriveHome  # noqa: PLC0415
 
     written: list[Any] = []
     write = DriveHome.write

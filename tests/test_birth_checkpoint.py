@@ -19,7 +19,7 @@ from transformer_models import bert, gpt2, llama, qwen2, t5
 
 import zinf_compile
 from zinf_compile.errors import CheckpointError
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -43,7 +43,7 @@ def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
 @pytest.mark.parametrize("build", [gpt2, llama, qwen2, bert, t5])
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_folder_that_transformers_saved(build: Callable[[], Any], tier: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 300)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 300)
     whole = built_whole(build)
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

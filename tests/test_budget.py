@@ -18,16 +18,16 @@ from torch import nn
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
-from zinf_compile import limits
 from zinf_compile.errors import BudgetError
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.system import host_limits
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
 
 
 LATER = 0
@@ -160,7 +160,7 @@ def test_with_all_on_drives_the_smallest_cap_is_known_at_once_and_holds(
     option: str, apart: bool, bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values, gradients and blocks for drives pass through it, read ahead or not: nothing that counts is left out."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 4096)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 4096)
     options = {**ALL_AWAY, "nvme": tmp_path, "bucket": bucket}
     with played_by(FakeDevice()) if apart else contextlib.nullcontext():
         least = smallest(options, option, kind=Layers)
@@ -224,12 +224,14 @@ def test_a_device_with_memory_of_its_own_has_a_cap_beside_the_host(
 
 
 def test_what_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert limits.usable_host_bytes() == int(250 * 0.9)
-    monkeypatch.setattr(limits, "_used_bytes", lambda: (1000, 800))
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda limit: (900 if limit == limits.resource.RLIMIT_DATA else -1, -1))
-    assert limits.usable_host_bytes() == int(100 * 0.9)
+    assert host_limits.usable_host_bytes() == int(250 * 0.9)
+    monkeypatch.setattr(host_limits, "_used_bytes", lambda: (1000, 800))
+    monkeypatch.setattr(
+        host_limits.resource, "getrlimit", lambda limit: (900 if limit == host_limits.resource.RLIMIT_DATA else -1, -1)
+    )
+    assert host_limits.usable_host_bytes() == int(100 * 0.9)
 
 
 def test_memory_is_reported() -> None:

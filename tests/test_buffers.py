@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from zinf_compile.runtime.buffers import BufferPool, aligned_buffer
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool, aligned_buffer
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 5000, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from zinf_compile.callers import callers
+from zinf_compile._frames import callers
 
 
 class Caller:

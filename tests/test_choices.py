@@ -15,11 +15,11 @@ from torch import nn
 from training import assert_same
 
 import zinf_compile
-from zinf_compile.dump import trace
+from zinf_compile.cli.trace import trace
 from zinf_compile.errors import StoreWarning
-from zinf_compile.lookup import ROUND_BYTES, rounds_of_rows, rows_on_their_way
-from zinf_compile.passes.look_rows_up import look_rows_up as look_rows_up_pass
-from zinf_compile.program import Slot
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.row_rounds import ROUND_BYTES, rounds_of_rows, rows_on_their_way
+from zinf_compile.passes.schedule.look_rows_up import look_rows_up as look_rows_up_pass
 
 W, X = unit(8, 2), torch.empty(3, 2)
 INDICES = torch.zeros(3, dtype=torch.int64)

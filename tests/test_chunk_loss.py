@@ -22,13 +22,13 @@ from training import whole_gradient
 from transformer_models import TRANSFORMERS, llama, qwen2
 
 import zinf_compile
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
+from zinf_compile.cli.models import GPT
+from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
-from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
-from zinf_compile.loss_ops import take_scaled
-from zinf_compile.program import Program
-from zinf_compile.targets import GPT
+from zinf_compile.ir.loss_ops import take_scaled
+from zinf_compile.ir.program import Program
 
 BOTH = pytest.mark.parametrize("compute", ["fx", "inductor"])
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from zinf_compile._torch import fake_mode
-from zinf_compile.cli import main, schedule_hash
+from zinf_compile.cli.main import main, schedule_hash
+from zinf_compile.cli.models import Llama
+from zinf_compile.cli.trace import load_target, pass_names, trace
 from zinf_compile.config import Config
-from zinf_compile.dump import load_target, pass_names, trace
 from zinf_compile.passes import joint_passes
-from zinf_compile.targets import Llama
 
 SMALL = ["--world", "4", "--options", '{"bucket": "4MiB"}']
 

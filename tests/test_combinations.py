@@ -17,18 +17,18 @@ from tiers import Meter, compiled, context_of, options_for, sundry, train_step
 from training import adamw, assert_same
 
 import zinf_compile
-from zinf_compile import limits
-from zinf_compile.budget import find_caps
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.system import host_limits
+from zinf_compile.sharded.budget import find_caps
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_told", set())
+    monkeypatch.setattr(host_limits, "_told", set())
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ HOST = r"option host_memory='800TiB' lets each rank hold 439,804,651,110,400 byt
 
 def test_caps_beyond_the_machine_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For graphs compiled one after the other, too; the model trains."""
-    monkeypatch.setattr(limits, "find_limits", dict)
+    monkeypatch.setattr(host_limits, "find_limits", dict)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     model = compiled(Mlp(), {"device_memory": "900TiB", "host_memory": "800TiB"})
     with warned(DEVICE, HOST):
@@ -73,17 +73,19 @@ def test_where_a_model_is_partitioned_ahead_of_time(way: str) -> None:
 
 def test_a_promise_is_measured_against_what_limits_most(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(limits, "find_limits", lambda: {"/sys/fs/cgroup/job/memory.max": "3000", "/job/cpu.max": "1 1"})
+    monkeypatch.setattr(host_limits, "find_limits", lambda: {"/sys/fs/cgroup/job/memory.max": "3000", "/job/cpu.max": "1 1"})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     config = Config(device_memory=1001, host_memory=3000)
     with warned("device_memory=1001 lets each rank hold 1,001 bytes, and the limit of this process's control group.* is 1,000:"):
-        limits.warn_of_caps(config, cpu)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda limit: (900 if limit == limits.resource.RLIMIT_DATA else -1, -1))
+        host_limits.warn_of_caps(config, cpu)
+    monkeypatch.setattr(
+        host_limits.resource, "getrlimit", lambda limit: (900 if limit == host_limits.resource.RLIMIT_DATA else -1, -1)
+    )
     with warned("device_memory.* and RLIMIT_DATA is 900:", "host_memory=3000 lets each rank hold 1,000 bytes, and RLIMIT_DATA"):
-        limits.warn_of_caps(config, cpu)
+        host_limits.warn_of_caps(config, cpu)
     with warned():
-        limits.warn_of_caps(Config(device_memory=900, host_memory=2700), cpu)
-        limits.warn_of_caps(Config(), cpu)
+        host_limits.warn_of_caps(Config(device_memory=900, host_memory=2700), cpu)
+        host_limits.warn_of_caps(Config(), cpu)
 
 
 def test_host_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from marks import more
 from models import CASES, tokens, vectors
 from torch import fx, nn
 
-from zinf_compile.dump import trace
-from zinf_compile.inductor import structure
+from zinf_compile.backend.regions import structure
+from zinf_compile.cli.models import GPT
+from zinf_compile.cli.trace import trace
+from zinf_compile.ir.program import Program, Region
 from zinf_compile.passes import Pass, graph_passes, pass_name
 from zinf_compile.passes.lower import lower
-from zinf_compile.passes.prefetch import prefetch
-from zinf_compile.program import Program, Region
-from zinf_compile.targets import GPT
+from zinf_compile.passes.schedule.prefetch import prefetch
 
 BUCKETS = [300, 2**14, 2**20]
 

@@ -15,7 +15,7 @@ from training import BACKEND, assert_same_models
 
 from zinf_compile import OptionError
 from zinf_compile.config import Config, parse_bytes
-from zinf_compile.runtime.placement import Placement
+from zinf_compile.ir.tiers import Placement
 
 REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"buckt": "1MiB"}, r"unknown option 'buckt' .*accepted: compute, bucket, .*did you mean 'bucket'\?"),

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from zinf_compile import doctor
-from zinf_compile.cli import main
-from zinf_compile.runtime import filesystem, quota, scratch_file
-from zinf_compile.runtime.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
+from zinf_compile.cli import doctor, quota
+from zinf_compile.cli.main import main
+from zinf_compile.runtime.storage import scratch_file
+from zinf_compile.runtime.system import filesystem
+from zinf_compile.runtime.system.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
 
 
 def examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:

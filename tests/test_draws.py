@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zinf_compile
-from zinf_compile import draws
-from zinf_compile.draws import SoonerDraws
-from zinf_compile.mersenne import Stream
+from zinf_compile.init import parallel_random
+from zinf_compile.init.mt19937 import Stream
+from zinf_compile.init.parallel_random import SoonerDraws
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Draw = Callable[[torch.Tensor], Any]
@@ -76,8 +76,8 @@ def test_values_and_state_are_pytorchs(draw: Draw, numel: int, dtype: torch.dtyp
 def test_any_size_from_any_state(numels: list[int], before: int, seed: int, threads: int, dtype: Any, normal: bool) -> None:
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draws, "_LEAST_NUMEL", 100)
-        patch.setattr(draws, "_COMPARED_FIRST", 32)
+        patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
+        patch.setattr(parallel_random, "_COMPARED_FIRST", 32)
         tensors = [torch.empty(numel, dtype=dtype) for numel in numels]
         assert_the_same(lambda t: t.normal_() if normal else t.uniform_(), *tensors, seed=seed, before=before)
 
@@ -85,13 +85,13 @@ def test_any_size_from_any_state(numels: list[int], before: int, seed: int, thre
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[bool]:
     """Note what a way of drawing says each time that it is asked."""
     said: list[bool] = []
-    way = getattr(draws, name)
+    way = getattr(parallel_random, name)
 
     def ask(*arguments: Any) -> bool:
         said.append(way(*arguments))
         return said[-1]
 
-    monkeypatch.setattr(draws, name, ask)
+    monkeypatch.setattr(parallel_random, name, ask)
     return said
 
 
@@ -100,7 +100,7 @@ def test_the_loops_are_what_draws(dtype: torch.dtype, monkeypatch: pytest.Monkey
     by_loops, tensor = counted(monkeypatch, "_draw_by_loops"), torch.empty(2 << 20, dtype=dtype)
     with SoonerDraws():
         nn.init.normal_(nn.init.uniform_(tensor))
-    if not all(draws._loops_agree(op, dtype) for op in draws._LOOPS):
+    if not all(parallel_random._loops_agree(op, dtype) for op in parallel_random._LOOPS):
         pytest.skip("this PyTorch, on this processor, makes other numbers than the loops")
     assert by_loops == [True, True]
 
@@ -112,25 +112,25 @@ def test_where_the_loops_make_other_numbers_pytorch_draws(where: int, monkeypatc
         if into.numel() > where:
             into[where] += 1
 
-    monkeypatch.setitem(draws._LOOPS, draws._UNIFORM, other)
+    monkeypatch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, other)
     by_loops = counted(monkeypatch, "_draw_by_loops")
-    draws._loops_agree.cache_clear()
+    parallel_random._loops_agree.cache_clear()
     try:
         assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20))
     finally:
-        draws._loops_agree.cache_clear()
+        parallel_random._loops_agree.cache_clear()
     assert by_loops == [False]
 
 
 def test_a_tensor_whose_first_elements_differ_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "_loops_agree", lambda func, dtype: True)
-    monkeypatch.setitem(draws._LOOPS, draws._UNIFORM, Stream.normal)
+    monkeypatch.setattr(parallel_random, "_loops_agree", lambda func, dtype: True)
+    monkeypatch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, Stream.normal)
     assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20))
 
 
 def test_parts_that_do_not_meet_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     in_parts = counted(monkeypatch, "_draw_in_parts")
-    monkeypatch.setitem(draws._WORDS, torch.float64, 1)
+    monkeypatch.setitem(parallel_random._WORDS, torch.float64, 1)
     assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20, dtype=torch.float64))
     assert in_parts == [False]
 

@@ -20,7 +20,7 @@ from training import adamw
 import zinf_compile
 from zinf_compile._torch import raise_through_dynamo
 from zinf_compile.errors import StepFailedError, StoreError
-from zinf_compile.runtime import scratch_file
+from zinf_compile.runtime.storage import scratch_file
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

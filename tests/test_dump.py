@@ -18,13 +18,13 @@ from capturing import capturing_backend
 from marks import more
 from ranks import run_ranks
 
-from zinf_compile import limits
 from zinf_compile._torch import captured_name
-from zinf_compile.cli import main, schedule_hash
-from zinf_compile.dump import DumpError, load_target, trace
+from zinf_compile.cli.main import main, schedule_hash
+from zinf_compile.cli.trace import DumpError, load_target, trace
 from zinf_compile.errors import BudgetError, OptionError
-from zinf_compile.program import Program, SwapIn, SwapOut
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.ir.program import Program, SwapIn, SwapOut
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.system import host_limits
 
 OPTIONS = {"bucket": "4KiB", "compute": "fx"}
 
@@ -92,7 +92,7 @@ def test_where_states_live_changes_no_collective(target: str, world_size: int) -
 
 def test_memory_sets_a_limit_where_the_options_do(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)]
-    monkeypatch.setattr(limits, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 1000)
     assert [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)] == plain
     with pytest.raises(BudgetError, match="option device_memory") as caught:
         trace(dump_targets.tiny_gpt, options=OPTIONS | NVME | {"device_memory": 1, "host_memory": "1GiB"}, device="cuda")

@@ -15,7 +15,7 @@ from torch import nn
 from training import BACKEND, adamw, assert_same, assert_same_models, in_place, plain_step, twins
 
 from zinf_compile import PartitionedParameterError, UnsupportedOptimizerError, gathered
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 ON_NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
 LBFGS = r"UnsupportedOptimizerError: LBFGS doesn't update element by element \(it keeps the parameters in its attribute '_params'"

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf_compile.file_reads import FileRead, is_cached
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.buffers import BufferPool
-from zinf_compile.runtime.file import File
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.storage.direct_file import File
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.file_read import FileRead, is_cached
 
 SIZE = 300_001
 CONTENT = random.Random(1).randbytes(SIZE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from zinf_compile.forked import run_forked
+from zinf_compile.backend.fork_pool import run_forked
 
 
 def writing(folder: Path, number: int) -> Callable[[], object]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zinf_compile.runtime.gather_memory import GatherMemory
+from zinf_compile.runtime.memory.arena import GatherMemory
 
 PAGE = mmap.PAGESIZE
 

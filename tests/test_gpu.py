@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zinf_compile
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.runtime.collectives import DeviceCollectives
-from zinf_compile.runtime.lanes import MOST_UNDER_WAY, StreamLane
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
+from zinf_compile.runtime.comm.collectives import DeviceCollectives
+from zinf_compile.runtime.lanes.lanes import MOST_UNDER_WAY, StreamLane
+from zinf_compile.sharded.gradient import ShardedGradient
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from training import BACKEND, adamw, assert_same, assert_same_models, in_place, plain_step, train_both, twins, whole_gradient
 
 import zinf_compile
-from zinf_compile.gradient import ShardedGradient
+from zinf_compile.sharded.gradient import ShardedGradient
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.hf_accelerator import adopt_accelerator
+from zinf_compile.hf.accelerator import adopt_accelerator
 
 PLACES = ["compiled whole", "partitioned on a drive"]
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zinf_compile
+from zinf_compile.checkpoint.safetensors_index import INDEX, SINGLE
+from zinf_compile.checkpoint.safetensors_reader import TensorFiles
 from zinf_compile.errors import CheckpointError
-from zinf_compile.safetensors_index import INDEX, SINGLE
-from zinf_compile.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.timeout(60)  # a hang is what must not be
 

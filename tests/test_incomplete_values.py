@@ -15,16 +15,16 @@ from tiers import context_of, words
 from training import assert_same
 
 import zinf_compile
-from zinf_compile import streamed
 from zinf_compile.errors import StepFailedError, StoreError
-from zinf_compile.runtime import chunks
+from zinf_compile.optim import state_dict_hooks
+from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 def backward(model: Any, step: int) -> None:
@@ -98,7 +98,7 @@ def test_a_streamed_step(late: bool, tmp_path: Path) -> None:
     whole = copy.deepcopy(eager.state_dict()), copy.deepcopy(other.state_dict())
     for model in (ours, eager):
         backward(model, 2)
-    (states,) = streamed._streamed[optimizer]
+    (states,) = state_dict_hooks._streamed[optimizer]
     states._late = late
 
     def step() -> None:

@@ -14,10 +14,10 @@ from marks import more
 from torch import fx, nn
 from torch._inductor.async_compile import AsyncCompile
 
-from zinf_compile import inductor
-from zinf_compile.inductor import InductorRegions, SharedRegion, structure
+from zinf_compile.backend import regions as inductor
+from zinf_compile.backend.regions import InductorRegions, SharedRegion, structure
+from zinf_compile.cli.models import GPT
 from zinf_compile.passes.lower import run_by_operator
-from zinf_compile.targets import GPT
 
 pytestmark = pytest.mark.slow
 

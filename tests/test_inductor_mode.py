@@ -11,8 +11,8 @@ from torch import fx
 from torch._inductor import config as inductor_config
 from training import twins, whole_gradient
 
-from zinf_compile import inductor
-from zinf_compile.inductor import InductorRegions
+from zinf_compile.backend import regions as inductor
+from zinf_compile.backend.regions import InductorRegions
 
 AUTOTUNED = "max-autotune-no-cudagraphs"
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from training import twins, whole_gradient
 
-from zinf_compile import CompilationError, inductor
-from zinf_compile.inductor import describe_refusal
+from zinf_compile import CompilationError
+from zinf_compile.backend import regions
+from zinf_compile.backend.regions import describe_refusal
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +45,9 @@ class Layers(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled_nor_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    inductor.prepare(torch.device("cpu"))  # the import of Inductor warns, too
-    monkeypatch.setattr(inductor, "_shared", {})
-    monkeypatch.setattr(inductor, "_warned", set())
+    regions.prepare(torch.device("cpu"))  # the import of Inductor warns, too
+    monkeypatch.setattr(regions, "_shared", {})
+    monkeypatch.setattr(regions, "_warned", set())
 
 
 def assert_trains_near_eager(*, opaque: bool, **options: Any) -> None:
@@ -69,8 +70,8 @@ OPERATOR = r"\(operator zinf_test_refusals\.opaque\.default, .*missing lowering\
 
 def test_a_refused_region_runs_by_operator_with_one_warning_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    by_operator = inductor.run_by_operator
-    monkeypatch.setattr(inductor, "run_by_operator", lambda region: ran.append(region.code) or by_operator(region))
+    by_operator = regions.run_by_operator
+    monkeypatch.setattr(regions, "run_by_operator", lambda region: ran.append(region.code) or by_operator(region))
     message = rf"{OPERATOR}; it runs operator by operator.*on_refusal='error'"
     with inductor_config.patch(implicit_fallbacks=False), pytest.warns(UserWarning, match=message) as caught:
         assert_trains_near_eager(opaque=True)

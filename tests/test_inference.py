@@ -13,10 +13,10 @@ from tiers import Meter, Traffic, compiled, context_of, options_for
 from torch import nn
 from training import assert_same
 
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -60,7 +60,7 @@ def test_a_model_of_four_times_what_the_device_may_hold(
     frozen: bool, mode: Any, fake: bool, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never holds more, each forward reads each weight once, and the numbers are those of a model in memory."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 1 << 14)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1 << 14)
     model = stack().requires_grad_(not frozen)
     device = FakeDevice() if fake else None
     meter, moved = Meter(device), []

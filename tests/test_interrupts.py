@@ -18,13 +18,13 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.errors import StepFailedError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.aio import Request
-from zinf_compile.runtime.block_io import BlockIO, Piece
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.chunk_slots import Slot
-from zinf_compile.runtime.lanes import ThreadLane, _Job
-from zinf_compile.runtime.updates import Updates
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
+from zinf_compile.runtime.storage.block_io import BlockIO, Piece
+from zinf_compile.runtime.storage.engine import Request
+from zinf_compile.runtime.transfer.chunk_buffers import Slot
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -38,7 +38,7 @@ WAITS: dict[str, tuple[Any, str]] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 def delay(model: nn.Module, seconds: float = 1.0) -> threading.Event:

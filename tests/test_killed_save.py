@@ -25,9 +25,9 @@ from torch import nn
 from transformer_models import LLAMA
 
 import zinf_compile
-from zinf_compile import folder_update
-from zinf_compile.safetensors_index import INDEX, SINGLE
-from zinf_compile.tensor_files import TensorFiles
+from zinf_compile.checkpoint import folder_update
+from zinf_compile.checkpoint.safetensors_index import INDEX, SINGLE
+from zinf_compile.checkpoint.safetensors_reader import TensorFiles
 
 MANY, ONE = 40, "1GiB"
 """Bytes of a file: each tensor in one of its own, or all in one."""
@@ -255,7 +255,7 @@ def test_what_stands_in_the_way_is_never_written_through(tmp_path: Path, monkeyp
 def living(tmp_path: Path) -> Iterator[str]:
     """The drafts of a process that lives, and saves to the same folder."""
     script = (
-        "import sys, pathlib; from zinf_compile.folder_update import FolderUpdate\n"
+        "import sys, pathlib; from zinf_compile.checkpoint.folder_update import FolderUpdate\n"
         "update = FolderUpdate(pathlib.Path(sys.argv[1])); update.begin(); print(update._drafts.name, flush=True); input()"
     )
     with subprocess.Popen(

@@ -12,10 +12,10 @@ from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
-from zinf_compile.dump import trace
+from zinf_compile.cli.trace import trace
 from zinf_compile.errors import BudgetError
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.passes.prefetch import choose_stages, peak_ahead
+from zinf_compile.passes.schedule.prefetch import choose_stages, peak_ahead
+from zinf_compile.sharded.parameter import ShardedParameter
 
 BUCKET = 4096
 LARGE = 64 * 512 * 4

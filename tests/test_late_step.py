@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from training import adamw, assert_same, plain_step, twins
 
 import zinf_compile
-from zinf_compile import late_step
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.updates import Updates
+from zinf_compile.optim import deferred_step
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -43,7 +43,7 @@ Sides = list[tuple[nn.Module, Optimizer]]
 @pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.slow)])
 def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
     with played_by(FakeDevice()) if request.param == "device" else contextlib.nullcontext():
         yield lambda model: compiled(model, options_for(("nvme",) * 3, tmp_path))
 
@@ -81,7 +81,7 @@ def compare(sides: Sides) -> None:
 
 def is_late(optimizer: Optimizer) -> bool:
     """Say whether the last step left something to be done."""
-    return optimizer in late_step._late
+    return optimizer in deferred_step._late
 
 
 def delay(model: nn.Module) -> None:
@@ -327,7 +327,7 @@ def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
 
     zinf_compile.synchronize()
     with monkeypatch.context() as patch:
-        patch.setattr(late_step, "tear", fail)
+        patch.setattr(deferred_step, "tear", fail)
         optimizer.step()
         let_steps_end()
 

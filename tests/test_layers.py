@@ -17,7 +17,7 @@ FORBIDDEN = {
     "runtime": {"passes", "backend", "binding", "parameter", "gradient", "optimizer", "checkpoint", "cli", "ops"},
 }
 """What each folder never imports, by the first name below zinf_compile (or below itself: `..runtime`)."""
-FX_FREE = ["runtime", "zinf_compile/program.py"]
+FX_FREE = ["runtime", "zinf_compile/ir/program.py"]
 """What knows nothing of FX."""
 
 

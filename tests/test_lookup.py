@@ -10,15 +10,15 @@ from marks import more
 from rank_lookup import SHAPES, look_up_anywhere, name_rows_that_are_none, read_few_blocks
 from ranks import run_ranks
 
-from zinf_compile.lookup import rounds_of_rows, rows_on_their_way
-from zinf_compile.program import Slot
-from zinf_compile.runtime import chunks
-from zinf_compile.tiling import Box, choose_tiles
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.row_rounds import rounds_of_rows, rows_on_their_way
+from zinf_compile.ir.tiling import Box, choose_tiles
+from zinf_compile.runtime.units import pieces
 
 
 @pytest.fixture(autouse=True)
 def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", chunks.PIECE_NUMEL)  # which helpers change
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change
 
 
 def test_rounds_are_quarters_of_tiles() -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"compute": "fx", "master": "float32"}
@@ -118,7 +118,7 @@ def assert_equal(found: tuple[list[float], list[torch.Tensor]], expected: tuple[
 @pytest.mark.parametrize("where", ["memory", "optimizer", "all"])
 @pytest.mark.parametrize("piece", [128, 1 << 20])
 def test_master_copies(where: str, reload_at: int | None, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", piece)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", piece)
     away = {"memory": (), "optimizer": ("optimizer",), "all": ("params", "grads", "optimizer")}[where]
     options: dict[str, Any] = dict.fromkeys(away, "nvme") | ({"nvme": tmp_path} if away else {})
     assert_equal(with_option(options, reload_at=reload_at), by_hand())

@@ -21,7 +21,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models, plain_step
 from versions import needs_guard_of_requires_grad
 
 from zinf_compile import PartitionedParameterError, UnsupportedModelError, UnsupportedOptimizerError, gathered
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 class Twins:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from zinf_compile.runtime.lanes import Done, Pending, ThreadLane
-from zinf_compile.runtime.mover import Mover, Place, Rooms
+from zinf_compile.runtime.lanes.lanes import Done, Pending, ThreadLane
+from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
 
 
 class Copying:

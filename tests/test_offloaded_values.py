@@ -27,10 +27,10 @@ from training import BACKEND, adamw, assert_same, assert_same_models
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, PartitionedParameterError
-from zinf_compile.offloaded_value import OffloadedValue
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.fetch import shortage
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.fetch import shortage
+from zinf_compile.sharded.offloaded_value import OffloadedValue
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -327,7 +327,7 @@ class Wide(nn.Module):
 def test_no_room_for_a_single_value_is_said_at_the_first_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 1 << 14)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1 << 14)
     for cap, said in ((None, False), ("3MiB", True)):
         torch.compiler.reset()
         model = compiled(Wide(), options_for(NVME, tmp_path, tile="64KiB", device_memory=cap, bucket="64KiB"))

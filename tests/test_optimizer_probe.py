@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from training import BACKEND, assert_same_models, plain_step, train_step_on, twins
 
 from zinf_compile.errors import UnsupportedOptimizerError
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -160,7 +160,7 @@ class Times(torch.optim.SGD):
 
 @pytest.mark.parametrize("on_nvme", [False, True])
 def test_rules_that_begin_late_and_work_on_elements(on_nvme: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
     eager, ours = twins(TiedWords)
     compiled(ours, options_for(("device", "device", "nvme"), tmp_path) if on_nvme else {})
     sides: list[tuple[Any, Optimizer]] = [

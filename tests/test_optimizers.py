@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from training import BACKEND, adamw, assert_same, in_place, plain_step, train_both, train_step_on, twins
 
-from zinf_compile import fused
+from zinf_compile.optim import fused_kernels
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -225,7 +225,7 @@ def test_adam_is_fused_where_that_is_left_open(kind: type[torch.optim.Optimizer]
 def test_the_log_says_once_whose_bits_an_open_choice_has(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_told", [])
+    monkeypatch.setattr(fused_kernels, "_told", [])
     with caplog.at_level("INFO", logger="zinf_compile"):
         for settings in ({"foreach": False}, {"fused": True}, {}, {}):
             model = Mlp()

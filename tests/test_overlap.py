@@ -12,8 +12,8 @@ from ranks import run_ranks
 from training import BACKEND
 
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.lanes import InlineLane, ThreadLane
-from zinf_compile.runtime.overlap import MOST_SPANS, Spans, overlapped_s, recorded
+from zinf_compile.runtime.lanes.lanes import InlineLane, ThreadLane
+from zinf_compile.runtime.lanes.overlap_log import MOST_SPANS, Spans, overlapped_s, recorded
 
 ENOUGH = 0.8
 

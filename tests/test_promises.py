@@ -24,8 +24,8 @@ from transformer_models import bert, gpt2, llama, t5
 
 import zinf_compile
 from zinf_compile.errors import StoreError
-from zinf_compile.promises import Promises
-from zinf_compile.runtime.home import DriveHome
+from zinf_compile.init.deferred_fills import Promises
+from zinf_compile.runtime.units.backing import DriveHome
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

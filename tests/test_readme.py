@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from versions import numbers_nodes_as_readme
 
-from zinf_compile.cli import main
+from zinf_compile.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

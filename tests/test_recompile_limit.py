@@ -14,8 +14,10 @@ from torch import nn
 from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, twins
 from transformer_models import WORDS, causal, gpt2
 
-from zinf_compile import PartitionedParameterError, backend, recompile_limit
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile import PartitionedParameterError
+from zinf_compile.backend import graph_compiler
+from zinf_compile.sharded import recompile_limit
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +148,6 @@ def test_values_off_the_device_have_a_larger_limit_and_the_users_stays(tmp_path:
 
 
 def test_the_limit_of_pytorch_stays_where_values_are_at_hand() -> None:
-    with mock.patch.object(backend, "raise_limit") as raised:
+    with mock.patch.object(graph_compiler, "raise_limit") as raised:
         torch.compile(Counted(), backend=BACKEND)(*tokens(0)).backward()
     assert not raised.called

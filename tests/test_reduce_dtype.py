@@ -30,12 +30,12 @@ from tiers import compiled, context_of, words
 from torch import nn
 
 import zinf_compile
-from zinf_compile.cli import schedule_hash
-from zinf_compile.dump import trace
+from zinf_compile.cli.main import schedule_hash
+from zinf_compile.cli.trace import trace
 from zinf_compile.errors import OptionError
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.gradient import ShardedGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 ROUNDED = pytest.mark.filterwarnings("ignore:all .* parameters are torch.bfloat16 and updated in that precision")
@@ -43,7 +43,7 @@ ROUNDED = pytest.mark.filterwarnings("ignore:all .* parameters are torch.bfloat1
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 @pytest.mark.parametrize("micro_batches", [3, more(1)])

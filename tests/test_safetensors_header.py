@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import _TYPES, load_file
 
+from zinf_compile.checkpoint.safetensors_reader import TensorFiles
 from zinf_compile.errors import CheckpointError
-from zinf_compile.tensor_files import TensorFiles
 
 GOOD = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 

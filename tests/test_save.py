@@ -18,9 +18,9 @@ from training import BACKEND, adamw, assert_same, assert_same_models, plain_step
 from transformer_models import LLAMA, causal
 
 import zinf_compile
-from zinf_compile import save
+from zinf_compile.checkpoint import save_safetensors
+from zinf_compile.checkpoint.save_safetensors import plan_files
 from zinf_compile.errors import OptionError
-from zinf_compile.save import plan_files
 
 
 def trained(build: Any, batch: Any) -> tuple[nn.Module, nn.Module]:
@@ -44,7 +44,7 @@ def test_a_plain_model_loads_it(file_bytes: int | str, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     assert sorted(path.name for path in folder.glob("*.safetensors")) == files
     assert len(files) == 1 if file_bytes == "1GiB" else len(files) > 2
-    assert (folder / save.INDEX).exists() == (len(files) > 1)
+    assert (folder / save_safetensors.INDEX).exists() == (len(files) > 1)
     state = read(folder)
     again = TiedWords()
     missing, unexpected = again.load_state_dict(state, strict=False)
@@ -91,7 +91,7 @@ def test_a_failure_leaves_the_last_save(tmp_path: Path, monkeypatch: pytest.Monk
     _, ours = trained(TiedWords, tokens(0))
     zinf_compile.save_safetensors(ours, tmp_path, file_bytes=1000)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    really = save.save_file
+    really = save_safetensors.save_file
     answers = iter([True])
 
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_failure_leaves_the_last_save(tmp_path: Path, monkeypatch: pytest.Monk
             raise OSError("no space left")
         really(*args, **kwargs)
 
-    monkeypatch.setattr(save, "save_file", broken)
+    monkeypatch.setattr(save_safetensors, "save_file", broken)
     with pytest.raises(OSError, match="no space left"):
         zinf_compile.save_safetensors(ours, tmp_path, file_bytes=1500)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -127,6 +127,6 @@ def test_on_ranks(tmp_path: Path) -> None:
     assert files == others
     assert said == "no space left"
     assert "failed on rank 0, see there" in told
-    index = json.loads((tmp_path / save.INDEX).read_text())
+    index = json.loads((tmp_path / save_safetensors.INDEX).read_text())
     assert sorted(set(index["weight_map"].values())) == files
     assert read(tmp_path).keys() == index["weight_map"].keys()

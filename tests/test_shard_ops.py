@@ -19,11 +19,11 @@ from training import BACKEND, adamw, assert_same, in_place, twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.shard_values import HomeShard
-from zinf_compile.sharded_tensor import ShardedTensor
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.shard_values import HomeShard
+from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -79,7 +79,7 @@ def clones(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, after steps that are still to be done, between parameters, gradients and tensors made from them."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 32)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 32)
     with played_by(FakeDevice()):
         pair = Pair(tmp_path, tier=tier)
         averages = pair.companions(clones)

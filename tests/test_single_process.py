@@ -15,7 +15,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models, in_place, 
 
 import zinf_compile
 from zinf_compile import PartitionedParameterError, UnsupportedModelError
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 @pytest.fixture(autouse=True, scope="module")

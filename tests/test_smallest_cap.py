@@ -18,9 +18,9 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.shortage import find_smallest
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.shortage import find_smallest
 
 ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
 
@@ -28,7 +28,7 @@ ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
 @pytest.fixture(autouse=True, scope="module")
 def _small_pieces() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "PIECE_NUMEL", 1 << 18)
+        patch.setattr(pieces, "PIECE_NUMEL", 1 << 18)
         yield
 
 

@@ -20,9 +20,9 @@ from test_aio_processes import ENGINES
 from tiers import context_of
 
 from zinf_compile.errors import StoreError, StoreWarning
-from zinf_compile.runtime import stalls
-from zinf_compile.runtime.aio import Engine, File, _close
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage import stalls
+from zinf_compile.runtime.storage.engine import Engine, File, _close
+from zinf_compile.runtime.storage.extent_store import Store
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:states are kept in")]
 

@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 from training import adamw, assert_same
 
 import zinf_compile
-from zinf_compile import host_shortage, late_step
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.state_entry import StateEntry
+from zinf_compile.optim import deferred_step
+from zinf_compile.optim.state_entry import StateEntry
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded import host_shortage
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -49,7 +50,7 @@ Act = Callable[[Optimizer, list[torch.Tensor]], Any]
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
 
 
 class Pair:
@@ -322,7 +323,7 @@ def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path:
             pair.train()
             context_of(pair.ours).update_lane.submit(lambda: time.sleep(0.02))
             pair.train()
-            assert pair.optimizer in late_step._late or act is another_mapping
+            assert pair.optimizer in deferred_step._late or act is another_mapping
             same(*pair.act(act))
     pair.train(2)
     pair.compare()

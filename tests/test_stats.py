@@ -17,12 +17,12 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.runtime import context
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.bridge import FakeDevice, Unified, played_by
-from zinf_compile.runtime.gather_memory import GatherMemory
-from zinf_compile.runtime.lanes import Done, ThreadLane
-from zinf_compile.runtime.ledger import KINDS, Ledger
-from zinf_compile.runtime.meter import LINKS, Meter
+from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
+from zinf_compile.runtime.lanes.lanes import Done, ThreadLane
+from zinf_compile.runtime.lanes.link_meter import LINKS, Meter
+from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.memory.ledger import KINDS, Ledger
+from zinf_compile.runtime.storage.engine import Engine
 
 ALL_AWAY = {"compute": "fx", "params": "nvme", "grads": "nvme", "optimizer": "nvme"}
 

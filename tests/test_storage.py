@@ -14,12 +14,12 @@ from ranks import run_ranks
 from storage_watch import Watch, released_early, train_watched, watch_on_a_rank
 from transformer_models import TRANSFORMERS
 
+from zinf_compile.cli.models import GPT
+from zinf_compile.ir.program import Program
 from zinf_compile.passes.lower import lower
-from zinf_compile.program import Program
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
-from zinf_compile.runtime.unit import Unit, make_shards
-from zinf_compile.targets import GPT
+from zinf_compile.runtime.units.unit import Unit, make_shards
 
 
 def gpt() -> Case:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.errors import StoreRequestError, StoreWarning
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.buffers import aligned_buffer
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from zinf_compile.errors import StoreError, StoreWarning
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 MIB = 1 << 20
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
-from zinf_compile.runtime import scratch_file
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.filesystem import Filesystem
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage import scratch_file
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.system.filesystem import Filesystem
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from zinf_compile.errors import StoreRequestError
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

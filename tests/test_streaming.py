@@ -21,15 +21,16 @@ from torch.optim import Optimizer
 from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on, twins
 
 import zinf_compile
-from zinf_compile import limits, streamed
-from zinf_compile.chunk_step import ChunkStep
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, Unified, played_by
-from zinf_compile.runtime.chunk_slots import SLOTS
-from zinf_compile.runtime.gather_memory import GatherMemory
-from zinf_compile.state_entry import in_memory
-from zinf_compile.streaming import StreamedStates
+from zinf_compile.optim import state_dict_hooks
+from zinf_compile.optim.chunk_step import ChunkStep
+from zinf_compile.optim.offloaded_states import StreamedStates
+from zinf_compile.optim.state_entry import in_memory
+from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
+from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.system import host_limits
+from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
+from zinf_compile.runtime.units import pieces
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
 
@@ -44,8 +45,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[StreamedStates]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 128)
-    monkeypatch.setattr(streamed, "StreamedStates", Noted)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
+    monkeypatch.setattr(state_dict_hooks, "StreamedStates", Noted)
     return made
 
 
@@ -263,13 +264,13 @@ def test_states_larger_than_memory_are_not_brought_together(tmp_path: Path, monk
     optimizer = sides[1][1]
     needed = 2 * 4 * sum(p.numel() for p in models[1].parameters())
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "available_memory_bytes", lambda: 2 * needed)
+        patch.setattr(host_limits, "available_memory_bytes", lambda: 2 * needed)
         optimizer.state_dict()
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         with pytest.raises(BudgetError, match=BEYOND.format(f"{int(0.9 * needed):,}")):
             optimizer.state_dict()
         patch.delenv("LOCAL_WORLD_SIZE")
-        patch.setattr(limits, "_used_bytes", lambda: (0, 0))
+        patch.setattr(host_limits, "_used_bytes", lambda: (0, 0))
         patch.setattr(resource, "getrlimit", lambda limit: (1000, 1000))
         with pytest.raises(BudgetError, match=BEYOND.format("900")):
             optimizer.state_dict()
@@ -295,7 +296,7 @@ def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool,
 
 
 def test_a_full_drive_is_an_error_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zinf_compile.runtime import scratch_file  # noqa: PLC0415
+    from zinf_compile.runtime.storage import scratch_file  # noqa: PLC0415
 
     sides, _ = both(TiedWords, adamw, tmp_path)
     model, optimizer = sides[1]

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.errors import StoreError
-from zinf_compile.runtime import drive_speed, scratch_file
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.drive_speed import measure_shares
-from zinf_compile.runtime.layout import Layout
-from zinf_compile.runtime.scratch_file import ScratchFile
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage import drive_speed, scratch_file
+from zinf_compile.runtime.storage.drive_speed import measure_shares
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.storage.extents import Layout
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 BLOCK = 4096

@@ -15,17 +15,17 @@ from tiers import MICRO_BATCHES, Meter, compiled, context_of, options_for, sundr
 from torch import nn
 from training import adamw
 
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
-from zinf_compile.runtime.lanes import Pending
-from zinf_compile.runtime.overlap import Spans, Timed, overlapped_s, recorded
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.overlap_log import Spans, Timed, overlapped_s, recorded
+from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
 
 @pytest.fixture
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 @pytest.mark.usefixtures("_small_pieces")

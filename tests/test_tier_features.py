@@ -22,8 +22,8 @@ from training import adamw, assert_same, plain_step, twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice, played_by
+from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -33,7 +33,7 @@ Compile = Callable[[nn.Module], nn.Module]
 @pytest.fixture(params=["nvme", pytest.param("host", marks=pytest.mark.tiers), "nvme without a device"])
 def away(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Return what compiles a model with all its states on one tier."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 96)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
     tier, *without = request.param.split()
     with contextlib.nullcontext() if without else played_by(FakeDevice()):
         yield lambda model: compiled(model, options_for((tier, tier, tier), tmp_path))

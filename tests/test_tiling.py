@@ -23,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from training import BACKEND, assert_same
 
 import zinf_compile
-from zinf_compile import tiling
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
+from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
-from zinf_compile.dump import trace
 from zinf_compile.errors import OptionError
-from zinf_compile.runtime import chunks
-from zinf_compile.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
+from zinf_compile.ir import tiling
+from zinf_compile.ir.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
+from zinf_compile.runtime.units import pieces
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
@@ -237,7 +237,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("way", ["clip", "clip by value", "scaled", "graph kept", "zeros"])
 def test_ways_to_train(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 256)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 256)
     torch.manual_seed(3)
     eager = Checkpointed()
     ours = [copy.deepcopy(eager) for _ in range(2)]

@@ -11,7 +11,7 @@ from marks import more
 from rank_tiling import Huge, grow_beyond_memory, live_in_tiles, train_batches, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
 
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 FAKE = pytest.param(True, marks=pytest.mark.tiers)
 """On a device with memory of its own: all placements."""
@@ -19,7 +19,7 @@ FAKE = pytest.param(True, marks=pytest.mark.tiers)
 
 @pytest.fixture(autouse=True)
 def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", chunks.PIECE_NUMEL)  # which helpers change that also run in ranks of their own
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change that also run in ranks of their own
 
 
 @pytest.mark.parametrize("fake", [False, FAKE])

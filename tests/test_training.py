@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from training import BACKEND, MOST_VARIANTS, train_both, wrapped
 
 import zinf_compile
-from zinf_compile.program import Gather, Program
-from zinf_compile.runtime.ledger import Kind, Ledger
-from zinf_compile.targets import GPT
+from zinf_compile.cli.models import GPT
+from zinf_compile.ir.program import Gather, Program
+from zinf_compile.runtime.memory.ledger import Kind, Ledger
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from torch import nn
 from training import BACKEND, assert_same, assert_same_models, in_place, train_both, twins
 from transformer_models import TRANSFORMERS, WithLoss, causal, gpt2, llama, mixtral, qwen2
 
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 @pytest.mark.slow

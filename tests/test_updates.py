@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from zinf_compile.errors import StepFailedError
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.aio import Engine
-from zinf_compile.runtime.buffers import BufferPool
-from zinf_compile.runtime.home import DriveHome
-from zinf_compile.runtime.meter import Meter
-from zinf_compile.runtime.shelf import Shelf, ShelfPlace
-from zinf_compile.runtime.updates import Updates
+from zinf_compile.runtime.lanes.link_meter import Meter
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.nvme_shards import Shelf, ShelfPlace
+from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -34,7 +34,7 @@ class Sample:
 @pytest.fixture
 def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Return two units of 2,500 elements, all 1, in pieces of 1,024."""
-    monkeypatch.setattr(chunks, "PIECE_NUMEL", 1024)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1024)
     engine = Engine()
     shelf = Shelf(
         [tmp_path], "parameter", [ShelfPlace(name, 2500, torch.float32) for name in "ab"], engine, Meter(), BufferPool(1 << 20)

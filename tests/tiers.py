@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 from training import BACKEND
 
-from zinf_compile import late_step
-from zinf_compile.parameter import ShardedParameter
-from zinf_compile.runtime import chunks
-from zinf_compile.runtime.bridge import FakeDevice
+from zinf_compile.ir.tiers import TIERS
+from zinf_compile.optim import deferred_step
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.lanes import Lane
-from zinf_compile.runtime.placement import TIERS
+from zinf_compile.runtime.device.link import FakeDevice
+from zinf_compile.runtime.lanes.lanes import Lane
+from zinf_compile.runtime.units import pieces
+from zinf_compile.sharded.parameter import ShardedParameter
 
 WORDS, WIDTH = 23, 9
 MICRO_BATCHES = 2
@@ -95,7 +95,7 @@ def context_of(model: nn.Module) -> Context:
 
 def let_steps_end() -> None:
     """Return when nothing is left to do of any step; what failed is told to those who need it."""
-    for late in list(late_step._late.values()):
+    for late in list(deferred_step._late.values()):
         late.pending.wait()
 
 
@@ -263,10 +263,10 @@ class Needed:
         """Return the elements of each chunk, for pieces that are smaller than a gap or all as large as one."""
         made: list[int] = []
         for name in TRAINED:
-            for start in range(0, self.numel[name], chunks.PIECE_NUMEL):
-                size = min(chunks.PIECE_NUMEL, self.numel[name] - start)
+            for start in range(0, self.numel[name], pieces.PIECE_NUMEL):
+                size = min(pieces.PIECE_NUMEL, self.numel[name] - start)
                 room = -(-size // GAP) * GAP
-                if made and made[-1] + room <= chunks.PIECE_NUMEL:
+                if made and made[-1] + room <= pieces.PIECE_NUMEL:
                     made[-1] += room
                 else:
                     made.append(room)
@@ -277,5 +277,5 @@ class Needed:
 
     def _extents(self, numel: int, element: int) -> int:
         """Return what a shard takes on a drive: each piece begins and ends at a page."""
-        sizes = [min(chunks.PIECE_NUMEL, numel - start) * element for start in range(0, numel, chunks.PIECE_NUMEL)]
+        sizes = [min(pieces.PIECE_NUMEL, numel - start) * element for start in range(0, numel, pieces.PIECE_NUMEL)]
         return sum(-(-size // PAGE) * PAGE for size in sizes)

@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch._dynamo import register_backend
 from torch.optim import Optimizer
 
-from zinf_compile.backend import zero_infinity
-from zinf_compile.gradient import ShardedGradient
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.backend.graph_compiler import zero_infinity
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.parameter import ShardedParameter
 
 BACKEND = "zero_infinity_fx"
 

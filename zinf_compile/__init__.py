@@ -3,9 +3,15 @@
 import importlib
 from types import ModuleType
 
-from .birth import partition
-from .birth_context import partitioned
-from .checkpoint import full_state_dict, gathered, load_full_state_dict
+from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
+from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
+from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict
+from zinf_compile.checkpoint.save_safetensors import save_safetensors
+from zinf_compile.init.from_meta import partition
+from zinf_compile.init.while_building import partitioned
+from zinf_compile.optim.deferred_step import synchronize
+from zinf_compile.optim.precision import keep_precision
+
 from .errors import (
     BudgetError,
     CheckpointError,
@@ -21,12 +27,7 @@ from .errors import (
     UnsupportedOptimizerError,
     ZinfError,
 )
-from .late_step import synchronize
 from .memory import memory
-from .optimizer_checkpoint import full_optimizer_state_dict
-from .optimizer_loading import load_full_optimizer_state_dict
-from .precision import keep_precision
-from .save import save_safetensors
 from .stats import stats
 
 __version__ = "0.1.0"

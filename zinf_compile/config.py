@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from zinf_compile.ir.tiers import TIERS, Placement
+
 from .errors import OptionError
-from .runtime.placement import TIERS, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

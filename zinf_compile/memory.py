@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .parameter import ShardedParameter
-from .runtime.context import Context
-from .runtime.placement import Placement
-from .runtime.unit import Unit
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
 
 _log = logging.getLogger("zinf_compile")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zinf_compile.program import Slot
+from zinf_compile.ir.program import Slot
 
 _BLOCK = re.compile(r"^(?:.*\.)?\d+(?=\.|$)")
 

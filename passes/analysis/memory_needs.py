@@ -7,12 +7,11 @@ from collections.abc import Hashable
 
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.lookup import rows_on_their_way
-
-from .facts import group_of, live_bytes, unit_of, wire_bytes, wire_type
-from .prefetch import find_stages, peak_ahead
-from .verify import peak_gathered_bytes
+from zinf_compile.ir import ops
+from zinf_compile.ir.row_rounds import rows_on_their_way
+from zinf_compile.passes.graph.node_facts import group_of, live_bytes, unit_of, wire_bytes, wire_type
+from zinf_compile.passes.schedule.prefetch import find_stages, peak_ahead
+from zinf_compile.passes.verify import peak_gathered_bytes
 
 _BETWEEN_RANKS = frozenset({ops.all_gather, ops.gather_rows, ops.reduce_scatter})
 

@@ -8,11 +8,10 @@ import math
 import torch
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.program import Slot
-
-from .facts import group_of, hop_of, rows_bytes, unit_of, wire_bytes, wire_type
-from .verify import peak_gathered_bytes
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.passes.graph.node_facts import group_of, hop_of, rows_bytes, unit_of, wire_bytes, wire_type
+from zinf_compile.passes.verify import peak_gathered_bytes
 
 LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
 

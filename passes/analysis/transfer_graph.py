@@ -13,11 +13,11 @@ import networkx as nx
 import torch
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile.errors import IllegalGraphError
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
+from zinf_compile.passes.graph.node_facts import group_of, starts_region, unit_of
 
-from .alias import METADATA_OPS, aliased_inputs
-from .facts import group_of, starts_region, unit_of
 from .traffic import COPY_IN, COPY_OUT, GATHER, READ, REDUCE, WRITE, bytes_moved, lane_of
 
 COMPUTE = "compute"

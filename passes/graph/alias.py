@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
 
 aten = torch.ops.aten
 

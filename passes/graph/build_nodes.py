@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .emit import new_node
-from .facts import fake_mode_of, fake_value
+from .node_facts import fake_mode_of, fake_value
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .facts import fake_value
+from .node_facts import fake_value
 
 Stretch = tuple[fx.Node, int, int]
 """A part, and the [start, end) of the whole that it is."""

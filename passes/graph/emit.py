@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .facts import fake_mode_of, unmark_region
+from .node_facts import fake_mode_of, unmark_region
 
 _OWN = ("val", "tensor_meta", "desc", "recompute", "ac_graph_id")
 """What a node's record says of itself; the rest says where in the user's program it comes from."""

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile import ops
 from zinf_compile._torch import prettified
-from zinf_compile.program import Slot
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
 
 _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"

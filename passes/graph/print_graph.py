@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.analysis.traffic import bytes_moved
 
-from .facts import display_name, fake_value, left_alone, part_of, policy_of, rows_bytes, unit_of, wire_bytes
-from .traffic import bytes_moved
+from .node_facts import display_name, fake_value, left_alone, part_of, policy_of, rows_bytes, unit_of, wire_bytes
 
 
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False, world_size: int = 1) -> str:

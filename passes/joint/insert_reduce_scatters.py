@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile._torch import gradient_outputs
-
-from .emit import Emitter
-from .facts import parameters, slot_of, unit_of
-from .tile_forms import emit_tile
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import parameters, slot_of, unit_of
+from zinf_compile.passes.tiling._forms import emit_tile
 
 
 def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:

@@ -6,10 +6,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile import ops
-
-from .alias import aliased_inputs, derived_from
-from .facts import parameters, recompute
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import aliased_inputs, derived_from
+from zinf_compile.passes.graph.node_facts import parameters, recompute
 
 
 def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:

@@ -7,12 +7,13 @@ import dataclasses
 import torch
 from torch import fx
 
-from .alias import ALIASES, VIEWS
-from .facts import fake_value
-from .logits import UnknownLogitsError, axis_after
-from .loss_terms import NLL_BACKWARD, class_weights, is_number
-from .read_logits import Logits, comes_from_product, read_logits
-from .read_loss_backward import Backward, read_backward
+from zinf_compile.passes.graph.alias import ALIASES, VIEWS
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._gradient_terms import NLL_BACKWARD, class_weights, is_number
+from ._read_backward import Backward, read_backward
+from ._read_logits import Logits, comes_from_product, read_logits
+from ._row_ops import UnknownLogitsError, axis_after
 
 aten = torch.ops.aten
 

@@ -7,9 +7,10 @@ import dataclasses
 import torch
 from torch import fx
 
-from .alias import VIEWS
-from .facts import fake_value
-from .logits import PRODUCTS, SCALAR_OPS, UnknownLogitsError, axis_after
+from zinf_compile.passes.graph.alias import VIEWS
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._row_ops import PRODUCTS, SCALAR_OPS, UnknownLogitsError, axis_after
 
 aten = torch.ops.aten
 

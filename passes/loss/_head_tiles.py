@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from .facts import fake_value, slot_of
-from .insert_nodes import Inserter
-from .loss_sweeps import Tile
-from .tile_forms import Form
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value, slot_of
+from zinf_compile.passes.tiling._forms import Form
+
+from ._loop import Tile
 
 aten = torch.ops.aten
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from .alias import is_cast
-from .facts import fake_value, mark_part, mark_region
-from .insert_nodes import Inserter
-from .logits import input_of
+from zinf_compile.passes.graph.alias import is_cast
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value, mark_part, mark_region
+
+from ._row_ops import input_of
 
 aten = torch.ops.aten
 

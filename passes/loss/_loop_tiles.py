@@ -5,21 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .facts import fake_value
-from .insert_nodes import Inserter
-from .loss_sweeps import (
-    Chunk,
-    Sweep,
-    Swept,
-    Tile,
-    add_others,
-    add_up,
-    cut_chunks,
-    logits_of,
-    sum_of,
-    through_pointwise,
-    weights_of,
-)
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._loop import Chunk, Sweep, Swept, Tile, add_others, add_up, cut_chunks, logits_of, sum_of, through_pointwise, weights_of
 
 aten = torch.ops.aten
 

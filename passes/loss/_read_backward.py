@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .alias import ALIASES, MOVES, is_cast
-from .facts import fake_value
-from .logits import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
-from .loss_terms import Term, terms_of
-from .read_logits import Logits, untransposed
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._gradient_terms import Term, terms_of
+from ._read_logits import Logits, untransposed
+from ._row_ops import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
 
 aten = torch.ops.aten
 

@@ -7,10 +7,11 @@ import dataclasses
 import torch
 from torch import fx
 
-from .alias import MOVES
-from .facts import fake_value
-from .logits import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
-from .loss_terms import class_weights
+from zinf_compile.passes.graph.alias import MOVES
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._gradient_terms import class_weights
+from ._row_ops import ROW_OPS, Steps, UnknownLogitsError, axis_after, input_of, is_class_sum, is_pointwise
 
 aten = torch.ops.aten
 

@@ -9,18 +9,18 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile.loss_ops import class_targets, take_scaled
+from zinf_compile.ir.loss_ops import class_targets, take_scaled
+from zinf_compile.passes.graph.alias import MOVES, is_cast
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value, mark_region, positions
 
-from .alias import MOVES, is_cast
-from .facts import fake_value, mark_region, positions
-from .find_losses import NLL, SUMS, HeadLoss
-from .insert_nodes import Inserter
-from .logits import UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
-from .loss_sweeps import AllClasses, Sweep, Swept, Tile, sweep_once
-from .loss_two_sweeps import sweep_twice
-from .loss_values import TokenValues
-from .read_loss_backward import Backward
-from .unit_tangent import at_unit_tangent, find_tangent, inputs_of
+from ._find import NLL, SUMS, HeadLoss
+from ._loop import AllClasses, Sweep, Swept, Tile, sweep_once
+from ._loop_tiles import sweep_twice
+from ._read_backward import Backward
+from ._row_ops import UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
+from ._token_values import TokenValues
+from ._unit_tangent import at_unit_tangent, find_tangent, inputs_of
 
 aten = torch.ops.aten
 

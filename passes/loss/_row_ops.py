@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .alias import ALIASES, MOVES, VIEWS, is_cast
-from .facts import fake_value
-from .insert_nodes import Inserter
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, VIEWS, is_cast
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value
 
 aten = torch.ops.aten
 

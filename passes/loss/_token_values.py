@@ -7,9 +7,10 @@ import operator
 import torch
 from torch import fx
 
-from .facts import fake_value
-from .insert_nodes import Inserter
-from .loss_terms import Term
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value
+
+from ._gradient_terms import Term
 
 aten = torch.ops.aten
 

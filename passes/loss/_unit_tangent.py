@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from .alias import is_cast
-from .facts import fake_value, positions
-from .insert_nodes import Inserter
-from .logits import UnknownLogitsError
+from zinf_compile.passes.graph.alias import is_cast
+from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.node_facts import fake_value, positions
+
+from ._row_ops import UnknownLogitsError
 
 aten = torch.ops.aten
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .facts import fake_value, hinted_numel, leave_alone, user_line
-from .find_losses import LeftAlone, find_losses
-from .head_tiles import tiles_of_head
-from .logits import UnknownLogitsError, input_of
-from .read_logits import Logits
-from .rewrite_loss import MakeTiles, plan_loss, rewrite_loss
+from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, leave_alone, user_line
+
+from ._find import LeftAlone, find_losses
+from ._head_tiles import tiles_of_head
+from ._read_logits import Logits
+from ._rewrite import MakeTiles, plan_loss, rewrite_loss
+from ._row_ops import UnknownLogitsError, input_of
 
 CHUNK_BYTES = 256 * 2**20
 """Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB

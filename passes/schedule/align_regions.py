@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from zinf_compile import ops
-
-from .alias import is_view
-from .facts import mark_region, unit_of, wire_bytes
-from .regions import choose_regions
+from zinf_compile.ir import ops
+from zinf_compile.passes.analysis.blocks import choose_regions
+from zinf_compile.passes.graph.alias import is_view
+from zinf_compile.passes.graph.node_facts import mark_region, unit_of, wire_bytes
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
 _AT_END = frozenset({ops.release, ops.reduce_scatter})

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.program import Slot
-
-from .facts import set_group, unit_of, wire_type
-from .regions import choose_regions
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.passes.analysis.blocks import choose_regions
+from zinf_compile.passes.graph.node_facts import set_group, unit_of, wire_type
 
 
 def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:

@@ -6,11 +6,10 @@ import dataclasses
 
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.program import Slot
-
-from .alias import METADATA_OPS, derived_from
-from .facts import parameters, slot_of
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.passes.graph.alias import METADATA_OPS, derived_from
+from zinf_compile.passes.graph.node_facts import parameters, slot_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zinf_compile import ops
-
-from .alias import alias_closure
-from .facts import positions
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import alias_closure
+from zinf_compile.passes.graph.node_facts import positions
 
 
 def insert_releases(gm: fx.GraphModule) -> fx.GraphModule:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import group_of, unit_of
 
-from .facts import group_of, unit_of
 from .prefetch import find_stages
 
 

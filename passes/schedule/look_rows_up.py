@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.lookup import rounds_of_rows
-from zinf_compile.program import Slot
-
-from .alias import ALIASES, METADATA_OPS, is_cast
-from .emit import Emitter
-from .facts import hinted_numel, parameters
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.row_rounds import rounds_of_rows
+from zinf_compile.passes.graph.alias import ALIASES, METADATA_OPS, is_cast
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import hinted_numel, parameters
 
 aten = torch.ops.aten
 

@@ -9,9 +9,8 @@ from collections.abc import Hashable, Sequence
 
 from torch import fx
 
-from zinf_compile import ops
-
-from .facts import unit_of, wire_bytes, wire_type
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import unit_of, wire_bytes, wire_type
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

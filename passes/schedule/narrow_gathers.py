@@ -7,10 +7,9 @@ from collections.abc import Set
 import torch
 from torch import fx
 
-from zinf_compile import ops
-
-from .alias import METADATA_OPS, aliased_inputs, is_cast, is_view
-from .facts import data_types, fake_value, set_type, set_wire_type
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs, is_cast, is_view
+from zinf_compile.passes.graph.node_facts import data_types, fake_value, set_type, set_wire_type
 
 WIRE_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What a gather may be narrowed to: types that every transport moves."""

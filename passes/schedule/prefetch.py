@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from zinf_compile import ops
-
-from .facts import live_bytes
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import live_bytes
 
 
 def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:

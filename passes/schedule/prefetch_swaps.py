@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import hop_of, live_bytes
 
-from .facts import hop_of, live_bytes
 from .prefetch import choose_stages, find_stages
 
 

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import fx
 
-from .alias import derived_from
-from .facts import parameters, positions
+from zinf_compile.passes.graph.alias import derived_from
+from zinf_compile.passes.graph.node_facts import parameters, positions
 
 
 def sink_unit_views(gm: fx.GraphModule) -> fx.GraphModule:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.program import Slot
-from zinf_compile.tiling import Box
-
-from .alias import ALIASES, MOVES, is_cast, is_view
-from .emit import Emitter
-from .facts import recompute, tile_of
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiling import Box
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast, is_view
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import recompute, tile_of
 
 aten = torch.ops.aten
 

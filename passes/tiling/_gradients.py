@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import fx
 
-from zinf_compile.loss_ops import take_scaled
-from zinf_compile.tiling import Box, tile_shape
+from zinf_compile.ir.loss_ops import take_scaled
+from zinf_compile.ir.tiling import Box, tile_shape
+from zinf_compile.passes.graph.alias import is_cast
+from zinf_compile.passes.graph.concat import parts_of_cat
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import fake_value
 
-from .alias import is_cast
-from .cats import parts_of_cat
-from .emit import Emitter
-from .facts import fake_value
-from .tile_forms import integers
-from .tile_uses import slice_of
+from ._forms import integers
+from ._uses import slice_of
 
 aten = torch.ops.aten
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from .alias import ALIASES, MOVES, VIEWS, is_cast
-from .cats import parts_of_cat
-from .facts import fake_value, positions
-from .tile_forms import is_of_tile
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, VIEWS, is_cast
+from zinf_compile.passes.graph.concat import parts_of_cat
+from zinf_compile.passes.graph.node_facts import fake_value, positions
+
+from ._forms import is_of_tile
 
 aten = torch.ops.aten
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from zinf_compile import ops
-from zinf_compile.lookup import rounds_of_rows
-from zinf_compile.tiling import Box
+from zinf_compile.ir import ops
+from zinf_compile.ir.row_rounds import rounds_of_rows
+from zinf_compile.ir.tiling import Box
+from zinf_compile.passes.graph.alias import ALIASES, is_cast
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import fake_value
 
-from .alias import ALIASES, is_cast
-from .emit import Emitter
-from .facts import fake_value
-from .tile_forms import Form
+from ._forms import Form
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .facts import fake_value
+from zinf_compile.passes.graph.node_facts import fake_value
 
 aten = torch.ops.aten
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import mark_joined, mark_tile, slot_of
 
-from .facts import mark_joined, mark_tile, slot_of
-from .tile_forms import box_of
+from ._forms import box_of
 
 
 def lift_tiles(gm: fx.GraphModule) -> fx.GraphModule:

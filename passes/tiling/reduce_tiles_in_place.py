@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import aliased_inputs
+from zinf_compile.passes.graph.emit import Emitter, new_node
+from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, move_region_mark, starts_region, tile_of
 
-from .alias import aliased_inputs
-from .emit import Emitter, new_node
-from .facts import fake_mode_of, fake_value, move_region_mark, starts_region, tile_of
-from .write_in_place import INTO
+from .write_tiles_in_place import INTO
 
 
 def reduce_in_place(gm: fx.GraphModule) -> fx.GraphModule:

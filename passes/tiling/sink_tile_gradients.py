@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from zinf_compile import ops
-
-from .alias import derived_from
-from .facts import positions, tile_of
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import derived_from
+from zinf_compile.passes.graph.node_facts import positions, tile_of
 
 
 def sink_tile_gradients(gm: fx.GraphModule) -> fx.GraphModule:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from zinf_compile import ops
 from zinf_compile._torch import gradient_outputs
-from zinf_compile.program import Slot
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Slot
+from zinf_compile.passes.graph.alias import METADATA_OPS
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import leave_whole, parameters
 
-from .alias import METADATA_OPS
-from .emit import Emitter
-from .facts import leave_whole, parameters
-from .tile_forms import Form
-from .tile_gradients import GradientTiles
-from .tile_uses import tile_use
+from ._forms import Form
+from ._gradients import GradientTiles
+from ._uses import tile_use
 
 
 def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:

@@ -7,12 +7,23 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from zinf_compile import ops
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.alias import ALIASES
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import fake_value, positions
 
-from .alias import ALIASES
-from .chains import Chains, Span, is_elementwise, is_row_view, is_slice, is_sum, part_of_row, source_of, span_of, turned
-from .emit import Emitter
-from .facts import fake_value, positions
+from ._pointwise_chains import (
+    Chains,
+    Span,
+    is_elementwise,
+    is_row_view,
+    is_slice,
+    is_sum,
+    part_of_row,
+    source_of,
+    span_of,
+    turned,
+)
 
 aten = torch.ops.aten
 

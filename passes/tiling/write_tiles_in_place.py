@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from zinf_compile.into import addmm_into, copy_into, mm_into
+from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.passes.graph.concat import parts_of_cat
+from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.node_facts import fake_value, move_region_mark, positions
 
-from .cats import parts_of_cat
-from .chains import is_elementwise, is_row_view
-from .emit import Emitter
-from .facts import fake_value, move_region_mark, positions
-from .tile_forms import is_of_tile
+from ._forms import is_of_tile
+from ._pointwise_chains import is_elementwise, is_row_view
 
 aten = torch.ops.aten
 

@@ -11,11 +11,11 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from zinf_compile.program import digest_of
+from zinf_compile.ir.program import digest_of
 
 if TYPE_CHECKING:
-    from .context import Context
-    from .unit import Unit
+    from zinf_compile.runtime.context import Context
+    from zinf_compile.runtime.units.unit import Unit
 
 STEPS = "step() of "
 """How a line about steps begins."""

@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from .gather_memory import GatherMemory
-from .lanes import Pending, ThreadLane
-from .meter import Meter, moving
+from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
+from zinf_compile.runtime.lanes.link_meter import Meter, moving
+from zinf_compile.runtime.memory.arena import GatherMemory
 
 MOST_COPIES = 64
 """Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from .overlap import Spans, timed
-from .waits import Past, work_for
+from .overlap_log import Spans, timed
+from .wait_times import Past, work_for
 
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .lanes import Pending
-from .waits import Standing
+from .wait_times import Standing
 
 READ: Final = "nvme to host"
 WRITTEN: Final = "host to nvme"

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .context import Context
+    from zinf_compile.runtime.context import Context
 
 Span = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""

@@ -10,7 +10,7 @@ import weakref
 
 import torch
 
-from .buffers import private_memory
+from .aligned_buffers import private_memory
 
 
 class GatherMemory:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from .waits import Past, worker
+from zinf_compile.runtime.lanes.wait_times import Past, worker
 
 
 class Sides(NamedTuple):

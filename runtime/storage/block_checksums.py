@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from zinf_compile.errors import StoreError, StoreRequestError
 
-from .layout import Block
+from .extents import Block
 
 _NEVER, _TORN, _WHOLE = range(3)
 _WAY_OUT = (

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, ZinfError
+from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
+from zinf_compile.runtime.lanes.wait_times import book
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 
-from .aio import Engine, File, Request
-from .block_checks import BlockChecks
-from .buffers import BufferPool
-from .layout import Block
-from .meter import READ, WRITTEN
-from .waits import book
+from .block_checksums import BlockChecks
+from .engine import Engine, File, Request
+from .extents import Block
 
 _PATIENCE_S = 0.05
 """Until the next look for a staging buffer, where others' are about to come back."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.system.filesystem import look_up
 
-from .aio import Engine
-from .buffers import aligned_buffer
-from .filesystem import look_up
+from .engine import Engine
 from .scratch_file import ScratchFile
 
 _REQUEST_BYTES = 4 << 20

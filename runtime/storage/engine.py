@@ -20,8 +20,9 @@ from types import TracebackType
 import torch
 
 from zinf_compile import _csrc
-from zinf_compile.runtime.file import File
-from zinf_compile.runtime.stalls import TIMEOUT_S, StallWatch
+
+from .direct_file import File
+from .stalls import TIMEOUT_S, StallWatch
 
 __all__ = ["Engine", "File", "Request", "crc32c", "crc32c_combine"]
 

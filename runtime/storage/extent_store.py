@@ -14,14 +14,14 @@ from types import TracebackType
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.system.filesystem import look_up
 
-from .aio import Engine, File
-from .block_checks import BlockChecks
+from .block_checksums import BlockChecks
 from .block_io import BlockIO, Piece
-from .buffers import BufferPool
 from .drive_speed import measure_shares
-from .filesystem import look_up
-from .layout import Block, Key, Layout
+from .engine import Engine, File
+from .extents import Block, Key, Layout
 from .scratch_file import ScratchFile, check_room, free_rooms
 
 _LEAST_ALIGNMENT = 4096

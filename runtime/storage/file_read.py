@@ -14,10 +14,11 @@ import os
 
 import torch
 
-from ._csrc import address_of
-from .runtime.aio import Engine, Request
-from .runtime.buffers import BufferPool
-from .runtime.file import File
+from zinf_compile._csrc import address_of
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+
+from .direct_file import File
+from .engine import Engine, Request
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.system.filesystem import look_up
 
-from .aio import File
-from .filesystem import look_up
+from .engine import File
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from .config import Config, parse_bytes
-from .runtime.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
+from zinf_compile.config import Config, parse_bytes
+
+from .cgroups import available_memory_bytes, find_limits, memory_limit_bytes
 
 RESERVE = 0.1
 """The part of what is there that is left alone where no cap was declared: for the interpreter, for what users add."""

@@ -7,10 +7,11 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
-from .bridge import Bridge
-from .buffers import aligned_buffer
-from .lanes import Pending, wait_for_all
-from .mover import Rooms
+from zinf_compile.runtime.device.link import Bridge
+from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+
+from .move import Rooms
 
 SLOTS = 3
 """Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""

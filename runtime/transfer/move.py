@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from .bridge import Bridge
-from .lanes import Lane, Pending
+from zinf_compile.runtime.device.link import Bridge
+from zinf_compile.runtime.lanes.lanes import Lane, Pending
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from zinf_compile.errors import StepFailedError
-
-from .buffers import BufferPool
-from .home import DriveHome, Home
-from .lanes import Done, Pending
-from .meter import Meter
-from .shelf import Shelf, ShelfPlace
-from .store import PathLike
-from .tile import Tile
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.lanes.link_meter import Meter
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.storage.extent_store import PathLike
+from zinf_compile.runtime.units.backing import DriveHome, Home
+from zinf_compile.runtime.units.nvme_shards import Shelf, ShelfPlace
+from zinf_compile.runtime.units.tile import Tile
 
 if TYPE_CHECKING:
-    from .aio import Engine
-    from .unit import Unit
+    from zinf_compile.runtime.storage.engine import Engine
+    from zinf_compile.runtime.units.unit import Unit
 
 InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""

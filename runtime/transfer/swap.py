@@ -6,16 +6,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .claims import ByteRoom
-from .gradient_room import AwayGradient, away_on_drive
-from .home import Home, HostHome
-from .lanes import Done, Pending
-from .placement import way_in
-from .tile import Tile
-from .unit import Unit
+from zinf_compile.ir.tiers import way_in
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.memory.reservations import ByteRoom
+from zinf_compile.runtime.units.backing import Home, HostHome
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
+
+from .offloaded_gradient import AwayGradient, away_on_drive
 
 if TYPE_CHECKING:
-    from .context import Context
+    from zinf_compile.runtime.context import Context
 
 
 class Arriving:

@@ -7,13 +7,14 @@ from collections.abc import Collection
 
 import torch
 
-from .gradient_room import AwayGradient, away_on_drive
-from .home import HostHome
-from .lanes import Pending
-from .shelf import All
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.units.backing import HostHome
+from zinf_compile.runtime.units.nvme_shards import All
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
+
+from .offloaded_gradient import AwayGradient, away_on_drive
 from .swap import copy_out, leave_for, swap_out
-from .tile import Tile
-from .unit import Unit
 
 MOST_LEAVING = 2
 """Tiles' shards on their way from the device, of one unit."""

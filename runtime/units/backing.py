@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
-from .lanes import Done, Pending
-from .shelf import Shelf
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+
+from .nvme_shards import Shelf
 
 
 class Home(Protocol):

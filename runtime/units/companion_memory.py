@@ -8,14 +8,14 @@ import weakref
 import torch
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.memory.ledger import Kind
+from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
 
-from .buffers import aligned_buffer
-from .context import Context
-from .gradient_room import GradientShelves
-from .home import DriveHome, Home, HostHome
-from .ledger import Kind
+from .backing import DriveHome, Home, HostHome
+from .nvme_shards import ShelfPlace
 from .shard_values import DeviceShard, HomeShard, ShardValues
-from .shelf import ShelfPlace
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]

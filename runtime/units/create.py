@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-from zinf_compile.tiling import Box, borders_of, cut_parameter
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
 
-from .buffers import aligned_buffer
-from .context import Context
-from .gradient_room import GradientShelves
-from .home import DriveHome, Home, HostHome
-from .partition import shard_numel
-from .placement import Placement
-from .shelf import Shelf, ShelfPlace
+from .backing import DriveHome, Home, HostHome
+from .nvme_shards import Shelf, ShelfPlace
+from .shard_layout import shard_numel
 from .unit import Unit, make_shards
 
 

@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from zinf_compile.errors import RankMismatchError
-
-from .context import Context
+from zinf_compile.runtime.context import Context
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
 
-`zinf_compile.offloaded_value` calls this. Nothing here is part of a schedule.
+`zinf_compile.sharded.offloaded_value` calls this. Nothing here is part of a schedule.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.storage.mapped_file import map_copy
 
-from .home import DriveHome
-from .ledger import Ledger
-from .mapped_file import map_copy
+from .backing import DriveHome
 from .unit import Unit
 
 if TYPE_CHECKING:
-    from .context import Context
+    from zinf_compile.runtime.context import Context
 
 _largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = weakref.WeakKeyDictionary()
 """Of each context: how many units it had, and the bytes of the largest of them."""

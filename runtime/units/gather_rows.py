@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.lookup import Round, rounds_of_rows
+from zinf_compile.ir.row_rounds import Round, rounds_of_rows
+from zinf_compile.runtime.lanes.lanes import wait_for_all
+from zinf_compile.runtime.lanes.link_meter import moving
 
-from .home import DriveHome
-from .lanes import wait_for_all
-from .meter import moving
+from .backing import DriveHome
 
 if TYPE_CHECKING:
     from .unit import Unit

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from . import chunks
-from .aio import Engine
-from .buffers import BufferPool
-from .chunks import cut_pieces
-from .lanes import Pending, wait_for_all
-from .meter import READ, WRITTEN, Meter
-from .store import PathLike, Store
+from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.extent_store import PathLike, Store
+
+from . import pieces
+from .pieces import cut_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Shelf:
         self.kind = kind
         self._meter = meter
         self.places = tuple(places)
-        self._pieces = [cut_pieces(place.numel, piece_numel=chunks.PIECE_NUMEL, cuts=place.cuts) for place in places]
+        self._pieces = [cut_pieces(place.numel, piece_numel=pieces.PIECE_NUMEL, cuts=place.cuts) for place in places]
         self.store = Store(
             paths,
             [

@@ -12,11 +12,11 @@ import torch
 
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.wait_times import Past, worker
 
-from .home import DriveHome
-from .lanes import Pending
-from .shelf import All
-from .waits import Past, worker
+from .backing import DriveHome
+from .nvme_shards import All
 
 if TYPE_CHECKING:
     from .unit import Unit

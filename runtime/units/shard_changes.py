@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .errors import StepFailedError
-from .runtime.shard_values import ShardValues
+from zinf_compile.errors import StepFailedError
+
+from .shard_values import ShardValues
 
 
 @contextlib.contextmanager

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 
 from zinf_compile.errors import StepFailedError
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
 
-from . import chunks
-from .chunks import cut_pieces
-from .gradient_room import AwayGradient
-from .home import Home
-from .lanes import Done, Pending
+from . import pieces
+from .backing import Home
+from .pieces import cut_pieces
 from .unit import Unit
 
 Fetch = Callable[[], torch.Tensor]
@@ -217,4 +217,4 @@ class AwayShard(_Counted):
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:
     """Return the pieces [start, end) in which shards like this unit's are brought."""
-    return cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts)
+    return cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts)

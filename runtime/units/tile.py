@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.tiling import box_text, tile_shape, tile_stride
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiling import box_text, tile_shape, tile_stride
+from zinf_compile.runtime.lanes.lanes import Pending
 
 from .dense import Dense
-from .lanes import Pending
-from .placement import Placement
 
 if TYPE_CHECKING:
-    from .context import Context
-    from .home import Home
+    from zinf_compile.runtime.context import Context
+
+    from .backing import Home
     from .unit import Unit
 
 

@@ -7,8 +7,9 @@ import weakref
 
 import torch
 
-from .companion_room import TWIN, home_like, on_device
-from .context import Context
+from zinf_compile.runtime.context import Context
+
+from .companion_memory import TWIN, home_like, on_device
 from .shard_values import HomeShard, ParameterShard, pieces_of
 from .unit import Unit
 

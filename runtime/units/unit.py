@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zinf_compile.errors import StepFailedError
-from zinf_compile.tiling import Box, borders_of
+from zinf_compile.ir.tiers import ON_DEVICE, Placement
+from zinf_compile.ir.tiling import Box, borders_of
+from zinf_compile.runtime.lanes.lanes import Done, Pending
 
+from .backing import Home
 from .dense import Dense
-from .home import Home
-from .lanes import Done, Pending
-from .partition import cut_stretches, shard_numel
-from .placement import ON_DEVICE, Placement
+from .shard_layout import cut_stretches, shard_numel
 from .tile import Tile
 
 if TYPE_CHECKING:
-    from .context import Context
-    from .gradient_room import GradientShelves
-    from .steps_done import StepDone
-    from .updates import Updates
+    from zinf_compile.runtime.comm.steps_done import StepDone
+    from zinf_compile.runtime.context import Context
+    from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
+
+    from .pending_updates import Updates
 
 
 class Unit(Dense):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .runtime.dense import Dense
-from .runtime.partition import cut_stretches, is_dense
-from .runtime.placement import ON_DEVICE
-from .runtime.unit import Unit
+from zinf_compile.ir.tiers import ON_DEVICE
+
+from .dense import Dense
+from .shard_layout import cut_stretches, is_dense
+from .unit import Unit
 
 if TYPE_CHECKING:
-    from .runtime.context import Context
+    from zinf_compile.runtime.context import Context
 
 
 ALIGNED = 64

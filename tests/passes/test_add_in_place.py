@@ -4,7 +4,7 @@ import pytest
 import torch
 from irtext import example_of, graph_of, lines_of, text_of
 
-from zinf_compile.passes.add_in_place import add_in_place
+from zinf_compile.passes.tiling.accumulate_in_place import add_in_place
 
 INPUTS = {name: torch.empty(4, 4) for name in ("x", "y", "w_tile_0", "w_tile_1", "bias")}
 

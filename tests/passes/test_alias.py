@@ -9,7 +9,7 @@ from irtext import graph_of, traced, unit
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zinf_compile.passes.alias import alias_closure, aliased_inputs, derived_from
+from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs, derived_from
 
 aten = torch.ops.aten
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, slot, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.align_regions import align_regions
-from zinf_compile.passes.facts import mark_slot, parameters
-from zinf_compile.passes.regions import block_of, choose_regions
+from zinf_compile.passes.analysis.blocks import block_of, choose_regions
+from zinf_compile.passes.graph.node_facts import mark_slot, parameters
+from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.verify import verify
 
 UNIT = 64

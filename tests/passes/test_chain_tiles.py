@@ -5,10 +5,10 @@ import torch
 from irtext import copied, cut, example_of, graph_of, lines_of, results, text_of, traced, unit
 from torch import nn
 
-from zinf_compile.passes import chains
-from zinf_compile.passes.chain_tiles import chain_tiles
-from zinf_compile.passes.facts import fake_value
-from zinf_compile.passes.tile_matmuls import tile_matmuls
+from zinf_compile.passes.graph.node_facts import fake_value
+from zinf_compile.passes.tiling import _pointwise_chains
+from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
+from zinf_compile.passes.tiling.tile_pointwise import chain_tiles
 
 INPUTS = {
     "x": torch.empty(2, 4),
@@ -184,6 +184,6 @@ def test_linear_layers_have_one_activation_and_one_gradient_as_a_whole() -> None
 
 
 def test_many_parts_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "MOST_PARTS", 1)
+    monkeypatch.setattr(_pointwise_chains, "MOST_PARTS", 1)
     text = f"{ROW}; r = relu(h); {READ}; return (s,)"
     assert after(text) == lines_of(text)

@@ -7,7 +7,7 @@ import torch
 from irtext import example_of, lines_of, results, text_of
 from torch import fx, nn
 
-from zinf_compile.passes.clone_aliased_outputs import clone_aliased_outputs
+from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 
 BEFORE = """
 y = relu(x)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, slot, text_of, unit
 
-from zinf_compile.passes.group_units import choose_groups, group_units
-from zinf_compile.passes.regions import choose_regions
+from zinf_compile.passes.analysis.blocks import choose_regions
+from zinf_compile.passes.schedule.group_units import choose_groups, group_units
 from zinf_compile.passes.verify import verify
 
 UNIT = 64

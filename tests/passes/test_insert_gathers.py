@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, slot, text_of, unit
 
-from zinf_compile.passes.insert_gathers import choose_gathers, insert_gathers
+from zinf_compile.passes.schedule.insert_gathers import choose_gathers, insert_gathers
 from zinf_compile.passes.verify import verify
 
 UNIT = 64

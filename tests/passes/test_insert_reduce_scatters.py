@@ -7,7 +7,7 @@ import torch
 from irtext import copied, example_of, lines_of, results, text_of, traced
 from torch import fx, nn
 
-from zinf_compile.passes.insert_reduce_scatters import insert_reduce_scatters
+from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.verify import verify
 
 BEFORE = """

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 
-from zinf_compile.passes.insert_releases import insert_releases
+from zinf_compile.passes.schedule.insert_releases import insert_releases
 from zinf_compile.passes.verify import verify
 
 BEFORE = """

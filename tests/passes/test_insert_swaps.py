@@ -5,7 +5,7 @@ import torch
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.insert_swaps import insert_swaps
+from zinf_compile.passes.schedule.insert_swaps import insert_swaps
 from zinf_compile.passes.verify import verify
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "u": unit(4, 4)}

@@ -4,8 +4,8 @@ import torch
 from irtext import cut, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import joined_outputs, parameters, tile_of
-from zinf_compile.passes.lift_tiles import lift_tiles
+from zinf_compile.passes.graph.node_facts import joined_outputs, parameters, tile_of
+from zinf_compile.passes.tiling.lift_tiles import lift_tiles
 
 BEFORE = """
 a = tile(w, [0, 0], [4, 8])

@@ -14,9 +14,9 @@ from irtext import graph_of, unit
 from torch import fx
 
 from zinf_compile.passes import graph_passes, pass_name, verify
+from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph, transfer_dot
+from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.lower import lower
-from zinf_compile.passes.recompute_unit_views import recompute_unit_views
-from zinf_compile.passes.transfer_graph import build_transfer_graph, transfer_dot
 
 SIZE = 40
 

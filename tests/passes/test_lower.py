@@ -7,10 +7,10 @@ import torch
 from irtext import graph_of, results, text_of, traced, unit
 from torch import fx, nn
 
+from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Sight, SwapIn, SwapOut, Wait
 from zinf_compile.passes import graph_passes
-from zinf_compile.passes.facts import mark_buffer
+from zinf_compile.passes.graph.node_facts import mark_buffer
 from zinf_compile.passes.lower import lower
-from zinf_compile.program import Gather, Program, Reduce, Region, Release, Sight, SwapIn, SwapOut, Wait
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "u": unit(4, 4)}
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
 
+from zinf_compile.ir.program import Region
 from zinf_compile.passes import graph_passes
-from zinf_compile.passes.facts import mark_region
+from zinf_compile.passes.graph.node_facts import mark_region
 from zinf_compile.passes.lower import lower
-from zinf_compile.passes.merge_gathers import Move, choose_held, merge_gathers
+from zinf_compile.passes.schedule.merge_gathers import Move, choose_held, merge_gathers
 from zinf_compile.passes.verify import peak_gathered_bytes, verify
-from zinf_compile.program import Region
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "e": unit(4, 4)}
 

@@ -5,9 +5,9 @@ import torch
 from irtext import copied, example_of, graph_of, lines_of, results, text_of, unit
 from torch import nn
 
-from zinf_compile.passes.facts import fake_value
-from zinf_compile.passes.insert_releases import insert_releases
-from zinf_compile.passes.narrow_gathers import narrow_gathers
+from zinf_compile.passes.graph.node_facts import fake_value
+from zinf_compile.passes.schedule.insert_releases import insert_releases
+from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.verify import peak_gathered_bytes, verify
 
 X = torch.empty(4, 4, dtype=torch.bfloat16)

@@ -16,13 +16,13 @@ from models import CASES, IN, WORDS, Attention, MutatedBuffers, OddShapes
 from torch import fx, nn
 from torch.nn import functional as F
 
-from zinf_compile import ops
+from zinf_compile.cli.models import GPT
+from zinf_compile.ir import ops
+from zinf_compile.ir.program import Gather
 from zinf_compile.passes import graph_passes, joint_passes, pass_name, run_passes, verify
-from zinf_compile.passes.facts import parameters
+from zinf_compile.passes.analysis.memory_needs import measure_needs
+from zinf_compile.passes.graph.node_facts import parameters
 from zinf_compile.passes.lower import collective_sequence, lower
-from zinf_compile.passes.needs import measure_needs
-from zinf_compile.program import Gather
-from zinf_compile.targets import GPT
 
 
 class Parameters(nn.Module):

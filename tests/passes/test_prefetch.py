@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 
-from zinf_compile.passes.prefetch import choose_stages, prefetch
+from zinf_compile.passes.schedule.prefetch import choose_stages, prefetch
 from zinf_compile.passes.verify import peak_gathered_bytes, verify
 
 UNIT = 64

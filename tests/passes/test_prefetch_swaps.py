@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import unit_of
-from zinf_compile.passes.insert_swaps import insert_swaps
-from zinf_compile.passes.prefetch import choose_stages, prefetch
-from zinf_compile.passes.prefetch_swaps import prefetch_swaps
+from zinf_compile.passes.graph.node_facts import unit_of
+from zinf_compile.passes.schedule.insert_swaps import insert_swaps
+from zinf_compile.passes.schedule.prefetch import choose_stages, prefetch
+from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
 from zinf_compile.passes.verify import peak_gathered_bytes, verify
 
 UNIT = 64

@@ -7,9 +7,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile.passes.alias import derived_from
-from zinf_compile.passes.facts import parameters
-from zinf_compile.passes.recompute_unit_views import recompute_unit_views
+from zinf_compile.passes.graph.alias import derived_from
+from zinf_compile.passes.graph.node_facts import parameters
+from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 
 BEFORE = """
 t = t(w)

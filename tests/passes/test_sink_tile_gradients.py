@@ -4,7 +4,7 @@ import torch
 from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.sink_tile_gradients import sink_tile_gradients
+from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 
 INPUTS = {
     **{name: torch.empty(4, 4) for name in ("x", "d_0", "d_1", "y_0", "y_1")},

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 
-from zinf_compile.passes.sink_unit_views import sink_unit_views
+from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
 
 BEFORE = """
 t = t(w)

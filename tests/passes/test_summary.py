@@ -10,11 +10,11 @@ import torch
 from irtext import graph_of, unit
 from torch import nn
 
-from zinf_compile import colors
-from zinf_compile.cli import main
-from zinf_compile.dump import trace
-from zinf_compile.passes.summary import summarize
-from zinf_compile.targets import GPT
+from zinf_compile.cli import colors
+from zinf_compile.cli.main import main
+from zinf_compile.cli.models import GPT
+from zinf_compile.cli.trace import trace
+from zinf_compile.passes.graph.summary import summarize
 
 SCHEDULED = """\
 g = all_gather(w)

@@ -10,10 +10,10 @@ from irtext import copied, example_of, graph_of, lines_of, results, text_of
 from losses import LEFT_ALONE, Head, batch
 from torch import fx
 
-from zinf_compile.backend import GraphCompiler
+from zinf_compile.backend.graph_compiler import GraphCompiler
+from zinf_compile.backend.regions import decompositions
 from zinf_compile.config import Config
-from zinf_compile.inductor import decompositions
-from zinf_compile.passes.take_apart import WHOLE, take_apart
+from zinf_compile.passes.joint.decompose_kept_ops import WHOLE, take_apart
 
 BEFORE = """
 l = tanh_backward(g, y)

@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from zinf_compile.passes import graph_passes, run_passes, verify
-from zinf_compile.passes.facts import left_alone
-from zinf_compile.passes.tile_matmuls import tile_matmuls
+from zinf_compile.passes.graph.node_facts import left_alone
+from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 
 
 class With(nn.Module):

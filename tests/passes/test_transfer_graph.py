@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.passes import graph_passes, run_passes
-from zinf_compile.passes.traffic import measure_traffic
-from zinf_compile.passes.transfer_graph import build_transfer_graph, find_critical_path, transfer_dot
+from zinf_compile.passes.analysis.traffic import measure_traffic
+from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph, find_critical_path, transfer_dot
 
 LAYER = "g = all_gather(w); v = wait(g); t = t(v); a = mm(x, t); release(v); r = reduce_scatter(a, w)"
 

@@ -5,8 +5,8 @@ import torch
 from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.facts import mark_region, starts_region
-from zinf_compile.passes.write_in_place import write_in_place
+from zinf_compile.passes.graph.node_facts import mark_region, starts_region
+from zinf_compile.passes.tiling.write_tiles_in_place import write_in_place
 
 INPUTS = {
     **{name: torch.empty(4, 4) for name in ("x", "y", "z")},

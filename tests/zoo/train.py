@@ -12,8 +12,8 @@ from models import Case
 from torch import nn
 from training import BACKEND, MakeOptimizer, adamw, assert_same, plain_step, twins, whole_gradient
 
-from zinf_compile import parameter
-from zinf_compile.parameter import ShardedParameter
+from zinf_compile.sharded import parameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 STEPS = 2
 ROUNDING = 1e-4

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from ._torch import PARAMETER_TYPES, no_torch_function
-from .budget import refuse_second_gradients
-from .errors import PartitionedParameterError, StepFailedError
-from .parameter import ShardedParameter, unit_behind
-from .partition import partition
-from .program import Program, Slot, digest_of
-from .runtime.context import Context
-from .runtime.placement import Placement, way_in
-from .runtime.steps_done import describe_steps, digest_of_steps, mixed
-from .runtime.tile import Tile
-from .runtime.unit import Unit
-from .short_ranks import Lack, is_any_short
-from .step_under_way import refuse_steps_under_way
+from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
+from zinf_compile.errors import PartitionedParameterError, StepFailedError
+from zinf_compile.ir.program import Program, Slot, digest_of
+from zinf_compile.ir.tiers import Placement, way_in
+from zinf_compile.optim.step_under_way import refuse_steps_under_way
+from zinf_compile.runtime.comm.steps_done import describe_steps, digest_of_steps, mixed
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.budget import refuse_second_gradients
+from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
+from zinf_compile.sharded.partition import partition
+from zinf_compile.sharded.short_ranks import Lack, is_any_short
 
 _synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
 

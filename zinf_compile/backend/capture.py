@@ -9,14 +9,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from ._torch import DATA_ASSIGNMENTS, aot_index, captured_name, gradient_outputs, is_buffer, mutated_inputs, no_torch_function
-from .eligibility import reject_unsupported
-from .errors import UnsupportedModelError, ZinfError
-from .parameter import unit_of
-from .passes.facts import mark_buffer, mark_name, mark_slot, user_line
-from .program import Slot
-from .runtime.placement import Placement
-from .tiling import cut_parameter
+from zinf_compile._torch import (
+    DATA_ASSIGNMENTS,
+    aot_index,
+    captured_name,
+    gradient_outputs,
+    is_buffer,
+    mutated_inputs,
+    no_torch_function,
+)
+from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiling import cut_parameter
+from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_slot, user_line
+from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.parameter import unit_of
 
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
 """Methods that return a tensor itself where it is already what they make of it."""

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import outside_tracing
-from .parameter import unit_of
-from .passes.alias import ALIASES, MOVES, is_cast
-from .passes.chunk_loss import logits_bytes
-from .passes.facts import fake_value, parameters, slot_of
-from .passes.find_losses import find_losses
-from .passes.look_rows_up import find_lookups, rows_named
-from .passes.read_logits import Logits, product_behind
-from .program import Slot
-from .runtime.context import Context
-from .runtime.placement import Placement
-from .runtime.store import BLOCK_BYTES
+from zinf_compile._torch import outside_tracing
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
+from zinf_compile.passes.graph.node_facts import fake_value, parameters, slot_of
+from zinf_compile.passes.loss._find import find_losses
+from zinf_compile.passes.loss._read_logits import Logits, product_behind
+from zinf_compile.passes.loss.chunk_loss import logits_bytes
+from zinf_compile.passes.schedule.look_rows_up import find_lookups, rows_named
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
+from zinf_compile.sharded.parameter import unit_of
 
 ROWS, CHUNKS = "rows", "chunks"
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import UnsupportedModelError
+from zinf_compile.errors import UnsupportedModelError
 
 
 def reject_double_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,10 +14,31 @@ from torch import fx
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
-from .binding import Binder
-from .budget import GraphBudget, agree_on_memory, bucket_of, lack_of_second_gradients
-from .callers import callers
+from zinf_compile._frames import callers
+from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
+from zinf_compile.config import Config
+from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.ir.program import Program, Reduce, Slot
+from zinf_compile.ir.tiers import way_in
+from zinf_compile.optim.optimizer import install
+from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
+from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_alone
+from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
+from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
+from zinf_compile.passes.loss._read_logits import Logits
+from zinf_compile.passes.loss.chunk_loss import CHUNK_BYTES, WORTH_BYTES, logits_bytes, may_chunk
+from zinf_compile.passes.lower import lower, run_by_operator
+from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.executor import execute
+from zinf_compile.runtime.system.host_limits import warn_of_caps
+from zinf_compile.runtime.system.malloc import return_large_blocks
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.budget import GraphBudget, agree_on_memory, bucket_of, lack_of_second_gradients
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.recompile_limit import raise_limit
+from zinf_compile.sharded.short_ranks import Lack
+
+from .bind import Binder
 from .capture import (
     Captured,
     cut_into_tiles,
@@ -29,29 +50,9 @@ from .capture import (
     reject_sparse_gradients,
 )
 from .choices import Choices
-from .config import Config
 from .double_backward import reject_double_backward
-from .errors import UnsupportedModelError, ZinfError
-from .gradient import ShardedGradient
-from .inductor import InductorRegions, decompositions, prepare
-from .limits import warn_of_caps
-from .optimizer import install
-from .passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
-from .passes.chunk_loss import CHUNK_BYTES, WORTH_BYTES, logits_bytes, may_chunk
-from .passes.clone_aliased_outputs import clone_aliased_outputs
-from .passes.facts import fake_value, leave_alone, left_alone
-from .passes.lower import lower, run_by_operator
-from .passes.read_logits import Logits
-from .passes.take_apart import WHOLE
-from .program import Program, Reduce, Slot
-from .recompile_limit import raise_limit
-from .residence import follow_units, follows_cap
-from .runtime.allocator import return_large_blocks
-from .runtime.context import Context, context_for
-from .runtime.executor import execute
-from .runtime.placement import way_in
-from .runtime.unit import Unit
-from .short_ranks import Lack
+from .placement_of_inputs import follow_units, follows_cap
+from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .config import Config
-from .errors import OptionError
-from .parameter import unit_of
-from .runtime.placement import Placement
-from .runtime.unit import Unit
+from zinf_compile.config import Config
+from zinf_compile.errors import OptionError
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import unit_of
 
 
 def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) -> Config:

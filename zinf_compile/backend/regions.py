@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._torch import (
+from zinf_compile._torch import (
     caches_compiled_regions,
     compile_with_inductor,
     inductor_decompositions,
@@ -24,12 +24,13 @@ from ._torch import (
     unwritable_inductor_cache,
     vector_isa_probes,
 )
-from .embedding_gradient import embedding_gradient
-from .errors import CompilationError
-from .forked import run_forked
-from .into import addmm_into, copy_into, mm_into
-from .passes.alias import is_view
-from .passes.lower import run_by_operator
+from zinf_compile.errors import CompilationError
+from zinf_compile.ir.embedding_gradient import embedding_gradient
+from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.passes.graph.alias import is_view
+from zinf_compile.passes.lower import run_by_operator
+
+from .fork_pool import run_forked
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ._torch import tree_map
-from .checkpoint import broadcast_into
-from .chunk_plan import MASTER
-from .errors import UnsupportedOptimizerError
-from .optimizer_checkpoint import agree_on_order, large_states, units_of
-from .probe import states_kept
-from .runtime.context import Context
-from .runtime.fail_together import together
-from .runtime.unit import Unit
-from .runtime.whole import scatter_whole
-from .shard_state import kept_state
-from .state_layout import LAYOUT, note
-from .streamed import absorb_loaded
-from .streaming import torn
+from zinf_compile._torch import tree_map
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.optim.chunks import MASTER
+from zinf_compile.optim.elementwise_probe import states_kept
+from zinf_compile.optim.offloaded_states import torn
+from zinf_compile.optim.shard_state import kept_state
+from zinf_compile.optim.state_dict_hooks import absorb_loaded
+from zinf_compile.optim.state_layout import LAYOUT, note
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.fail_together import together
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import scatter_whole
+
+from .gathered import broadcast_into
+from .save_optimizer_state import agree_on_order, large_states, units_of
 
 _ABSORBED_BYTES = 64 << 20
 """Of states that are loaded before they go to their tier together: what is small shares a chunk with others."""

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from .errors import CheckpointError
+from zinf_compile.errors import CheckpointError
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError
+from zinf_compile.errors import CheckpointError
+
 from .strict_json import parse_object
 
 DTYPES = {

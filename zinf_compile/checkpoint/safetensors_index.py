@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from .errors import CheckpointError
+from zinf_compile.errors import CheckpointError
+
 from .regular_file import read_text
 from .strict_json import parse_object
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError
-from .file_reads import FileRead, read_at
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.storage.direct_file import File
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.file_read import FileRead, read_at
+
 from .regular_file import open_regular
-from .runtime.aio import Engine
-from .runtime.buffers import BufferPool
-from .runtime.file import File
 from .safetensors_header import read_header
 from .safetensors_index import find_files
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from .errors import UnsupportedModelError
+from zinf_compile.errors import UnsupportedModelError
+
 from .safetensors_header import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

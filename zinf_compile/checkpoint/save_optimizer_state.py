@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ._torch import tree_leaves, tree_map
-from .checkpoint import gathered_on_first
-from .errors import BudgetError, UnsupportedOptimizerError
-from .host_shortage import host_shortage
-from .parameter import unit_of
-from .program import digest_of
-from .runtime.context import Context
-from .runtime.fail_together import together
-from .runtime.steps_done import describe_steps, digest_of_steps, mixed
-from .runtime.unit import Unit
-from .shard_state import shard_state
-from .split_states import split_units
-from .state_entry import in_memory
-from .state_layout import without_note
+from zinf_compile._torch import tree_leaves, tree_map
+from zinf_compile.errors import BudgetError, UnsupportedOptimizerError
+from zinf_compile.ir.program import digest_of
+from zinf_compile.optim.shard_state import shard_state
+from zinf_compile.optim.split_states import split_units
+from zinf_compile.optim.state_entry import in_memory
+from zinf_compile.optim.state_layout import without_note
+from zinf_compile.runtime.comm.steps_done import describe_steps, digest_of_steps, mixed
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.fail_together import together
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.host_shortage import host_shortage
+from zinf_compile.sharded.parameter import unit_of
+
+from .gathered import gathered_on_first
 
 
 def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .checkpoint import agree_on_units, on_first_rank, partitioned_parameters, plain, state_names
-from .config import parse_bytes
-from .errors import PartitionedParameterError
+from zinf_compile.config import parse_bytes
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.context import Context
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .folder_update import FolderUpdate
-from .parameter import ShardedParameter
-from .runtime.context import Context
+from .gathered import agree_on_units, on_first_rank, partitioned_parameters, plain, state_names
 from .safetensors_index import INDEX, SINGLE
 from .safetensors_writer import new_file, save_file, write_all
 

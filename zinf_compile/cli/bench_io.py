@@ -12,12 +12,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .config import parse_bytes
-from .errors import OptionError
-from .runtime.aio import Engine, File, Request
-from .runtime.buffers import aligned_buffer
-from .runtime.filesystem import look_up
-from .runtime.scratch_file import ScratchFile
+from zinf_compile.config import parse_bytes
+from zinf_compile.errors import OptionError
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine, File, Request
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.system.filesystem import look_up
 
 MODES = ("write", "read", "both")
 _FILL_BLOCK, _FILL_DEPTH = 4 << 20, 16
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--depth", metavar="N", type=_count, nargs="+", default=[4, 32], help="blocks at a time (default 4 32)")
     parser.add_argument("--engine", choices=["auto", "io_uring", "threads"], default="auto", help="default: auto")
-    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/bench_io.py")
+    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/bench_io.py")
     parser.set_defaults(run=run)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from .errors import StoreError
-from .runtime.aio import Engine
-from .runtime.cgroups import find_limits, memory_limit_bytes
-from .runtime.filesystem import look_up
-from .runtime.quota import describe_quota
-from .runtime.scratch_file import ScratchFile
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
+from zinf_compile.runtime.system.filesystem import look_up
+
+from .quota import describe_quota
 
 _PROBE_BYTES = 1 << 20
 
@@ -30,7 +31,7 @@ def add_parser(commands: Any) -> None:
         description="Print versions, the I/O engine and why it was chosen, limits, and what a folder is good for.",
     )
     parser.add_argument("--nvme", metavar="DIR", help="the folder that states would be kept in")
-    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/doctor.py")
+    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/doctor.py")
     parser.set_defaults(run=run)
 
 

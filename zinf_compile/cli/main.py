@@ -12,16 +12,17 @@ from typing import Any
 
 from tabulate import tabulate
 
+from zinf_compile.config import Config
+from zinf_compile.errors import ZinfError
+from zinf_compile.ir.program import digest_of
+from zinf_compile.passes import joint_passes, pass_name
+from zinf_compile.passes.analysis.traffic import Traffic
+from zinf_compile.passes.analysis.transfer_graph import COMPUTE, find_critical_path, transfer_dot
+
 from . import bench_io, doctor
 from .colors import colored
-from .config import Config
-from .dump import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
-from .errors import ZinfError
-from .passes import joint_passes, pass_name
-from .passes.traffic import Traffic
-from .passes.transfer_graph import COMPUTE, find_critical_path, transfer_dot
-from .program import digest_of
-from .targets import TARGETS
+from .models import TARGETS
+from .trace import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
 
 _LINKS = {
     "gathered": "gathered",

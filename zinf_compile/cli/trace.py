@@ -16,22 +16,23 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from ._torch import fake_mode, fake_process_group, raise_through_dynamo
-from .backend import Compiled, GraphCompiler
-from .budget import GraphBudget, find_caps
-from .config import Config
-from .errors import ZinfError
-from .passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
-from .passes.lower import lower
-from .passes.summary import summarize
-from .passes.text import graph_text
-from .passes.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
-from .passes.transfer_graph import build_transfer_graph
-from .program import Program, Slot
-from .runtime.bridge import Bridge, FakeDevice, Unified, played_by
-from .runtime.context import Context
-from .runtime.gather_memory import GatherMemory
-from .targets import TARGETS
+from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo
+from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
+from zinf_compile.config import Config
+from zinf_compile.errors import ZinfError
+from zinf_compile.ir.program import Program, Slot
+from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
+from zinf_compile.passes.analysis.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
+from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph
+from zinf_compile.passes.graph.print_graph import graph_text
+from zinf_compile.passes.graph.summary import summarize
+from zinf_compile.passes.lower import lower
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.device.link import Bridge, FakeDevice, Unified, played_by
+from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.sharded.budget import GraphBudget, find_caps
+
+from .models import TARGETS
 
 Target = Callable[[], tuple[nn.Module, Any]]
 

@@ -30,11 +30,11 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
     if getattr(target, "_zinf_adopted", False) is True:
         return trainer_or_accelerator
     if _is(target, "accelerate", "Accelerator"):
-        from .hf_accelerator import adopt_accelerator  # noqa: PLC0415  (accelerate and transformers are no dependencies)
+        from .accelerator import adopt_accelerator  # noqa: PLC0415  (accelerate and transformers are no dependencies)
 
         adopt_accelerator(target)
     elif _is(target, "transformers", "Trainer"):
-        from .hf_trainer import adopt_trainer  # noqa: PLC0415
+        from .trainer import adopt_trainer  # noqa: PLC0415
 
         adopt_trainer(target)
     else:

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from ._torch import is_compiled
-from .checkpoint import full_state_dict
-from .errors import UnsupportedModelError
-from .hf_files import behind, context_of, load_optimizer, load_weights, save_optimizer
-from .parameter import ShardedParameter
-from .save import save_safetensors
+from zinf_compile._torch import is_compiled
+from zinf_compile.checkpoint.gathered import full_state_dict
+from zinf_compile.checkpoint.save_safetensors import save_safetensors
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .files import behind, context_of, load_optimizer, load_weights, save_optimizer
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of `distributed_type` that leave models and optimizers to PyTorch."""

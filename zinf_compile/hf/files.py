@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .checkpoint import load_full_state_dict, partitioned_parameters, plain, state_names
-from .errors import CheckpointError
-from .optimizer_checkpoint import full_optimizer_state_dict, units_of
-from .optimizer_loading import load_full_optimizer_state_dict
-from .runtime.context import Context
-from .runtime.fail_together import together
-from .safetensors_index import INDEX
-from .tensor_files import TensorFiles
+from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, plain, state_names
+from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
+from zinf_compile.checkpoint.safetensors_index import INDEX
+from zinf_compile.checkpoint.safetensors_reader import TensorFiles
+from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict, units_of
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.fail_together import together
 
 SAFETENSORS = ("model.safetensors", INDEX)
 PICKLED = "pytorch_model.bin"

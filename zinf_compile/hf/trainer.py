@@ -10,12 +10,13 @@ import torch
 import transformers
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from .checkpoint import full_state_dict, gathered, plain
-from .hf_accelerator import adopt_accelerator
-from .hf_files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
-from .optimizer_checkpoint import units_of
-from .runtime.fail_together import together
-from .save import save_safetensors
+from zinf_compile.checkpoint.gathered import full_state_dict, gathered, plain
+from zinf_compile.checkpoint.save_optimizer_state import units_of
+from zinf_compile.checkpoint.save_safetensors import save_safetensors
+from zinf_compile.runtime.units.fail_together import together
+
+from .accelerator import adopt_accelerator
+from .files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
 
 
 def adopt_trainer(trainer: transformers.Trainer) -> None:

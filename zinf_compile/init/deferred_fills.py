@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .draws import Fill, plan_fill
-from .drive_pieces import BYTES_ON_THE_WAY, PieceWriter
-from .runtime.ledger import Ledger
+from zinf_compile.runtime.memory.ledger import Ledger
+
+from .parallel_random import Fill, plan_fill
+from .shard_writer import BYTES_ON_THE_WAY, PieceWriter
 
 if TYPE_CHECKING:
-    from .newborn import Newborn
+    from .materializing import Newborn
 
 
 class Promises:

@@ -13,15 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .checkpoint import state_names
-from .drive_pieces import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
-from .errors import CheckpointError
-from .newborn import Newborn, Nursery
-from .runtime.buffers import BufferPool
-from .runtime.context import Context
-from .runtime.home import DriveHome
-from .runtime.unit import Unit
-from .tensor_files import Reading, TensorFiles
+from zinf_compile.checkpoint.gathered import state_names
+from zinf_compile.checkpoint.safetensors_reader import Reading, TensorFiles
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.unit import Unit
+
+from .materializing import Newborn, Nursery
+from .shard_writer import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
 
 _BYTES_AHEAD = 16 << 20
 """Read while the piece before them is brought to where it is written from; one piece at least."""

@@ -14,27 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import no_torch_function, swap_contents
-from .budget import check_shards, plan_later
-from .checkpoint import plain
-from .config import Config
-from .draws import SoonerDraws, is_made_by_loops, loops_agree
-from .eligibility import reject_unsupported
-from .errors import UnsupportedModelError
-from .initialisers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
-from .limits import warn_of_caps
-from .loading import load_values, open_files
+from zinf_compile._torch import no_torch_function, swap_contents
+from zinf_compile.checkpoint.gathered import plain
+from zinf_compile.config import Config
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.program import Slot
+from zinf_compile.optim.optimizer import install
+from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.system.host_limits import warn_of_caps
+from zinf_compile.runtime.units.create import make_units
+from zinf_compile.runtime.units.fail_together import together
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.budget import check_shards, plan_later
+from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
+
+from .deferred_fills import Promises
+from .from_checkpoint import load_values, open_files
+from .initializers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
+from .materializing import Birth, Newborn, Nursery
 from .meta_buffers import MetaBuffers
-from .newborn import Birth, Newborn, Nursery
-from .optimizer import install
-from .parameter import ShardedParameter, hollow_out, hollow_tensor
-from .places import InUnit
-from .program import Slot
-from .promises import Promises
-from .runtime.context import Context, context_for
-from .runtime.fail_together import together
-from .runtime.partitioning import make_units
-from .runtime.unit import Unit
+from .parallel_random import SoonerDraws, is_made_by_loops, loops_agree
+from .value_stores import InUnit
 
 Initialiser = Callable[[nn.Module], object]
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .errors import UnsupportedModelError
+from zinf_compile.errors import UnsupportedModelError
 
 Step = tuple[nn.Module, Callable[[], object]]
 """An initialiser, and the module whose it is."""

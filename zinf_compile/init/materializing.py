@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
-from .draws import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
-from .drive_pieces import PieceWriter
-from .errors import UnsupportedModelError
-from .parameter import hollow_tensor, reads_metadata
-from .promises import Promises
-from .runtime.buffers import private_memory
-from .runtime.gather_memory import GatherMemory
-from .runtime.lanes import Pending
-from .runtime.ledger import Ledger
+from zinf_compile._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.memory.aligned_buffers import private_memory
+from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.sharded.parameter import hollow_tensor, reads_metadata
+
+from .deferred_fills import Promises
+from .parallel_random import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
+from .shard_writer import PieceWriter
 
 _FILLS = frozenset(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._csrc import Mersenne
+from zinf_compile._csrc import Mersenne
 
 _WORDS, _STATE_BYTES = 624, 5056
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)

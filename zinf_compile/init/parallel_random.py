@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from ._torch import TorchDispatchMode
-from .mersenne import Stream, is_state
+from zinf_compile._torch import TorchDispatchMode
+
+from .mt19937 import Stream, is_state
 
 _LEAST_NUMEL = 1 << 20
 """What PyTorch draws in a few milliseconds it may draw alone."""

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from .runtime import chunks
-from .runtime.buffers import BufferPool
-from .runtime.home import DriveHome
-from .runtime.lanes import Pending, wait_for_all
-from .runtime.ledger import Ledger
-from .runtime.unit import Unit
+from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.unit import Unit
 
 BYTES_ON_THE_WAY = 64 << 20
 """Made or written while the next piece is begun; one piece at least, however large."""
@@ -34,7 +34,7 @@ def pieces_of(unit: Unit) -> list[Piece]:
     """Return the pieces in which a unit's shard lies on a drive."""
     places = [stretch.place for stretch in unit.stretches]
     found = []
-    for first, last in chunks.cut_pieces(unit.shard_numel, piece_numel=chunks.PIECE_NUMEL, cuts=unit.cuts):
+    for first, last in pieces.cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts):
         stretch = bisect.bisect(places, first) - 1
         start, end = unit.held[stretch]
         start += first - places[stretch]

@@ -8,18 +8,19 @@ from collections.abc import Iterator
 
 import torch
 
-from .draws import Fill
-from .drive_pieces import PieceWriter, pieces_of
-from .errors import StoreError
-from .file_reads import read_at
-from .newborn import Place
-from .runtime.context import Context
-from .runtime.home import DriveHome
-from .runtime.lanes import Done, Pending
-from .runtime.partition import shard_numel, shard_range
-from .runtime.scratch_file import ScratchFile
-from .runtime.unit import Unit
-from .runtime.whole import gather_whole
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.storage.file_read import read_at
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.shard_layout import shard_numel, shard_range
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import gather_whole
+
+from .materializing import Place
+from .parallel_random import Fill
+from .shard_writer import PieceWriter, pieces_of
 
 _MOST_UNSYNCED_BYTES = 64 << 20
 

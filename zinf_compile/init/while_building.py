@@ -11,22 +11,23 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from ._torch import no_torch_function
-from .birth import born, newborn_of, reject_lazy, share_random_state, slot_of
-from .budget import check_shards
-from .config import Config
-from .eligibility import reject_unsupported
-from .errors import UnsupportedModelError
-from .limits import warn_of_caps
-from .newborn import Birth, Newborn, Nursery
-from .optimizer import install
-from .parameter import ShardedParameter, hollow_tensor
-from .places import InMemory, InNotebook, InUnit, Notebook
-from .runtime.allocator import return_free_memory
-from .runtime.context import Context, context_for
-from .runtime.fail_together import together
-from .runtime.partitioning import make_units
-from .runtime.unit import Unit
+from zinf_compile._torch import no_torch_function
+from zinf_compile.config import Config
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.optim.optimizer import install
+from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.system.host_limits import warn_of_caps
+from zinf_compile.runtime.system.malloc import return_free_memory
+from zinf_compile.runtime.units.create import make_units
+from zinf_compile.runtime.units.fail_together import together
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.budget import check_shards
+from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
+
+from .from_meta import born, newborn_of, reject_lazy, share_random_state, slot_of
+from .materializing import Birth, Newborn, Nursery
+from .value_stores import InMemory, InNotebook, InUnit, Notebook
 
 _active: list[_Building] = []
 _UNTRIMMED_BYTES = 16 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.library import Library
 
-from ._torch import keeps_autograd_graph
+from zinf_compile._torch import keeps_autograd_graph
 
 _library = Library("zinf_compute", "FRAGMENT")
 _library.define("class_targets(Tensor target, SymInt classes, SymInt ignore_index) -> Tensor")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from .errors import OptionError
+from zinf_compile.errors import OptionError
 
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, end) in each dimension."""

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from .chunk_plan import GRADIENT, MASTER, VALUE, Chunk
-from .errors import UnsupportedOptimizerError
-from .parameter import ShardedParameter
-from .runtime.chunk_slots import Slot
-from .runtime.chunks import Piece
-from .runtime.mover import Rooms
-from .runtime.unit import Unit
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.runtime.transfer.chunk_buffers import Slot
+from zinf_compile.runtime.transfer.move import Rooms
+from zinf_compile.runtime.units.pieces import Piece
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunks import GRADIENT, MASTER, VALUE, Chunk
 
 if TYPE_CHECKING:
-    from .streaming import StreamedStates
+    from .offloaded_states import StreamedStates
 
 
 _AT_ONCE = 1 << 18

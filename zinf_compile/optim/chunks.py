@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .parameter import ShardedParameter
-from .runtime import chunks
-from .runtime.chunk_slots import Column
-from .runtime.chunks import Piece, chunk_end, cut_chunks
-from .runtime.mover import Mover
-from .runtime.unit import Unit
+from zinf_compile.runtime.transfer.chunk_buffers import Column
+from zinf_compile.runtime.transfer.move import Mover
+from zinf_compile.runtime.units import pieces as chunks
+from zinf_compile.runtime.units.pieces import Piece, chunk_end, cut_chunks
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
 
 MASTER = "master"
 """Name of the state that is a parameter in higher precision."""

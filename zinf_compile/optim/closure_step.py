@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 Closure = Callable[[], Any]
 

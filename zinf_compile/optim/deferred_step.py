@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ._torch import compile_lock
+from zinf_compile._torch import compile_lock
+from zinf_compile.errors import StepFailedError
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.units.pending_updates import Span, Updates
+from zinf_compile.runtime.units.unit import Unit
+
 from .chunk_step import ChunkStep
-from .errors import StepFailedError
-from .runtime.lanes import Done, Pending
-from .runtime.unit import Unit
-from .runtime.updates import Span, Updates
-from .streaming import StreamedStates, tear, torn
+from .offloaded_states import StreamedStates, tear, torn
 
 _log = logging.getLogger("zinf_compile")
 

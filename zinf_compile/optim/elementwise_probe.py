@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ._torch import tree_leaves
+from zinf_compile._torch import tree_leaves
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.program import Slot
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .elementwise_trial import (
     OwnKindOfStateError,
     Trial,
@@ -21,10 +26,6 @@ from .elementwise_trial import (
     nested_state,
     numbers_that_differ,
 )
-from .errors import UnsupportedOptimizerError
-from .parameter import ShardedParameter
-from .program import Slot
-from .runtime.unit import Unit
 
 _SCALES = (1.0, 30.0, 0.03)
 """Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ._torch import tree_leaves
+from zinf_compile._torch import tree_leaves
 
 _HIDDEN = (
     "param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "step", "grad_scale", "found_inf",

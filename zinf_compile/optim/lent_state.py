@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .runtime.unit import Unit
+from zinf_compile.runtime.units.unit import Unit
+
 from .shard_state import kept_state, like_parameter
 
 

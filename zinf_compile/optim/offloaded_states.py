@@ -12,27 +12,28 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .budget import check_states
-from .chunk_plan import GRADIENT, VALUE, Chunk, Kept, plan_chunks
+from zinf_compile.errors import BudgetError, StepFailedError, StoreError
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
+from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.transfer.chunk_buffers import SLOTS, ChunkSlots, Column, Slot, slot_bytes
+from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
+from zinf_compile.runtime.units.backing import DriveHome, Home
+from zinf_compile.runtime.units.pieces import Piece
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.budget import check_states
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .chunk_step import ChunkStep, part_of
-from .errors import BudgetError, StepFailedError, StoreError
-from .gradient import ShardedGradient
-from .parameter import ShardedParameter
-from .runtime.chunk_slots import SLOTS, ChunkSlots, Column, Slot, slot_bytes
-from .runtime.chunks import Piece
-from .runtime.context import Context
-from .runtime.home import DriveHome, Home
-from .runtime.lanes import Pending
-from .runtime.meter import READ, WRITTEN
-from .runtime.mover import Mover, Place, Rooms
-from .runtime.placement import Placement
-from .runtime.store import Store
-from .runtime.unit import Unit
+from .chunks import GRADIENT, VALUE, Chunk, Kept, plan_chunks
 from .shard_state import kept_state, shard_state
 from .state_entry import StateEntry, in_memory, states_of
 from .state_exchange import absorb, lend
 from .state_layout import note, noted, without_note
-from .taken import Taken
+from .step_gradient import Taken
 
 
 class StreamedStates:

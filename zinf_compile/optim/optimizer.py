@@ -21,28 +21,29 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .budget import check_states
+from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.sharded.budget import check_states
+from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.save_check import warn_of_saving
+from zinf_compile.sharded.unpartitioned import is_averaged
+from zinf_compile.sharded.unpartitioned_report import bytes_of_states, report_whole
+from zinf_compile.stats import log_first_step
+
 from .chunk_step import ChunkStep
 from .closure_step import Closure, closure_of, enter, has_entered, hollow_of, with_closure
-from .companions import is_averaged
-from .errors import BudgetError, StepFailedError, UnsupportedOptimizerError
-from .fused import fused_settings
-from .late_step import LateStep, finish_late
-from .parameter import ShardedParameter
+from .deferred_step import LateStep, finish_late
+from .elementwise_probe import check_elementwise, states_kept
+from .fused_kernels import fused_settings
+from .offloaded_states import StreamedStates, spoil, tear, torn
 from .precision import warn_of_short_updates
-from .probe import check_elementwise, states_kept
-from .runtime.context import Context
-from .runtime.ledger import Ledger
-from .save_check import warn_of_saving
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep, join_states, split_units
+from .state_dict_hooks import drive_bytes, streamed_states
 from .state_entry import in_memory, states_of
 from .state_layout import check_layouts, noted, without_note
-from .stats import log_first_step
 from .step_records import Due, note, settings_of_step
-from .streamed import drive_bytes, streamed_states
-from .streaming import StreamedStates, spoil, tear, torn
-from .whole_report import bytes_of_states, report_whole
 
 _STEP_LOCAL = ("param_groups", "state")
 _state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
 
 SHORT = (torch.bfloat16, torch.float16)
 _loading: weakref.WeakKeyDictionary[Optimizer, Mapping[Any, Mapping[str, Any]]] = weakref.WeakKeyDictionary()

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import UnsupportedOptimizerError
-from .gradient import ShardedGradient
-from .parameter import ShardedParameter
-from .runtime.partition import shard_numel
-from .runtime.unit import Unit
-from .sharded_tensor import ShardedTensor
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.runtime.units.shard_layout import shard_numel
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
 
 def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .parameter import ShardedParameter
-from .probe import is_elementwise
-from .runtime.whole import gather_whole
+from zinf_compile.runtime.units.whole import gather_whole
+from zinf_compile.runtime.units.whole_unit import WHOLE, WholeUnit, whole_unit_of
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .elementwise_probe import is_elementwise
 from .shard_state import shard_state
 from .state_entry import in_memory, states_of
 from .state_layout import LAYOUT, noted, without_note
-from .whole_unit import WHOLE, WholeUnit, whole_unit_of
 
 
 def split_units(optimizer: Optimizer) -> dict[torch.nn.Parameter, WholeUnit]:

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .chunk_plan import MASTER, Kept
-from .late_step import finish_late
-from .parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunks import MASTER, Kept
+from .deferred_step import finish_late
+from .elementwise_probe import check_pieces, states_kept
+from .offloaded_states import StreamedStates, torn
 from .precision import keep_precision, warn_of_rounding
-from .probe import check_pieces, states_kept
 from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
-from .streaming import StreamedStates, torn
 
 _streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
 

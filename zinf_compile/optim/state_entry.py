@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .errors import StepFailedError
+from zinf_compile.errors import StepFailedError
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .lent_state import LentState
-from .parameter import ShardedParameter
 
 if TYPE_CHECKING:
-    from .streaming import StreamedStates
+    from .offloaded_states import StreamedStates
 
 
 if TYPE_CHECKING:

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
+from zinf_compile.sharded.host_shortage import host_shortage
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .chunk_step import part_of
-from .errors import BudgetError, StepFailedError, StoreError, UnsupportedOptimizerError
-from .host_shortage import host_shortage
 from .lent_state import LentState
-from .parameter import ShardedParameter
 from .shard_state import kept_state, shard_state
 from .state_entry import StateEntry, states_of
 from .state_layout import noted
 
 if TYPE_CHECKING:
-    from .streaming import StreamedStates
+    from .offloaded_states import StreamedStates
 
 Given = Mapping[ShardedParameter, Mapping[str, Any]]
 """States that are in memory and belong on the drive."""

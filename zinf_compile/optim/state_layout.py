@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import UnsupportedOptimizerError
-from .parameter import ShardedParameter
-from .runtime.unit import Unit
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole_unit import whole_unit_of
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .state_entry import in_memory
-from .whole_unit import whole_unit_of
 
 LAYOUT = "zinf_layout"
 """Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .gradient import ShardedGradient
-from .parameter import ShardedParameter
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.parameter import ShardedParameter
+
 from .shard_state import local_gradient
 
 

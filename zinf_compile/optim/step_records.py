@@ -1,4 +1,4 @@
-"""Notes each step of an optimizer on the units that it updated, for the ranks to compare (`runtime/steps_done.py`)."""
+"""Notes each step of an optimizer on the units that it updated, for the ranks to compare (`runtime/comm/steps_done.py`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .parameter import ShardedParameter
-from .runtime.context import Context
-from .runtime.steps_done import StepDone, note_step
-from .runtime.unit import Unit
+from zinf_compile.runtime.comm.steps_done import StepDone, note_step
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
 
 _IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that choose among implementations of one rule."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from .callers import calling_methods
-from .probe import check_elementwise
-from .program import Slot
+from zinf_compile._frames import calling_methods
+from zinf_compile.ir.program import Slot
+
+from .elementwise_probe import check_elementwise
 
 
 def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, Slot]]) -> None:

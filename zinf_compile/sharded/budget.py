@@ -13,24 +13,25 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from .config import Config, parse_bytes, tile_range
-from .errors import BudgetError
-from .limits import ranks_of_node, usable_bytes
+from zinf_compile.config import Config, parse_bytes, tile_range
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiers import Placement, way_in
+from zinf_compile.passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
+from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.reservations import ByteRoom, Claim, Sides
+from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
+from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
+from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
+from zinf_compile.runtime.transfer.move import Mover
+from zinf_compile.runtime.units import pieces
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
+
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage
-from .passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
-from .passes.needs import ahead_key, measure_ahead, measure_needs
-from .program import Slot
-from .runtime import chunks
-from .runtime.chunk_slots import SLOTS
-from .runtime.claims import ByteRoom, Claim, Sides
-from .runtime.context import Context
-from .runtime.ledger import Ledger
-from .runtime.mover import Mover
-from .runtime.placement import Placement, way_in
-from .runtime.store import STAGING_BYTES
-from .runtime.tile import Tile
-from .runtime.unit import Unit
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, refusal_text, worst_of_ranks
 from .shortage import Need, advice, advice_at_birth, find_smallest, gradient_bytes, name_cap, refusal, refusal_elsewhere
 
@@ -128,9 +129,9 @@ def measure_resident(
             if tier != "nvme":
                 sides["device" if unified else tier] += shard * dtype.itemsize
         if slot.requires_grad:
-            largest = max(largest, min(shard, chunks.PIECE_NUMEL))
-            total += -(-shard // chunks.ALIGN) * chunks.ALIGN
-    numel = min(-(-max(largest, chunks.PIECE_NUMEL) // chunks.ALIGN) * chunks.ALIGN, total)
+            largest = max(largest, min(shard, pieces.PIECE_NUMEL))
+            total += -(-shard // pieces.ALIGN) * pieces.ALIGN
+    numel = min(-(-max(largest, pieces.PIECE_NUMEL) // pieces.ALIGN) * pieces.ALIGN, total)
     mover = Mover(context.bridge, update_on_device=placement.update_on_device)
     rooms = [0, 0]
     values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))

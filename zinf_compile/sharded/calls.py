@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ._torch import no_torch_function, tree_leaves
+from zinf_compile._torch import no_torch_function, tree_leaves
+from zinf_compile.runtime.context import Context
+
 from .gradient import ShardedGradient
+from .operands import is_scalar
 from .partition_alike import partition_targets
-from .runtime.context import Context
-from .sharded_operands import is_scalar
-from .sharded_tensor import ShardedTensor, first_sharded, reads_memory
+from .tensor import ShardedTensor, first_sharded, reads_memory
 
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
 

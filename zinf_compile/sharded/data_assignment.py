@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ._torch import no_torch_function, tree_leaves
+from zinf_compile._torch import no_torch_function, tree_leaves
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.units.unit import Unit
+
 from .call_names import call_name
-from .errors import PartitionedParameterError
-from .runtime.unit import Unit
 
 _RESHAPES = frozenset(
     [

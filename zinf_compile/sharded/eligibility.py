@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ._torch import PARAMETER_TYPES
-from .errors import UnsupportedModelError
+from zinf_compile._torch import PARAMETER_TYPES
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.program import Slot
+from zinf_compile.runtime.units.shard_layout import is_dense
+
 from .parameter import ShardedParameter
-from .program import Slot
-from .runtime.partition import is_dense
 
 
 def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool = True) -> None:

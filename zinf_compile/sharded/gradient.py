@@ -8,19 +8,20 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from ._torch import no_override
+from zinf_compile._torch import no_override
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import gather_whole
+
 from .call_names import call_name
-from .errors import PartitionedParameterError
-from .gradient_parts import change_parts, comes_in_parts, part_of_gradient, valid_parts
+from .gradient_norms import global_norms
 from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
 from .gradient_types import as_kept, changed_by, shown_types
-from .norms import global_norms
-from .runtime.gradient_room import AwayGradient
-from .runtime.lanes import Done, Pending
-from .runtime.swap import take_away
-from .runtime.tile import Tile
-from .runtime.unit import Unit
-from .runtime.whole import gather_whole
+from .tiled_gradient_ops import change_parts, comes_in_parts, part_of_gradient, valid_parts
 
 aten = torch.ops.aten
 
@@ -241,7 +242,7 @@ class ShardedGradient(torch.Tensor):
 
 
 def _view_on_shards(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    from .sharded_ops import view_of_gradient  # noqa: PLC0415  (which works on gradients, too)
+    from .operators import view_of_gradient  # noqa: PLC0415  (which works on gradients, too)
 
     return view_of_gradient(func, args[0], args[1:], kwargs)
 

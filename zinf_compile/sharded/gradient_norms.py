@@ -10,10 +10,10 @@ from typing import Protocol, cast
 
 import torch
 
-from .errors import PartitionedParameterError
-from .runtime.context import Context
-from .runtime.gradient_room import AwayGradient
-from .runtime.unit import Unit
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.unit import Unit
 
 
 class Gradient(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .runtime.unit import Unit
+from zinf_compile.runtime.units.unit import Unit
 
 if TYPE_CHECKING:
     from .gradient import ShardedGradient

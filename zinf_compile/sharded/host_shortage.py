@@ -6,8 +6,9 @@ import gc
 import math
 from typing import NamedTuple
 
-from .limits import RESERVE, ranks_of_node, usable_host_bytes
-from .runtime.context import Context
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.host_limits import RESERVE, ranks_of_node, usable_host_bytes
+
 from .shortage import name_cap
 
 

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import PartitionedParameterError
-from .runtime.fetch import PinnedValue, fetch, fetch_to_host
-from .runtime.unit import Unit
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.units.fetch import PinnedValue, fetch, fetch_to_host
+from zinf_compile.runtime.units.unit import Unit
 
 _lock = threading.RLock()
 _storages: weakref.WeakValueDictionary[int, OffloadedStorage] = weakref.WeakValueDictionary()

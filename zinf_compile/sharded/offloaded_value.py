@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ._torch import no_override, rebuild_tensor, tree_map, typed_storage
-from .errors import PartitionedParameterError
+from zinf_compile._torch import no_override, rebuild_tensor, tree_map, typed_storage
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.units.fetch import blank, fetch
+from zinf_compile.runtime.units.shard_layout import is_dense
+from zinf_compile.runtime.units.unit import Unit
+
 from .offloaded_storage import OffloadedStorage, storage_of
-from .runtime.fetch import blank, fetch
-from .runtime.partition import is_dense
-from .runtime.unit import Unit
 
 _STORAGE_DTYPES = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 """Those that pickled tensors name by the class of their storage."""

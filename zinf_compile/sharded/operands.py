@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .errors import RankMismatchError
+from zinf_compile.errors import RankMismatchError
+from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_values import AwayShard, DeviceShard, ShardValues
+from zinf_compile.runtime.units.unit import Unit
+
 from .gradient import ShardedGradient
-from .runtime.dense import Dense
-from .runtime.shard_values import AwayShard, DeviceShard, ShardValues
-from .runtime.unit import Unit
-from .sharded_tensor import ShardedTensor
+from .tensor import ShardedTensor
 
 
 def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardValues | None:

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from ._torch import tree_leaves, tree_map
+from zinf_compile._torch import tree_leaves, tree_map
+from zinf_compile.runtime.units.companion_memory import check_room, make_values
+from zinf_compile.runtime.units.shard_changes import spoiling
+from zinf_compile.runtime.units.shard_layout import is_dense
+from zinf_compile.runtime.units.shard_values import DeviceShard, ShardValues
+
 from .gradient import ShardedGradient
-from .runtime.companion_room import check_room, make_values
-from .runtime.partition import is_dense
-from .runtime.shard_values import DeviceShard, ShardValues
-from .shard_changes import spoiling
+from .operands import as_scalar, gradient_values, shard_of
+from .reductions import REDUCTIONS, norms_of_all, reduce
 from .shard_pieces import Pieces, over_pieces
-from .sharded_operands import as_scalar, gradient_values, shard_of
-from .sharded_reductions import REDUCTIONS, norms_of_all, reduce
-from .sharded_tensor import ShardedTensor, first_sharded, same_values
+from .tensor import ShardedTensor, first_sharded, same_values
 
 aten = torch.ops.aten
 

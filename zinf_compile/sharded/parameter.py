@@ -11,19 +11,27 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ._torch import limited_frame, never_compile_alone, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from zinf_compile._frames import calling_methods
+from zinf_compile._torch import (
+    limited_frame,
+    never_compile_alone,
+    no_torch_function,
+    packs_for_recomputation,
+    tree_leaves,
+    tree_map,
+)
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.twin import twin_of
+from zinf_compile.runtime.units.unit import Unit
+
 from .call_names import call_name
-from .callers import calling_methods
 from .data_assignment import assign, changed_parameters, reject_reshape
-from .errors import PartitionedParameterError
 from .gradient import ShardedGradient
 from .offloaded_value import value_of as offloaded_value
+from .parameter_ops import makes_companion, on_shards
 from .recompile_limit import warn_of_eager_frame
-from .runtime.lanes import Done
-from .runtime.swap import take_away
-from .runtime.twin import twin_of
-from .runtime.unit import Unit
-from .sharded_parameters import makes_companion, on_shards
 
 _METADATA = frozenset(
     [

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import no_torch_function, tree_map
-from .callers import stepping
-from .errors import PartitionedParameterError
+from zinf_compile._frames import stepping
+from zinf_compile._torch import no_torch_function, tree_map
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.unit import Unit
+
+from .calls import written
 from .gradient import ShardedGradient
-from .runtime.lanes import Done
-from .runtime.swap import take_away
-from .runtime.unit import Unit
-from .sharded_calls import written
-from .sharded_operands import cut_whole, gradient_values, is_scalar
-from .sharded_tensor import ShardedTensor, first_sharded, is_refusal, parameter_values, reads_memory
+from .operands import cut_whole, gradient_values, is_scalar
+from .tensor import ShardedTensor, first_sharded, is_refusal, parameter_values, reads_memory
 
 _LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 _NOT_HERE = frozenset(

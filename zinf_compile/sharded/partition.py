@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ._torch import no_torch_function
-from .companions import average_the_rest, stop_averaging
+from zinf_compile._torch import no_torch_function
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.create import make_units
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import scatter_whole
+
 from .parameter import hollow_out
-from .runtime.context import Context
-from .runtime.partitioning import make_units
-from .runtime.placement import Placement
-from .runtime.unit import Unit
-from .runtime.whole import scatter_whole
+from .unpartitioned import average_the_rest, stop_averaging
 
 
 def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:

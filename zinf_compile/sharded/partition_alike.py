@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ._torch import become, no_torch_function, storage_owners
+from zinf_compile._torch import become, no_torch_function, storage_owners
+from zinf_compile.runtime.units.companion_memory import make_values
+from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_layout import is_dense
+from zinf_compile.runtime.units.shard_values import pieces_of
+from zinf_compile.runtime.units.whole import scatter_whole
+
 from .gradient import ShardedGradient
-from .runtime.companion_room import make_values
-from .runtime.dense import Dense
-from .runtime.partition import is_dense
-from .runtime.shard_values import pieces_of
-from .runtime.whole import scatter_whole
-from .sharded_tensor import ShardedTensor, first_sharded
+from .tensor import ShardedTensor, first_sharded
 
 
 def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:

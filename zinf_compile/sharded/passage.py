@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .program import Slot
-from .runtime import chunks
-from .runtime.placement import Placement
-from .runtime.store import BLOCK_BYTES
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
+from zinf_compile.runtime.units import pieces
 
 _PAGE = 4096
 
@@ -54,5 +54,5 @@ def _part_numel(slot: Slot, size: int) -> int:
 
 
 def _block_bytes(slot: Slot, dtype: torch.dtype, size: int) -> int:
-    piece = min(math.ceil(slot.numel / size), chunks.PIECE_NUMEL) * dtype.itemsize
+    piece = min(math.ceil(slot.numel / size), pieces.PIECE_NUMEL) * dtype.itemsize
     return min(BLOCK_BYTES, -(-piece // _PAGE) * _PAGE)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_values import ShardValues, pieces_of
+
 from .gradient import ShardedGradient
-from .norms import combine_norms
-from .runtime.dense import Dense
-from .runtime.shard_values import ShardValues, pieces_of
+from .gradient_norms import combine_norms
+from .operands import gradient_values, shard_of
 from .shard_pieces import Pieces, over_pieces
-from .sharded_operands import gradient_values, shard_of
-from .sharded_tensor import ShardedTensor, first_sharded
+from .tensor import ShardedTensor, first_sharded
 
 _Combine = Callable[[torch.Tensor], torch.Tensor]
 

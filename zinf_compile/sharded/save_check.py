@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 
-from .runtime.context import Context
-from .runtime.fetch import shortage
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.fetch import shortage
 
 _log = logging.getLogger("zinf_compile")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .runtime.lanes import Pending
-from .runtime.shard_values import Fetch, ShardValues, pieces_of
-from .runtime.unit import Unit
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.units.shard_values import Fetch, ShardValues, pieces_of
+from zinf_compile.runtime.units.unit import Unit
 
 Pieces = dict[int, torch.Tensor]
 """The pieces of the operands, by what the caller calls them."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ._torch import outside_tracing
-from .runtime.context import Context
+from zinf_compile._torch import outside_tracing
+from zinf_compile.runtime.context import Context
 
 SIDES = ("device", "host")
 

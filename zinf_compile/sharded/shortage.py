@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .config import tile_range
-from .errors import BudgetError
-from .limits import ranks_of_node
-from .runtime.context import Context
-from .runtime.placement import Placement
-from .runtime.unit import Unit
+from zinf_compile.config import tile_range
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.units.unit import Unit
+
 from .short_ranks import Worst
 
 

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ._torch import never_compile_alone, no_torch_function, tree_leaves
-from .errors import PartitionedParameterError
+from zinf_compile._torch import never_compile_alone, no_torch_function, tree_leaves
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues, pieces_of
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import gather_whole
+
 from .gradient import ShardedGradient
-from .runtime.dense import Dense
-from .runtime.shard_values import ParameterShard, ShardValues, pieces_of
-from .runtime.unit import Unit
-from .runtime.whole import gather_whole
 
 _READ_MEMORY = frozenset(
     [
@@ -145,7 +146,7 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
-        from .sharded_calls import call_on_shards  # noqa: PLC0415  (which works on these)
+        from .calls import call_on_shards  # noqa: PLC0415  (which works on these)
         from .whole_values import on_whole_values  # noqa: PLC0415  (likewise)
 
         try:
@@ -159,7 +160,7 @@ class ShardedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from .sharded_ops import answer  # noqa: PLC0415  (which makes these)
+        from .operators import answer  # noqa: PLC0415  (which makes these)
 
         return answer(func, args, kwargs or {})
 

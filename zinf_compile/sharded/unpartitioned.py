@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import RankMismatchError
+from zinf_compile.errors import RankMismatchError
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.whole_unit import whole_unit
+
 from .parameter import ShardedParameter
-from .runtime.context import Context
-from .runtime.placement import Placement
-from .whole_unit import whole_unit
 
 _averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose other parameters are being averaged."""

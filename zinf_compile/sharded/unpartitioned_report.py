@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .companions import rest_of
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.whole_unit import whole_unit_of
+
 from .parameter import ShardedParameter
-from .runtime.context import Context
-from .whole_unit import whole_unit_of
+from .unpartitioned import rest_of
 
 _log = logging.getLogger("zinf_compile")
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ._torch import tree_leaves, tree_map
+from zinf_compile._torch import tree_leaves, tree_map
+
 from .offloaded_value import value_of
-from .sharded_tensor import ShardedTensor, reads_memory
+from .tensor import ShardedTensor, reads_memory
 
 
 def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

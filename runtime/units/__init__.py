@@ -1,0 +1,24 @@
+"""A parameter's shard on this rank: its layout, its memory on its tier, its tiles and what is still to happen to it.
+
+backing — Where a shard lives that isn't on its device.
+companion_memory — Room for tensors that are partitioned like a parameter, on the tier where that parameter lives.
+create — New units for parameters that are about to be partitioned, with room for their shards and gradients where these
+    will live.
+dense — What lies in one stretch of memory, in some order of dimensions.
+fail_together — What fails on one rank fails on all of them, rather than leave the others waiting for it.
+fetch — The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
+gather_rows — Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up.
+nvme_shards — Shards of a row of units on drives, each in pieces.
+pending_updates — Updates of shards that are still to come when the next forward asks for them.
+pieces — Cut shards into pieces, and put pieces of about equal size together.
+shard_changes — Changes of a shard, piece by piece, that may end in their middle.
+shard_layout — The arithmetic of shards: rank r's contiguous 1/N of a unit, flat, padded to a multiple of N.
+shard_values — This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them
+    piece by piece.
+tile — A row tile of a large parameter: gathered, swapped and released by itself.
+twin — A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, nothing is sent.
+unit — A partitioned parameter, as the runtime knows it: this rank's shard and how to make it whole.
+whole — A unit's shards to its flat whole and back, in one call on the lane of gathers. Collective operations.
+whole_unit — A whole parameter as a unit: how its optimizer states are laid out over the ranks, while its value stays whole
+    on each.
+"""

@@ -1,0 +1,18 @@
+"""Models that fit nowhere whole: given their values one module at a time, straight into shards.
+
+deferred_fills — Values that are only drawn: made when somebody reads them, or on their way to a drive, where each rank
+    makes its own pieces.
+from_checkpoint — A checkpoint's values into a model being born: of each parameter, each rank reads its own range.
+from_meta — Models that fit nowhere whole: made on the meta device, given their values one module at a time, straight into
+    shards.
+initializers — Which initialisers a model's modules have, in the order in which building it runs them.
+materializing — A parameter on its way into shards: hollow, but initialisers may read and write it, with one module's values
+    in memory.
+meta_buffers — Buffers of a model on meta, made real for initialisers to fill, and put back where something fails.
+mt19937 — The random numbers that a generator of PyTorch on the CPU will draw: any of them, without those before.
+parallel_random — `normal_` and `uniform_` on the CPU with the numbers that PyTorch draws, sooner.
+shard_writer — Shards that go to a drive piece by piece, each made while those before it are written.
+value_stores — Where the values of parameters are kept while these are being born: in their unit, or for now in memory or a
+    file.
+while_building — Models that code builds on the CPU in its own way, partitioned while it builds them.
+"""

@@ -1,0 +1,34 @@
+"""Unmodified optimizers on shards: their steps, chunk by chunk where states are off the device, and their states as users read
+them.
+
+chunk_step — One chunk in a step of the optimizer: what stands in for its parameters.
+chunks — Which pieces of an optimizer's parameters are updated together, and what each of them consists of.
+closure_step — Steps whose closure partitions the model, at its first compiled call: shards take the parameters' place once
+    it has run.
+deferred_step — What is left of a step, done beside the next forward: exactly what would have been done at once.
+elementwise_probe — Tell optimizers that update element by element from those that need whole matrices.
+elementwise_trial — An optimizer tried on a tensor of its own: what it keeps, and whether a piece alone is updated as it is
+    within the whole.
+fused_kernels — Fused kernels for optimizers whose user left the choice open.
+lent_state — A state that was read from a drive for code that may change it: known for as long as anybody can see its
+    memory.
+offloaded_states — Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead,
+    writing behind.
+optimizer — Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
+precision — States in fp32 of parameters in 16 bits: kept as they are where PyTorch would round them.
+shard_state — Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on.
+split_states — ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
+state_dict_hooks — Which optimizers are stepped chunk by chunk, and their hooks: states are whole while `state_dict` is
+    taken.
+state_entry — What `optimizer.state` has of a parameter whose states live on a drive: a dict that reads a value when it is
+    asked for it.
+state_exchange — States between `optimizer.state` and the drive: what was taken out, replaced, changed or read there between
+    two steps.
+state_layout — Which elements of a parameter a rank's states are of: noted beside the states, compared where states are
+    loaded.
+step_gradient — A gradient that a step has taken: what happens to `parameter.grad` afterwards is no concern of it.
+step_records — Notes each step of an optimizer on the units that it updated, for the ranks to compare
+    (`runtime/comm/steps_done.py`).
+step_under_way — Optimizers whose `step(closure)` makes the first compiled call of a model: their step began on whole
+    parameters.
+"""

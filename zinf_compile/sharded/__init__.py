@@ -1,0 +1,50 @@
+"""What user code sees of partitioned parameters: the parameters, their gradients, tensors partitioned alike, and eager calls on
+them.
+
+budget — Whether a model fits within the caps, and how far ahead its transfers may run there.
+call_names — What the user called, as the user writes it, from the function or operator that PyTorch hands to an override.
+calls — What user code calls on partitioned tensors, before autograd sees it.
+data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
+    `parameter.data = value`.
+eligibility — Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class.
+gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
+gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
+gradient_reductions — Largest element, sum and other numbers of whole gradients, from the shards of all ranks; random
+    numbers shaped like them.
+gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
+    arithmetic keeps both.
+host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
+    none.
+offloaded_storage — The storage of values that are off the device: its size is known, its bytes are brought when somebody
+    reads them.
+offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that brings it when it is
+    read.
+operands — What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike.
+operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
+parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
+parameter_ops — Eager calls on partitioned parameters whose values are spread over ranks or off the device: on shards, where
+    these serve.
+partition — Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that
+    uses them.
+partition_alike — A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is
+    partitioned alike.
+passage — What passes through host memory besides a graph's own schedule: gradients that are read back, blocks that are
+    staged.
+recompile_limit — What happens when Dynamo gives a function up because it compiled it too often.
+reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective
+    operations.
+save_check — What of a model can't be saved through its `state_dict()`: said at the first step, not hours later at the first
+    save.
+shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is
+    computed.
+short_ranks — Refusals for lack of memory that all ranks raise together.
+shortage — What a refusal for lack of memory says: what is needed, the smallest cap that works, and which option takes less.
+tensor — A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from
+    parameters.
+tiled_gradient_ops — A gradient that is off the device and too large to come back as a whole: what is done to it, tile by
+    tile.
+unpartitioned — Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
+unpartitioned_report — What stays whole on every rank, said at the first step: parameters that no compiled graph uses, and
+    their states.
+whole_values — What shards can't answer of a parameter off the device, on one process: its whole value is brought for it.
+"""
