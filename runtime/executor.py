@@ -10,10 +10,10 @@ import torch
 from zinf_compile.ir.program import Gather, Program, Reduce, Region, Room, Rows, Sight, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
-from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.transfer.swap import Arriving, swap_in, swap_out
 from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.gather_rows import gather_rows
+from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.units.tile import Tile
 from zinf_compile.runtime.units.unit import Unit
 

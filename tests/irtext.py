@@ -18,8 +18,8 @@ from zinf_compile.config import Config
 from zinf_compile.ir import ops
 from zinf_compile.ir.program import Program, Slot
 from zinf_compile.ir.tiling import choose_tiles
+from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
-from zinf_compile.passes.graph.print_graph import graph_text
 
 _SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*ops.SCHEDULE_OPS, ops.tile, ops.join)}
 

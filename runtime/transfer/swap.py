@@ -10,10 +10,9 @@ from zinf_compile.ir.tiers import way_in
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import ByteRoom
 from zinf_compile.runtime.units.backing import Home, HostHome
+from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
 from zinf_compile.runtime.units.tile import Tile
 from zinf_compile.runtime.units.unit import Unit
-
-from .offloaded_gradient import AwayGradient, away_on_drive
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context

@@ -11,10 +11,10 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
-from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
 
 from .backing import DriveHome, Home, HostHome
 from .nvme_shards import ShelfPlace
+from .offloaded_gradient import GradientShelves
 from .shard_values import DeviceShard, HomeShard, ShardValues
 from .unit import Unit
 

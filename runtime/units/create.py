@@ -11,10 +11,10 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
-from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
 
 from .backing import DriveHome, Home, HostHome
 from .nvme_shards import Shelf, ShelfPlace
+from .offloaded_gradient import GradientShelves
 from .shard_layout import shard_numel
 from .unit import Unit, make_shards
 

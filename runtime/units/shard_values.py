@@ -10,10 +10,10 @@ import torch
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
 
 from . import pieces
 from .backing import Home
+from .offloaded_gradient import AwayGradient
 from .pieces import cut_pieces
 from .unit import Unit
 

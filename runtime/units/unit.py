@@ -23,8 +23,8 @@ from .tile import Tile
 if TYPE_CHECKING:
     from zinf_compile.runtime.comm.steps_done import StepDone
     from zinf_compile.runtime.context import Context
-    from zinf_compile.runtime.transfer.offloaded_gradient import GradientShelves
 
+    from .offloaded_gradient import GradientShelves
     from .pending_updates import Updates
 
 

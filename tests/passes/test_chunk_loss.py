@@ -12,9 +12,9 @@ from irtext import copied, example_of, graph_of, lines_of, text_of, traced, unit
 from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, batch, exact
 from torch import fx
 
+from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.build_nodes import Inserter
 from zinf_compile.passes.graph.node_facts import left_alone, starts_region
-from zinf_compile.passes.graph.print_graph import graph_text
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._loop import Tile
 from zinf_compile.passes.loss.chunk_loss import ROWS, choose_chunks, chunk_loss, may_chunk

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_compile.passes.graph.fold_blocks import Entry, fold
+from zinf_compile.passes.analysis.fold_blocks import Entry, fold
 
 
 def entries(*lines: str) -> list[Entry]:

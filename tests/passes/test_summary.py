@@ -14,7 +14,7 @@ from zinf_compile.cli import colors
 from zinf_compile.cli.main import main
 from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import trace
-from zinf_compile.passes.graph.summary import summarize
+from zinf_compile.passes.analysis.summary import summarize
 
 SCHEDULED = """\
 g = all_gather(w)

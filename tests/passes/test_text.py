@@ -7,8 +7,8 @@ from irtext import graph_of, unit
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, slot_of
-from zinf_compile.passes.graph.print_graph import graph_text
 
 TEXT = """\
 g = all_gather(w)

@@ -22,10 +22,10 @@ from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.program import Program, Slot
 from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
+from zinf_compile.passes.analysis.print_graph import graph_text
+from zinf_compile.passes.analysis.summary import summarize
 from zinf_compile.passes.analysis.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
 from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph
-from zinf_compile.passes.graph.print_graph import graph_text
-from zinf_compile.passes.graph.summary import summarize
 from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import Bridge, FakeDevice, Unified, played_by

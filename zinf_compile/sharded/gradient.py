@@ -11,8 +11,8 @@ import torch
 from zinf_compile._torch import no_override
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.units.tile import Tile
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole

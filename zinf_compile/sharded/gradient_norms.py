@@ -12,7 +12,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.transfer.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.units.unit import Unit
 
 

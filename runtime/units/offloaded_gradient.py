@@ -14,13 +14,15 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.extent_store import PathLike
-from zinf_compile.runtime.units.backing import DriveHome, Home
-from zinf_compile.runtime.units.nvme_shards import Shelf, ShelfPlace
-from zinf_compile.runtime.units.tile import Tile
+
+from .backing import DriveHome, Home
+from .nvme_shards import Shelf, ShelfPlace
+from .tile import Tile
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.storage.engine import Engine
-    from zinf_compile.runtime.units.unit import Unit
+
+    from .unit import Unit
 
 InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""

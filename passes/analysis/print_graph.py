@@ -9,9 +9,18 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.analysis.traffic import bytes_moved
+from zinf_compile.passes.graph.node_facts import (
+    display_name,
+    fake_value,
+    left_alone,
+    part_of,
+    policy_of,
+    rows_bytes,
+    unit_of,
+    wire_bytes,
+)
 
-from .node_facts import display_name, fake_value, left_alone, part_of, policy_of, rows_bytes, unit_of, wire_bytes
+from .traffic import bytes_moved
 
 
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False, world_size: int = 1) -> str:

@@ -11,10 +11,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zinf_compile.ir import into, ops
-from zinf_compile.passes.analysis.blocks import block_of
+from zinf_compile.passes.graph.node_facts import fake_value, left_alone, module_of, part_of, slot_of, starts_region, unit_of
 
+from .blocks import block_of
 from .fold_blocks import Entry, fold
-from .node_facts import fake_value, left_alone, module_of, part_of, slot_of, starts_region, unit_of
 from .print_graph import graph_text_line, with_sizes
 
 aten = torch.ops.aten
