@@ -22,7 +22,7 @@ from training import BACKEND
 import zinf_compile
 from zinf_compile.cli.models import GPT
 from zinf_compile.runtime.comm.collectives import DeviceCollectives, PeerToPeer
-from zinf_compile.runtime.units.shard_layout import shard_numel
+from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.sharded.parameter import unit_of
 
 LENGTHS = ((16, 16), (24, 16), (24, 32), (16, 24))

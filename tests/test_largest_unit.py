@@ -14,7 +14,8 @@ from training import BACKEND, adamw
 import zinf_compile
 from zinf_compile.cli.trace import trace
 from zinf_compile.errors import BudgetError
-from zinf_compile.passes.schedule.prefetch import choose_stages, peak_ahead
+from zinf_compile.passes.analysis.gather_stages import peak_ahead
+from zinf_compile.passes.schedule.prefetch import choose_stages
 from zinf_compile.sharded.parameter import ShardedParameter
 
 BUCKET = 4096

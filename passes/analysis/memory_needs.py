@@ -10,8 +10,9 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.row_rounds import rows_on_their_way
 from zinf_compile.passes.graph.node_facts import group_of, live_bytes, unit_of, wire_bytes, wire_type
-from zinf_compile.passes.schedule.prefetch import find_stages, peak_ahead
 from zinf_compile.passes.verify import peak_gathered_bytes
+
+from .gather_stages import find_stages, peak_ahead
 
 _BETWEEN_RANKS = frozenset({ops.all_gather, ops.gather_rows, ops.reduce_scatter})
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import group_of, unit_of
-
-from .prefetch import find_stages
 
 
 def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[str]) -> fx.GraphModule:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import hop_of, live_bytes
 
-from .prefetch import choose_stages, find_stages
+from .prefetch import choose_stages
 
 
 def prefetch_swaps(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:

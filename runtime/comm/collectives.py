@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from zinf_compile.runtime.units.shard_layout import shard_numel, shard_range
+from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 
 
 class Collectives(Protocol):

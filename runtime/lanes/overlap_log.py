@@ -9,10 +9,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from zinf_compile.runtime.context import Context
+import torch
 
 Span = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""
@@ -72,8 +71,17 @@ class Log:
         return overlapped_s((*self.gathers, *self.reductions), self.waits)
 
 
+class Recorded(Protocol):
+    """Whose lanes and waits are noted: a `Context`."""
+
+    device: torch.device
+    gather_lane: Any
+    reduce_lane: Any
+    waits: Spans | None
+
+
 @contextlib.contextmanager
-def recorded(context: Context) -> Iterator[Log]:
+def recorded(context: Recorded) -> Iterator[Log]:
     """Context in which a rank's lanes and waits are noted; off it, nothing is and nothing is spent.
 
         with recorded(context) as log:

@@ -9,13 +9,13 @@ import torch
 
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
+from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .backing import DriveHome, Home, HostHome
 from .nvme_shards import Shelf, ShelfPlace
 from .offloaded_gradient import GradientShelves
-from .shard_layout import shard_numel
 from .unit import Unit, make_shards
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of shards: rank r's contiguous 1/N of a unit, flat, padded to a multiple of N."""
+"""How a unit is laid out over ranks: stretches, of which each rank has a part, one after the other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-
-def shard_numel(numel: int, world_size: int) -> int:
-    """Return the elements of every rank's shard, padding included."""
-    return -(-numel // world_size)
-
-
-def shard_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return the [start, end) of the unit's elements that rank holds; empty where only padding is left."""
-    size = shard_numel(numel, world_size)
-    return min(rank * size, numel), min((rank + 1) * size, numel)
+from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

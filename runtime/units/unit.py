@@ -13,11 +13,12 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of
+from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
 from .backing import Home
 from .dense import Dense
-from .shard_layout import cut_stretches, shard_numel
+from .shard_layout import cut_stretches
 from .tile import Tile
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 
 from zinf_compile.errors import StoreError
+from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.storage.file_read import read_at
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
 from zinf_compile.runtime.units.backing import DriveHome
-from zinf_compile.runtime.units.shard_layout import shard_numel, shard_range
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
-from zinf_compile.runtime.units.shard_layout import shard_numel
+from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter

@@ -1,0 +1,39 @@
+"""The stages of a schedule: groups of gathers that stand together, and when each group is released."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from torch import fx
+
+from zinf_compile.ir import ops
+from zinf_compile.passes.graph.node_facts import live_bytes
+
+
+def peak_ahead(sizes: Sequence[int], released: Sequence[Sequence[tuple[int, int]]], *, stages: int) -> int:
+    """Return the most live bytes of any stage where each group starts `stages` stages early."""
+    change = [0] * (len(sizes) + 1)
+    for number, size in enumerate(sizes):
+        change[max(0, number - stages)] += size
+        for stage, freed in released[number]:
+            change[stage + 1] -= freed
+    return max(itertools.accumulate(change), default=0)
+
+
+def find_stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
+    """Return the gathers of each stage, which stand together, and for each the (stage, bytes) of their releases."""
+    groups: list[list[fx.Node]] = []
+    released: list[list[tuple[int, int]]] = []
+    owner: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.target is ops.all_gather:
+            if not groups or node.prev is not groups[-1][-1]:
+                groups.append([])
+                released.append([])
+            groups[-1].append(node)
+            owner[node] = len(groups) - 1
+        elif node.target is ops.release:
+            owned = owner[node.args[0].args[0]]
+            released[owned].append((len(groups) - 1, live_bytes(node)))
+    return groups, released
