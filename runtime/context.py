@@ -15,7 +15,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from zinf_compile._torch import level_group_names
 from zinf_compile.errors import OptionError, RankMismatchError, ZinfError
 from zinf_compile.ir.program import digest_of
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
-from zinf_compile.runtime.comm.steps_done import ADVICE, StepDone, describe_last_step, differ_in_steps, mixed
+from zinf_compile.runtime.comm.steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
 from zinf_compile.runtime.device.link import Bridge, CudaBridge, Unified, player_of
 from zinf_compile.runtime.lanes.lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import WRITTEN, Meter
@@ -36,9 +36,6 @@ from zinf_compile.runtime.memory.reservations import ByteRoom, Claims
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.malloc import return_large_blocks
-
-if TYPE_CHECKING:
-    from zinf_compile.runtime.units.unit import Unit
 
 
 class Context:
@@ -65,8 +62,8 @@ class Context:
         """A checksum of the changes that eager code has made to shards of parameters; compared when a graph starts."""
         self.last_eager_change = ""
         """The last of them."""
-        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
-        self.spoiled: weakref.WeakKeyDictionary[Unit, tuple[str, int | None]] = weakref.WeakKeyDictionary()
+        self.units: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.spoiled: weakref.WeakKeyDictionary[Any, tuple[str, int | None]] = weakref.WeakKeyDictionary()
         """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.gather_memory = GatherMemory()
         self.meter = Meter()
@@ -189,7 +186,7 @@ class Context:
                 [ENDING],
                 what=ENDING,
                 digest=mixed(digest_of([ENDING]), self.steps_digest),
-                details=lambda: describe_last_step(self),
+                details=lambda: describe([self.last_step], self.steps_digest),
                 within_s=_END_WITHIN_S,
             )
         except RankMismatchError as error:
@@ -204,7 +201,7 @@ class Context:
             self.agree([f"options {signature}"], what="starting", mismatch=OptionError)
             self._signatures.add(signature)
 
-    def enlist(self, unit: Unit) -> None:
+    def enlist(self, unit: Any) -> None:
         """Count a unit among those of these ranks for as long as it lives; memory for gathers goes with the last one."""
         weakref.finalize(unit, self._unit_gone).atexit = False  # made before the set's reference: called after the set forgot it
         self.units.add(unit)

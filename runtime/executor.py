@@ -14,8 +14,7 @@ from zinf_compile.runtime.transfer.swap import Arriving, swap_in, swap_out
 from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from zinf_compile.ir.program import digest_of
-
-if TYPE_CHECKING:
-    from zinf_compile.runtime.context import Context
-    from zinf_compile.runtime.units.unit import Unit
 
 STEPS = "step() of "
 """How a line about steps begins."""
 
-_BITS = (1 << 63) - 1
+BITS = (1 << 63) - 1
+"""Of a digest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,49 +41,15 @@ class StepDone:
         return [f"{STEPS}{self.optimizer} {times}, the last with {group}" for group in self.settings]
 
 
-def note_step(done: StepDone, units: Iterable[Unit], context: Context) -> None:
-    """Add a step to what its units went through."""
-    for unit in units:
-        unit.steps_digest = (unit.steps_digest + done.digest) & _BITS
-        unit.last_step = done
-    context.steps_clock += 1
-    context.steps_digest = (context.steps_digest + done.digest) & _BITS
-    context.last_step = done
-
-
-def forget_steps(units: Iterable[Unit]) -> None:
-    """All ranks have just given these units whole values: what they went through before counts no more."""
-    for unit in units:
-        context = unit.context
-        unit.steps_digest, unit.last_step = 0, None
-        context.steps_clock += 1
-        context.steps_digest, context.last_step = 0, None
-
-
-def digest_of_steps(units: Iterable[Unit]) -> int:
-    """Return a hash of the steps that units went through, 0 before the first."""
-    return sum((2 * place + 1) * unit.steps_digest for place, unit in enumerate(units)) & _BITS
-
-
-def describe_steps(units: Iterable[Unit]) -> list[str]:
-    """Return the last step of each optimizer of these units, line by line, and a hash of all."""
-    units = list(units)
-    return _described({id(unit.last_step): unit.last_step for unit in units}.values(), digest_of_steps(units))
-
-
-def describe_last_step(context: Context) -> list[str]:
-    """Return the last step of any units of these ranks, line by line, and a hash of all."""
-    return _described([context.last_step], context.steps_digest)
-
-
-def _described(steps: Iterable[StepDone | None], digest: int) -> list[str]:
+def describe(steps: Iterable[StepDone | None], digest: int) -> list[str]:
+    """Describe the last steps of some optimizers, line by line, and a hash of all steps."""
     lines = [line for done in steps if done is not None for line in done.lines()]
     return [*(lines or [f"{STEPS}no optimizer yet"]), f"{STEPS}any optimizer so far: {digest:016x}"]
 
 
 def mixed(digest: int, steps: int) -> int:
     """Return a hash of what is about to run and of the steps before it."""
-    return (digest + 3 * steps) & _BITS
+    return (digest + 3 * steps) & BITS
 
 
 def differ_in_steps(line: str, other: str) -> bool:

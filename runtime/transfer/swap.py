@@ -11,8 +11,7 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import ByteRoom
 from zinf_compile.runtime.units.backing import Home, HostHome
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context

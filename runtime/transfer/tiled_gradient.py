@@ -11,8 +11,7 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.backing import HostHome
 from zinf_compile.runtime.units.nvme_shards import All
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .swap import copy_out, leave_for, swap_out
 

@@ -13,13 +13,13 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
 
 from .backing import DriveHome, Home, HostHome
+from .nvme_gradient_pool import NvmeGradientPool
 from .nvme_shards import ShelfPlace
-from .offloaded_gradient import GradientShelves
 from .shard_values import DeviceShard, HomeShard, ShardValues
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]
-_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, tuple[GradientShelves, dict[int, int]]]] = weakref.WeakKeyDictionary()
+_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, tuple[NvmeGradientPool, dict[int, int]]]] = weakref.WeakKeyDictionary()
 """By a row of units that were partitioned together and a data type: shelves with a place for each, and its number there."""
 
 
@@ -80,7 +80,7 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
         )
 
 
-def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[GradientShelves, dict[int, int]]:
+def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int, int]]:
     """Return shelves for all units that were partitioned together with this one: few files for many tensors."""
     context, family = unit.context, _root(unit.family)
     known = _shelves.setdefault(context, {})
@@ -90,7 +90,9 @@ def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[GradientShelves, dict[i
         members = [row[serial] for serial in sorted(row)]
         places = [ShelfPlace(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
-        shelves = GradientShelves(folders, places, context.engine, context.meter, context.staging, kind="tensor partitioned like")
+        shelves = NvmeGradientPool(
+            folders, places, context.engine, context.meter, context.staging, kind="tensor partitioned like"
+        )
         found = known[family, dtype] = shelves, {_root(u.serial): number for number, u in enumerate(members)}
     return found
 

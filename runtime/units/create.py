@@ -14,8 +14,8 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .backing import DriveHome, Home, HostHome
+from .nvme_gradient_pool import NvmeGradientPool
 from .nvme_shards import Shelf, ShelfPlace
-from .offloaded_gradient import GradientShelves
 from .unit import Unit, make_shards
 
 
@@ -70,10 +70,10 @@ def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Place
 
 def _make_rooms(
     parameters: Sequence[tuple[torch.Tensor, ShelfPlace]], context: Context, placement: Placement
-) -> list[tuple[GradientShelves, int]] | list[None]:
+) -> list[tuple[NvmeGradientPool, int]] | list[None]:
     trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
-    shelves = GradientShelves(placement.nvme, trained, context.engine, context.meter, context.staging)
+    shelves = NvmeGradientPool(placement.nvme, trained, context.engine, context.meter, context.staging)
     numbers = iter(range(len(trained)))
     return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.lanes.link_meter import Meter
-from zinf_compile.runtime.memory.aligned_buffers import BufferPool
-from zinf_compile.runtime.storage.extent_store import PathLike
 
 from .backing import DriveHome, Home
-from .nvme_shards import Shelf, ShelfPlace
-from .tile import Tile
-
-if TYPE_CHECKING:
-    from zinf_compile.runtime.storage.engine import Engine
-
-    from .unit import Unit
+from .nvme_gradient_pool import NvmeGradientPool
+from .unit import Tile, Unit
 
 InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""
-
-
-class GradientShelves:
-    """Room on drives for the gradients of a row of units.
-
-    One shelf is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[PathLike],
-        places: Sequence[ShelfPlace],
-        engine: Engine,
-        meter: Meter,
-        staging: BufferPool,
-        *,
-        kind: str = "gradient of",
-    ) -> None:
-        self._kind = kind
-        self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
-        self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
-        first = self._new_shelf()
-        self._free: list[list[Shelf]] = [[first] for _ in places]
-
-    def take(self, index: int) -> Shelf:
-        """Return a shelf on which the place of unit `index` is free; it isn't any more."""
-        with self._lock:
-            if not self._free[index]:
-                shelf = self._new_shelf()
-                for free in self._free:
-                    free.append(shelf)
-            return self._free[index].pop()
-
-    def give_back(self, index: int, shelf: Shelf) -> None:
-        """Free a place."""
-        with self._lock:
-            self._free[index].append(shelf)
-
-    def _new_shelf(self) -> Shelf:
-        return Shelf(self._paths, self._kind, self._places, self._engine, self._meter, self._staging)
 
 
 class AwayGradient:
@@ -181,7 +131,7 @@ class AwayGradient:
         return apply
 
 
-def away_on_drive(unit: Unit, shelves: GradientShelves, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
+def away_on_drive(unit: Unit, shelves: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
     shelf = shelves.take(index)
     away = AwayGradient(unit, DriveHome(shelf, index), numel, dtype)

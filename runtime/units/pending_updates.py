@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,11 +15,8 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.wait_times import Past, worker
 
-from .backing import DriveHome
+from .backing import DriveHome, Home
 from .nvme_shards import All
-
-if TYPE_CHECKING:
-    from .unit import Unit
 
 Span = tuple[int, int]
 """A stretch [start, end) of a shard, in elements."""
@@ -27,29 +24,38 @@ Span = tuple[int, int]
 _PAGE = 4096
 
 
-class Updates:
+class Updated(Protocol):
+    """What is updated: a `Unit`."""
+
+    home: Home | None
+
+
+U = TypeVar("U", bound=Updated)
+
+
+class Updates(Generic[U]):
     """What a step has still to update, span by span; who reads a shard meanwhile gets it as it is afterwards.
 
     One thread updates and calls `updated`; any thread may read and wait. After a failure all waits are over: the first one to
     return raises it, and so does each read that it cut short.
     """
 
-    def __init__(self, due: Mapping[Unit, Iterable[Span]]) -> None:
-        self._spans: dict[Unit, list[Span]] = {unit: list(spans) for unit, spans in due.items()}
-        self._left: dict[Unit, set[Span]] = {unit: set(spans) for unit, spans in self._spans.items()}
-        self._landings: dict[Unit, list[_Landing]] = {}
+    def __init__(self, due: Mapping[U, Iterable[Span]]) -> None:
+        self._spans: dict[U, list[Span]] = {unit: list(spans) for unit, spans in due.items()}
+        self._left: dict[U, set[Span]] = {unit: set(spans) for unit, spans in self._spans.items()}
+        self._landings: dict[U, list[_Landing]] = {}
         self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
         self._changed = threading.Condition(self._lock)
         self._failure: Callable[[], Exception] | None = None
         self._told = False
-        self._spoiled: weakref.WeakSet[Unit] = weakref.WeakSet()
+        self._spoiled: weakref.WeakSet[U] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
         self._worker: Past | None = None
         """Of the thread that updates."""
         self.spared_bytes = 0
         """That reads would have taken from drives: they were handed what was just updated."""
 
-    def updated(self, unit: Unit, start: int, end: int, value: torch.Tensor) -> None:
+    def updated(self, unit: U, start: int, end: int, value: torch.Tensor) -> None:
         """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
         with self._lock:
             self._worker = worker() or self._worker
@@ -85,7 +91,7 @@ class Updates:
             assert not self._left, "all spans were updated"
             self._spans.clear()
 
-    def read(self, unit: Unit, into: torch.Tensor, first: int = 0) -> Pending:
+    def read(self, unit: U, into: torch.Tensor, first: int = 0) -> Pending:
         """Start to fill `into`, in host memory, with the updated shard: from its home, or as its spans are updated.
 
         Or with what of it begins at `first`, where a span does, and ends where one does.
@@ -103,13 +109,13 @@ class Updates:
             return unit.home.read(into, first)
         return All([*(unit.home.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
 
-    def wait(self, unit: Unit | None = None) -> None:
+    def wait(self, unit: U | None = None) -> None:
         """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
             self._raise_once()
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[U]:
         """Return those that are to be updated."""
         with self._lock:
             return list(self._spans)
@@ -119,7 +125,7 @@ class Updates:
         with self._lock:
             self._raise_once()
 
-    def replace(self, unit: Unit) -> None:
+    def replace(self, unit: U) -> None:
         """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left)
@@ -162,7 +168,7 @@ class Updates:
 class _Landing:
     """Memory that updated spans are handed to."""
 
-    def __init__(self, updates: Updates, into: torch.Tensor, start: int, missing: Iterable[Span]) -> None:
+    def __init__(self, updates: Updates[Any], into: torch.Tensor, start: int, missing: Iterable[Span]) -> None:
         self._updates = updates
         self.into = into
         self.start = start

@@ -13,10 +13,10 @@ from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.ir.program import Program, Slot, digest_of
 from zinf_compile.ir.tiers import Placement, way_in
 from zinf_compile.optim.step_under_way import refuse_steps_under_way
-from zinf_compile.runtime.comm.steps_done import describe_steps, digest_of_steps, mixed
+from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
+from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.sharded.budget import refuse_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 from zinf_compile.sharded.partition import partition

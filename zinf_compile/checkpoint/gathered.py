@@ -12,8 +12,9 @@ from torch import nn
 from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import PartitionedParameterError, UnsupportedModelError
 from zinf_compile.ir.program import digest_of
-from zinf_compile.runtime.comm.steps_done import describe_steps, digest_of_steps, forget_steps, mixed
+from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps, forget_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_on_first, gather_whole, scatter_whole
 from zinf_compile.sharded.parameter import ShardedParameter, fill, hollow_out, unit_of

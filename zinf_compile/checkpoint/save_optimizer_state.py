@@ -15,9 +15,10 @@ from zinf_compile.optim.shard_state import shard_state
 from zinf_compile.optim.split_states import split_units
 from zinf_compile.optim.state_entry import in_memory
 from zinf_compile.optim.state_layout import without_note
-from zinf_compile.runtime.comm.steps_done import describe_steps, digest_of_steps, mixed
+from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.fail_together import together
+from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.host_shortage import host_shortage
 from zinf_compile.sharded.parameter import unit_of

@@ -50,7 +50,7 @@ class LateStep:
         self._threads = torch.get_num_threads()
         self.pending: Pending = Done()
         """Over when no thread works on it."""
-        self._updates: Updates | None = None
+        self._updates: Updates[Unit] | None = None
 
     def take_first(self) -> ChunkStep:
         """Return the first chunk, which the caller updates before the start."""
@@ -107,7 +107,7 @@ class LateStep:
             self._chunks.close()
             self._sources, self._groups, self.done = [], [], []
 
-    def _update(self, optimizer: Optimizer, updates: Updates) -> None:
+    def _update(self, optimizer: Optimizer, updates: Updates[Unit]) -> None:
         settings: Settings = []
         assert self._frozen is not None
         for chunk in self._chunks:

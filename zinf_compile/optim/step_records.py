@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.runtime.comm.steps_done import StepDone, note_step
+from zinf_compile.runtime.comm.steps_done import StepDone
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.steps_taken import note_step
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 

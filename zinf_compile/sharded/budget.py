@@ -27,8 +27,7 @@ from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
 from zinf_compile.runtime.transfer.move import Mover
 from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage

@@ -13,8 +13,7 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.transfer.swap import take_away
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
-from zinf_compile.runtime.units.tile import Tile
-from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
 from .call_names import call_name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.runtime.units.tile import Tile
+from zinf_compile.runtime.units.unit import Tile
 
 if TYPE_CHECKING:
     from .gradient import ShardedGradient
