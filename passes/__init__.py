@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from zinf_compile.ir.program import Slot
-from zinf_compile.passes.joint.decompose_kept_ops import take_apart
+from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._read_logits import Logits
@@ -25,13 +25,13 @@ from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.schedule.prefetch import prefetch
 from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
 from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
-from zinf_compile.passes.tiling.accumulate_in_place import add_in_place
+from zinf_compile.passes.tiling.accumulate_in_place import accumulate_in_place
 from zinf_compile.passes.tiling.lift_tiles import lift_tiles
-from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_in_place
+from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_tiles_in_place
 from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
-from zinf_compile.passes.tiling.tile_pointwise import chain_tiles
-from zinf_compile.passes.tiling.write_tiles_in_place import write_in_place
+from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
+from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
 
 from .verify import verify
 
@@ -65,10 +65,10 @@ def inference_passes(
     """
     return (
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
-        partial(take_apart, table=rules or {}),
+        partial(decompose_kept_ops, table=rules or {}),
         partial(look_rows_up, chosen=rows or (lambda slot: False)),
         tile_matmuls,
-        chain_tiles,
+        tile_pointwise,
     )
 
 
@@ -115,9 +115,9 @@ def graph_passes(
         merge_gathers,
         partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
-        add_in_place,
-        write_in_place,
-        reduce_in_place,
+        accumulate_in_place,
+        write_tiles_in_place,
+        reduce_tiles_in_place,
     )
 
 

@@ -29,7 +29,7 @@ WHOLE = frozenset(
 """What `chunk_loss` reads."""
 
 
-def take_apart(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
+def decompose_kept_ops(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
     """Replace each of the operators in `WHOLE` by what `table` makes of it; nothing where the table has no rules.
 
         before:  l = tanh_backward(g, y);  return (l,)

@@ -4,7 +4,7 @@ _forms — How a value derived from a tiled parameter lies to it: which tiles ma
     each.
 _gradients — A gradient in tiles, each computed by itself from what the whole is computed from.
 _pointwise_chains — Which values between products with tiles needn't exist as a whole: decided here, acted upon in
-    `chain_tiles`.
+    `tile_pointwise`.
 _uses — What reads a tiled parameter, tile by tile: matrix products and embeddings.
 accumulate_in_place — Add products to a sum in the sum's own memory.
 lift_tiles — Make each tile of a parameter an input, as a parameter is one.

@@ -1,4 +1,4 @@
-"""Which values between products with tiles needn't exist as a whole: decided here, acted upon in `chain_tiles`."""
+"""Which values between products with tiles needn't exist as a whole: decided here, acted upon in `tile_pointwise`."""
 
 from __future__ import annotations
 

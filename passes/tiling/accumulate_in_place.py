@@ -15,7 +15,7 @@ _PRODUCTS = frozenset(
 _IN_PLACE = {aten.addmm.default: aten.addmm_.default, aten.baddbmm.default: aten.baddbmm_.default}
 
 
-def add_in_place(gm: fx.GraphModule) -> fx.GraphModule:
+def accumulate_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     """Let a sum of products grow in place where nobody else reads what it was before.
 
         before:  a = mm(x, w_tile_0);  b = addmm(a, y, w_tile_1)

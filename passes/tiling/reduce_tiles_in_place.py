@@ -12,7 +12,7 @@ from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, move_
 from .write_tiles_in_place import INTO
 
 
-def reduce_in_place(gm: fx.GraphModule) -> fx.GraphModule:
+def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     """Let a product that is a tile's gradient write into memory that the runtime chooses.
 
         before:  t = t(d);  g = mm(t, x);  s = reduce_scatter(g, w_tile_0)

@@ -28,7 +28,7 @@ from ._pointwise_chains import (
 aten = torch.ops.aten
 
 
-def chain_tiles(gm: fx.GraphModule) -> fx.GraphModule:
+def tile_pointwise(gm: fx.GraphModule) -> fx.GraphModule:
     """Let element-wise operators give the parts that are read of their results, each where it is read first.
 
         before:  a = mm(x, u_0);  b = mm(x, u_1);  h = cat([a, b], 1);  r = relu(h)

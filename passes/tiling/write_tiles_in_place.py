@@ -36,7 +36,7 @@ class _Part:
     values: tuple[fx.Node, ...]
 
 
-def write_in_place(gm: fx.GraphModule) -> fx.GraphModule:
+def write_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     """Let products with tiles write into the matrix that is put together from them, in place of being copied there later.
 
         before:  a = mm(x, w_tile_0);  b = mm(x, w_tile_1);  y = cat([a, b], 1)

@@ -2,5 +2,6 @@
 
 collectives — Shards to full units and gradients to shards, for several units at once, straight into the buffers that
     compute uses.
+shard_ranges — The arithmetic of shards: rank r's contiguous 1/N of a unit, flat, padded to a multiple of N.
 steps_done — The optimizer steps that the shards of units went through, as the ranks compare them.
 """

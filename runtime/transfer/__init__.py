@@ -2,8 +2,6 @@
 
 chunk_buffers — Memory for a few chunks at a time, each a row of columns: a parameter's values, its gradients, its states.
 move — Between where a piece of a state lives and where it is updated.
-offloaded_gradient — Gradients that live off their device: where they go, and what is done to them without bringing them
-    back at once.
 swap — One hop of a shard towards its device, or of a gradient's away from it.
 tiled_gradient — The gradient of a unit that is computed, reduced and taken away tile by tile.
 """

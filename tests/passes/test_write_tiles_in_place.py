@@ -6,7 +6,7 @@ from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
 from zinf_compile.passes.graph.node_facts import mark_region, starts_region
-from zinf_compile.passes.tiling.write_tiles_in_place import write_in_place
+from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
 
 INPUTS = {
     **{name: torch.empty(4, 4) for name in ("x", "y", "z")},
@@ -22,7 +22,7 @@ def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
 
 
 def after(text: str) -> list[str]:
-    gm = write_in_place(graph(text))
+    gm = write_tiles_in_place(graph(text))
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.empty_strided.default:
             node.kwargs = {}
@@ -31,7 +31,7 @@ def after(text: str) -> list[str]:
 
 
 def test_docstring_example() -> None:
-    before, expected = example_of(write_in_place)
+    before, expected = example_of(write_tiles_in_place)
     assert after("; ".join([*before, "r = relu(y)"])) == [*expected, "r = relu(y)"]
 
 
@@ -87,7 +87,7 @@ def test_what_is_made_of_a_product_is_copied_at_once() -> None:
     ids=["no tiles", "read besides", "an input", "twice and returned", "no elements of the product"],
 )
 def test_what_is_no_row_of_products_stays_as_it_is(text: str) -> None:
-    assert lines_of(text_of(write_in_place(graph(text)))) == lines_of(text)
+    assert lines_of(text_of(write_tiles_in_place(graph(text)))) == lines_of(text)
 
 
 def test_regions_begin_where_they_began() -> None:
@@ -95,7 +95,7 @@ def test_regions_begin_where_they_began() -> None:
     for node in gm.graph.nodes:
         if node.target is torch.ops.aten.mm.default:
             mark_region(node)
-    write_in_place(gm)
+    write_tiles_in_place(gm)
     assert [node.name for node in gm.graph.nodes if starts_region(node)] == ["whole", "slice_tensor_1"]
 
 

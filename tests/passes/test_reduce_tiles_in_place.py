@@ -6,7 +6,7 @@ from irtext import each_a_tile, example_of, graph_of, lines_of, text_of, unit
 from torch import fx
 
 from zinf_compile.passes.graph.node_facts import mark_region
-from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_in_place
+from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_tiles_in_place
 
 INPUTS = {**{name: torch.empty(4, 4) for name in ("x", "d")}, "w_tile_0": unit(4, 4), "w_tile_1": unit(4, 4)}
 
@@ -17,13 +17,13 @@ def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
 
 
 def test_docstring_example() -> None:
-    before, expected = example_of(reduce_in_place)
-    assert lines_of(text_of(reduce_in_place(graph("; ".join(before))), room="r")) == expected
+    before, expected = example_of(reduce_tiles_in_place)
+    assert lines_of(text_of(reduce_tiles_in_place(graph("; ".join(before))), room="r")) == expected
 
 
 def test_views_that_end_where_they_began() -> None:
     text = "g = mm(d, x); t = t(g); u = t(t); s = reduce_scatter(u, w_tile_0)"
-    assert lines_of(text_of(reduce_in_place(graph(text)))) == [
+    assert lines_of(text_of(reduce_tiles_in_place(graph(text)))) == [
         "room = room(w_tile_0)",
         "mm_into(room, d, x)",
         "s = reduce_scatter(room, w_tile_0)",
@@ -35,7 +35,7 @@ def test_rooms_stand_in_front_of_their_region() -> None:
         "a = relu(x); c = sin(d); g = mm(c, a); h = mm(a, c); s = reduce_scatter(g, w_tile_0); r = reduce_scatter(h, w_tile_1)"
     )
     mark_region(next(node for node in gm.graph.nodes if node.name == "c"))
-    assert [line.split(" =")[0].split("(")[0] for line in lines_of(text_of(reduce_in_place(gm)))] == [
+    assert [line.split(" =")[0].split("(")[0] for line in lines_of(text_of(reduce_tiles_in_place(gm)))] == [
         "a",
         "room",
         "room_1",
@@ -58,9 +58,9 @@ def test_rooms_stand_in_front_of_their_region() -> None:
     ids=["in another order", "read besides", "no product", "an input"],
 )
 def test_what_is_no_product_for_the_tile_alone_stays_as_it_is(text: str) -> None:
-    assert lines_of(text_of(reduce_in_place(graph(text)))) == lines_of(text)
+    assert lines_of(text_of(reduce_tiles_in_place(graph(text)))) == lines_of(text)
 
 
 def test_whole_parameters_are_left_alone() -> None:
     text = "g = mm(d, x); s = reduce_scatter(g, w_tile_0)"
-    assert lines_of(text_of(reduce_in_place(graph(text, tiles=False)))) == lines_of(text)
+    assert lines_of(text_of(reduce_tiles_in_place(graph(text, tiles=False)))) == lines_of(text)

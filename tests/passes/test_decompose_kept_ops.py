@@ -13,7 +13,7 @@ from torch import fx
 from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.backend.regions import decompositions
 from zinf_compile.config import Config
-from zinf_compile.passes.joint.decompose_kept_ops import WHOLE, take_apart
+from zinf_compile.passes.joint.decompose_kept_ops import WHOLE, decompose_kept_ops
 
 BEFORE = """
 l = tanh_backward(g, y)
@@ -29,20 +29,20 @@ return (mul_1,)
 
 def test_docstring_example() -> None:
     gm = graph_of(BEFORE, g=torch.empty(3), y=torch.empty(3))
-    assert text_of(take_apart(gm, table=decompositions())) == AFTER.lstrip()
-    assert example_of(take_apart) == (lines_of(BEFORE), lines_of(AFTER))
+    assert text_of(decompose_kept_ops(gm, table=decompositions())) == AFTER.lstrip()
+    assert example_of(decompose_kept_ops) == (lines_of(BEFORE), lines_of(AFTER))
 
 
 def test_without_rules_nothing_changes() -> None:
     gm = graph_of(BEFORE, g=torch.empty(3), y=torch.empty(3))
-    assert text_of(take_apart(gm, table={})) == BEFORE.lstrip()
+    assert text_of(decompose_kept_ops(gm, table={})) == BEFORE.lstrip()
 
 
 def test_several_results_and_numbers() -> None:
     text = "n = nll_loss_forward(l, y, None, 1, -100); s = n[0]; k = n[1]; a = mul(s, k); return (a,)"
     gm = graph_of(text, l=torch.empty(4, 6), y=torch.zeros(4, dtype=torch.long))
     expected = results(copied(gm))
-    torch.testing.assert_close(results(take_apart(gm, table=decompositions())), expected)
+    torch.testing.assert_close(results(decompose_kept_ops(gm, table=decompositions())), expected)
     assert not WHOLE & {node.target for node in gm.graph.nodes}
     gm.graph.lint()
 

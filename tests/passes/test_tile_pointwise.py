@@ -8,7 +8,7 @@ from torch import nn
 from zinf_compile.passes.graph.node_facts import fake_value
 from zinf_compile.passes.tiling import _pointwise_chains
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
-from zinf_compile.passes.tiling.tile_pointwise import chain_tiles
+from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
 
 INPUTS = {
     "x": torch.empty(2, 4),
@@ -28,7 +28,7 @@ READ = "p = slice(r, 1, 0, 4); y = mm(p, v_0); q = slice(r, 1, 4, 8); s = addmm(
 
 def after(text: str, *, tiles: str = TILES) -> list[str]:
     before, gm = graph_of(f"{tiles}; {text}", **INPUTS), graph_of(f"{tiles}; {text}", **INPUTS)
-    gm = chain_tiles(gm)
+    gm = tile_pointwise(gm)
     gm.graph.lint()
     for computed, expected in zip(results(gm), results(before), strict=True):
         assert torch.equal(computed, expected)
@@ -36,8 +36,8 @@ def after(text: str, *, tiles: str = TILES) -> list[str]:
 
 
 def test_docstring_example() -> None:
-    before, expected = example_of(chain_tiles)
-    gm = chain_tiles(graph_of("; ".join([TILES, *before, "return (z,)"]), **{n: v for n, v in INPUTS.items() if n != "z"}))
+    before, expected = example_of(tile_pointwise)
+    gm = tile_pointwise(graph_of("; ".join([TILES, *before, "return (z,)"]), **{n: v for n, v in INPUTS.items() if n != "z"}))
     shown = text_of(gm, relu_default="p", relu_default_1="q")
     assert [line for line in lines_of(shown) if "tile(" not in line] == [*expected, "return (z,)"]
 
@@ -131,14 +131,14 @@ def test_what_a_product_reads_as_a_whole_is_put_together_from_parts() -> None:
 )
 def test_what_is_read_otherwise_stays_as_it_is(text: str) -> None:
     text = text.replace("softmax(h, -1)", "_softmax(h, -1, False)")
-    gm = chain_tiles(graph_of(f"{TILES}; {text}", **INPUTS))
+    gm = tile_pointwise(graph_of(f"{TILES}; {text}", **INPUTS))
     assert [line for line in lines_of(text_of(gm)) if "tile(" not in line] == lines_of(text)
 
 
 def test_graphs_without_tiles_are_left_alone() -> None:
     text = f"r = relu(z); {READ.replace('v_0', 'u').replace('v_1', 'u')}; return (s,)".replace("r, 1, 4, 8", "r, 1, 0, 4")
     inputs = {**INPUTS, "u": torch.empty(4, 4)}
-    assert lines_of(text_of(chain_tiles(graph_of(text, **inputs)))) == lines_of(text)
+    assert lines_of(text_of(tile_pointwise(graph_of(text, **inputs)))) == lines_of(text)
 
 
 class Hidden(nn.Module):
@@ -159,7 +159,7 @@ def hidden_values(activation: nn.Module, *, turned: bool, kind: str) -> set[str]
     """Return which values are as large as all tokens' activations, in tiles of 8 of them; and check that they are right."""
     gm = traced(Hidden(activation, turned=turned), torch.randn(2, 3, 8, requires_grad=True))[kind]
     before = copied(gm)
-    gm = chain_tiles(tile_matmuls(cut(gm, 8 * 8 * 4)))
+    gm = tile_pointwise(tile_matmuls(cut(gm, 8 * 8 * 4)))
     for computed, expected in zip(results(gm), results(before), strict=True):
         torch.testing.assert_close(computed, expected)
     large = [

@@ -4,17 +4,17 @@ import pytest
 import torch
 from irtext import example_of, graph_of, lines_of, text_of
 
-from zinf_compile.passes.tiling.accumulate_in_place import add_in_place
+from zinf_compile.passes.tiling.accumulate_in_place import accumulate_in_place
 
 INPUTS = {name: torch.empty(4, 4) for name in ("x", "y", "w_tile_0", "w_tile_1", "bias")}
 
 
 def after(text: str) -> list[str]:
-    return lines_of(text_of(add_in_place(graph_of(text, **INPUTS))))
+    return lines_of(text_of(accumulate_in_place(graph_of(text, **INPUTS))))
 
 
 def test_docstring_example() -> None:
-    before, expected = example_of(add_in_place)
+    before, expected = example_of(accumulate_in_place)
     assert after("; ".join(before)) == expected
 
 

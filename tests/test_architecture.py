@@ -1,0 +1,182 @@
+"""Which folder may import which, as one table: every file is read, with imports inside functions and for type checkers only."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "zinf_compile"
+
+BASE = ("errors", "_torch", "_frames", "_csrc")
+MAY: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "_torch": ("errors",),
+    "_frames": (),
+    "ir": BASE,
+    "config": (*BASE, "ir"),
+    "passes": (*BASE, "ir"),
+    "runtime": (*BASE, "ir", "config"),
+    "sharded": (*BASE, "ir", "config", "passes", "runtime"),
+    "stats": (*BASE, "ir", "runtime", "sharded"),
+    "memory": ("sharded",),
+    "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
+    "checkpoint": (*BASE, "ir", "config", "runtime", "sharded", "optim"),
+    "init": (*BASE, "ir", "config", "runtime", "sharded", "optim", "checkpoint"),
+    "backend": (*BASE, "ir", "config", "passes", "runtime", "sharded", "optim", "checkpoint"),
+    "hf": (*BASE, "ir", "config", "runtime", "sharded", "stats", "optim", "checkpoint", "init"),
+    "cli": (*BASE, "ir", "config", "passes", "runtime", "sharded", "stats", "optim", "checkpoint", "init", "backend"),
+    "__main__": ("cli",),
+    "": ("errors", "stats", "memory", "optim", "checkpoint", "init"),
+}
+"""What each folder or file of the package may import beside itself; the package's own name is the empty one."""
+
+WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
+    "runtime": (
+        ("system", "lanes", "comm"),
+        ("memory",),
+        ("device", "storage"),
+        ("context",),
+        ("units",),
+        ("transfer",),
+        ("executor",),
+    ),
+    "passes": (("graph",), ("analysis", "verify"), ("joint", "schedule", "tiling", "loss"), ("lower",), ("",)),
+}
+"""Folders within these, from the bottom: each may import those beside it and below."""
+
+CIRCLES_LEFT = [
+    {"init.deferred_fills", "init.materializing"},
+    {
+        "optim.chunk_step",
+        "optim.offloaded_states",
+        "optim.state_entry",
+        "optim.state_exchange",
+        "optim.state_layout",
+    },
+    {
+        "sharded.calls",
+        "sharded.gradient",
+        "sharded.gradient_reductions",
+        "sharded.gradient_types",
+        "sharded.operands",
+        "sharded.operators",
+        "sharded.partition_alike",
+        "sharded.reductions",
+        "sharded.tensor",
+        "sharded.tiled_gradient_ops",
+        "sharded.whole_values",
+    },
+]
+"""Modules that still import each other in a circle, most of them for their types. No other circle may come up."""
+
+LONG_LEFT = {
+    "sharded.budget",
+    "sharded.gradient",
+    "sharded.parameter",
+    "optim.offloaded_states",
+    "optim.optimizer",
+    "runtime.context",
+}
+"""Files that are still of more than 400 lines."""
+
+MOST_LINES = 400
+
+PASSES = ("joint", "schedule", "tiling", "loss")
+"""Folders in which every public file is a pass."""
+
+
+def _modules() -> dict[str, Path]:
+    found = {}
+    for folder, _, files in os.walk(PACKAGE, followlinks=True):
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(folder) / file
+                parts = path.relative_to(PACKAGE).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = _modules()
+
+
+def _imported(module: str) -> Iterator[str]:
+    path = MODULES[module]
+    parts = module.split(".") if module else []
+    package = parts if path.name == "__init__.py" else parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            elif node.module and node.module.split(".")[0] == "zinf_compile":
+                base = node.module.split(".")[1:]
+            else:
+                continue
+            for alias in node.names:
+                full = ".".join([*base, alias.name])
+                yield full if full in MODULES or alias.name == "_csrc" else ".".join(base)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "zinf_compile")
+
+
+ARROWS = [(module, target) for module in MODULES for target in _imported(module) if target != module]
+
+
+def _top(module: str) -> str:
+    return module.split(".", maxsplit=1)[0]
+
+
+def _floor(module: str) -> int:
+    """Return on which floor of its house a module is."""
+    house, *rest = module.split(".")
+    room = rest[0] if rest else ""
+    return next(number for number, rooms in enumerate(WITHIN[house]) if room in rooms)
+
+
+def test_every_arrow_is_in_the_table() -> None:
+    assert {_top(module) for module in MODULES} == MAY.keys()
+    wrong = [(a, b) for a, b in ARROWS if _top(a) != _top(b) and _top(b) not in MAY[_top(a)]]
+    assert not wrong
+
+
+@pytest.mark.parametrize("house", WITHIN)
+def test_arrows_within_a_house_point_down(house: str) -> None:
+    inside = [(a, b) for a, b in ARROWS if _top(a) == _top(b) == house and house not in (a, b)]
+    assert inside
+    assert not [(a, b) for a, b in inside if _floor(a) < _floor(b)]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    circles = [set(c) for c in nx.strongly_connected_components(nx.DiGraph(ARROWS)) if len(c) > 1]
+    assert sorted(map(sorted, circles)) == sorted(map(sorted, CIRCLES_LEFT))
+
+
+def test_no_file_is_long() -> None:
+    long = {module for module, path in MODULES.items() if len(path.read_text().splitlines()) > MOST_LINES}
+    assert long == LONG_LEFT
+
+
+@pytest.mark.parametrize("folder", PASSES)
+def test_every_public_file_of_passes_is_a_pass_that_shows_what_it_does(folder: str) -> None:
+    files = [path for path in (ROOT / "passes" / folder).glob("*.py") if not path.name.startswith("_")]
+    assert files
+    for path in files:
+        functions = {
+            n.name: ast.get_docstring(n) or "" for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)
+        }
+        assert path.stem in functions, path
+        assert "before:" in functions[path.stem], path
+        assert "after:" in functions[path.stem], path
+
+
+def test_every_folder_has_a_map_of_its_files() -> None:
+    for module, path in MODULES.items():
+        if path.name == "__init__.py" and module not in ("", "hf", "passes", "runtime"):
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            named = {line.split(" — ")[0] for line in text.splitlines() if " — " in line}
+            assert named == {other.stem for other in path.parent.glob("*.py")} - {"__init__"}, path
