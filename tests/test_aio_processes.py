@@ -118,7 +118,7 @@ def test_where_io_uring_is_refused(code: int, tmp_path: Path, caplog: pytest.Log
 def test_what_is_in_flight_when_the_interpreter_ends_is_finished(name: str, tmp_path: Path) -> None:
     program = f"""
         import torch
-        from zinf_compile.runtime.aio import Engine, File
+        from zinf_compile.runtime.storage.engine import Engine, File
 
         engine = Engine({name!r}, bandwidth=1e7, chunk_bytes=1 << 16)
         engine.write(File({str(tmp_path / "data")!r}, write=True), 0, torch.ones(1 << 21, dtype=torch.uint8))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from zinf_compile.runtime.allocator import return_free_memory, return_large_blocks
+from zinf_compile.runtime.system.malloc import return_free_memory, return_large_blocks
 
 
 def held():

@@ -158,7 +158,7 @@ def test_by_operator_nothing_is_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 FRESH = """
 import torch
-from zinf_compile.targets import MLP
+from zinf_compile.cli.models import MLP
 model = MLP(4, 8)
 loss = torch.compile(model, backend="zero_infinity")(torch.ones(2, 4)).sum()
 loss.backward()

@@ -424,8 +424,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch, zinf_compile
 model = None
 atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
-from test_late_step import TiedWords, adamw, chunks, compiled, delay, options_for, plain_step, tokens
-chunks.PIECE_NUMEL = 128
+from test_late_step import TiedWords, adamw, compiled, delay, options_for, pieces, plain_step, tokens
+pieces.PIECE_NUMEL = 128
 model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}))
 optimizer = adamw(model.parameters())
 for number in range(3):

@@ -1,4 +1,4 @@
-"""Imports point one way, and dependencies are those declared."""
+"""What may import which libraries, and that dependencies are those declared."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 
-FORBIDDEN = {
-    "passes": {"runtime", "backend", "binding", "parameter", "gradient", "optimizer", "checkpoint", "cli", "_csrc"},
-    "runtime": {"passes", "backend", "binding", "parameter", "gradient", "optimizer", "checkpoint", "cli", "ops"},
-}
-"""What each folder never imports, by the first name below zinf_compile (or below itself: `..runtime`)."""
 FX_FREE = ["runtime", "zinf_compile/ir/program.py"]
 """What knows nothing of FX."""
 
@@ -33,18 +26,9 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def files_of(*places: str) -> list[Path]:
-    found = [f for place in places for f in (sorted((ROOT / place).glob("*.py")) if (ROOT / place).is_dir() else [ROOT / place])]
+    found = [f for place in places for f in (sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place])]
     assert found
     return found
-
-
-@pytest.mark.parametrize("folder", FORBIDDEN)
-def test_passes_and_runtime_do_not_know_each_other_nor_what_stands_above_them(folder: str) -> None:
-    for path in files_of(folder):
-        for name in imported(path):
-            below = re.match(r"(?:zinf_compile|\.)\.?(\w+)", name)
-            assert below is None or below[1] not in FORBIDDEN[folder], f"{path.relative_to(ROOT)} imports {name}"
-            assert name.split(".")[0] not in ("passes", "runtime"), f"{path.relative_to(ROOT)} imports {name}, a second copy"
 
 
 def test_private_modules_of_torch_are_imported_in_one_file() -> None:

@@ -101,8 +101,8 @@ def test_a_process_ends_with_a_drive_that_does_not_answer(name: str, tmp_path: P
         import time, torch
         from models import Mlp, vectors
         from stuck_drive import StuckNative
-        from zinf_compile.runtime.aio import Engine, File
-        from zinf_compile.runtime.lanes import ThreadLane
+        from zinf_compile.runtime.storage.engine import Engine, File
+        from zinf_compile.runtime.lanes.lanes import ThreadLane
         lane = ThreadLane("zinf-test")
         engine = Engine({name!r})
         StuckNative(engine)

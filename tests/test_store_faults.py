@@ -122,7 +122,7 @@ def run_in_process(program: str, folder: Path) -> None:
 FILLS_UP = """
 import errno, resource, sys, torch
 from zinf_compile.errors import StoreError
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 store = Store(sys.argv[1], [("x", 1 << 20), ("y", 1 << 20)], block_bytes=1 << 16)
 store.write("x", torch.ones(1 << 20, dtype=torch.uint8)).wait()
@@ -155,7 +155,7 @@ def test_a_limit_reached_while_running(tmp_path: Path) -> None:
 TOO_LARGE = """
 import errno, resource, sys
 from zinf_compile.errors import StoreError
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
 try:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarnin
 SIZE = 8 << 20
 KILLED = """
 import sys, time, torch
-from zinf_compile.runtime.store import Store
+from zinf_compile.runtime.storage.extent_store import Store
 
 store = Store(sys.argv[1], [("x", 64 << 20)])
 value = torch.ones(64 << 20, dtype=torch.uint8)
