@@ -76,7 +76,7 @@ def _gpt(settings: Settings) -> Any:
     """Build the model with the embedding's usual scale: torch's own, 1, would saturate the loss."""
     import torch  # noqa: PLC0415
 
-    model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+    model = load("targets", ROOT / "zinf_compile" / "cli" / "models.py").GPT(**settings["model"])
     if not model.wte.weight.is_meta:
         torch.nn.init.normal_(model.wte.weight, std=0.02)
     return model
@@ -147,7 +147,7 @@ def _deepspeed(settings: Settings) -> Step:
     config["zero_optimization"]["offload_param"]["buffer_count"] = 2  # the fewest with which these settings work
     config["zero_optimization"]["offload_optimizer"] |= {"buffer_count": 4, "pipeline_read": False}
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
-        model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+        model = load("targets", ROOT / "zinf_compile" / "cli" / "models.py").GPT(**settings["model"])
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     tokens, targets = _batch(settings)
 

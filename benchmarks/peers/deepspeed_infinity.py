@@ -110,7 +110,7 @@ def main() -> None:
     torch.set_num_threads(settings["threads"])
     dist.init_process_group("gloo", init_method=f"file://{settings['folder']}/rendezvous", rank=0, world_size=1)
     torch.manual_seed(0)
-    model = load("targets", ROOT / "zinf_compile" / "targets.py").GPT(**settings["model"])
+    model = load("targets", ROOT / "zinf_compile" / "cli" / "models.py").GPT(**settings["model"])
     torch.nn.init.normal_(model.wte.weight, std=0.02)  # torch's own, 1, would saturate the loss
     generator = torch.Generator().manual_seed(0)
     shape = (2, settings["batch"], settings["model"]["length"])
