@@ -18,12 +18,12 @@ import torch
 from tiers import compiled, options_for, sundry, train_step
 from training import adamw
 import zinf_compile
-from zinf_compile.runtime import chunks
+from zinf_compile.runtime.units import pieces
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background lets its children ignore it
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-chunks.PIECE_NUMEL = 96
+pieces.PIECE_NUMEL = 96
 folder, steps = sys.argv[1], int(sys.argv[2])
 model = compiled(sundry(), options_for(("nvme",) * 3, folder))
 optimizer = adamw(model.parameters())
