@@ -85,7 +85,8 @@ def train_with_trainer(model, data, steps, batch, learning_rate, folder):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--nvme", metavar="DIR", required=True, help="keep parameters, gradients and states on this folder's drive")
 parser.add_argument("--device-memory", metavar="SIZE", default="256MiB", help="the most that the backend may hold on a rank")
-parser.add_argument("--model", metavar="FOLDER", help="what to fine-tune; default: a new Llama of 24M parameters")
+parser.add_argument("--model", metavar="FOLDER", help="what to fine-tune; default: a new Llama, of 24M parameters with 8 layers")
+parser.add_argument("--layers", type=int, default=8, help="of a new Llama")
 parser.add_argument("--output", metavar="FOLDER", default="finetuned", help="where the result is saved")
 parser.add_argument("--trainer", action="store_true", help="train with transformers' Trainer")
 parser.add_argument("--steps", type=int, default=30)
@@ -105,7 +106,12 @@ if args.model:
     config = hf.AutoConfig.from_pretrained(args.model)
 else:
     config = hf.LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8, use_cache=False
+        vocab_size=256,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        use_cache=False,
     )
 with torch.device("meta"):
     model = hf.AutoModelForCausalLM.from_config(config)

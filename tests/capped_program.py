@@ -1,4 +1,4 @@
-"""Train a 165M GPT in bf16 with fp32 masters for three steps, on one batch; say the losses and save the model.
+"""Train an 83M GPT in bf16 with fp32 masters for two steps, on one batch; say the losses and save the model.
 
 python capped_program.py nvme FOLDER CAP     # partitioned at birth to FOLDER, within CAP bytes of RLIMIT_DATA
 python capped_program.py memory FOLDER 0     # built whole, all states in memory
@@ -16,9 +16,12 @@ import torch
 
 import zinf_compile
 from zinf_compile.cli.models import GPT
+from zinf_compile.runtime.units import pieces
 
-SIZE = {"layers": 9, "width": 1024, "heads": 16, "vocabulary": 50257, "length": 128}
-"""A twentieth of the 3.1B of benchmarks/capacity.py."""
+SIZE = {"layers": 4, "width": 1152, "heads": 9, "vocabulary": 17001, "length": 64}
+"""A fortieth of the 3.1B of benchmarks/capacity.py."""
+PIECE_NUMEL = 1 << 21
+"""Elements of a piece: smaller with the model, as chunks of the optimizer's step are in memory."""
 
 
 def main(where: str, folder: str, cap: int) -> None:
@@ -27,16 +30,17 @@ def main(where: str, folder: str, cap: int) -> None:
     torch.set_num_threads(2)  # each has a stack that counts
     if cap:
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    pieces.PIECE_NUMEL = PIECE_NUMEL
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # as if made in that type: values are drawn in the type that they have
     options: dict[str, Any] = {
         "master": "float32",
         "reduce_dtype": "bfloat16",
         "compute": "fx",
-        "tile": "64MiB",
+        "tile": "8MiB",
     }  # what device_memory makes it
     if where == "nvme":
-        options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": folder, "device_memory": "448MiB"}
+        options |= dict.fromkeys(("params", "grads", "optimizer"), "nvme") | {"nvme": folder, "device_memory": "128MiB"}
         with torch.device("meta"):
             model = GPT(**SIZE)
         zinf_compile.partition(model, init=_scale_down, **options)
@@ -47,7 +51,7 @@ def main(where: str, folder: str, cap: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, targets = torch.randint(SIZE["vocabulary"], (2, 1, SIZE["length"]), generator=torch.Generator().manual_seed(1))
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         loss = call(tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -41,7 +41,7 @@ def overlap_by_step(rank: int, size: int, serial: bool) -> list[tuple[float, flo
     """Return for each of a few steps the seconds that transfers took beside compute, and that they took in all."""
     torch.manual_seed(0)
     model = Deep()
-    compiled = torch.compile(model, backend="zero_infinity", options={"bucket": "512KiB", "timeout_s": 100})
+    compiled = torch.compile(model, backend="zero_infinity", options={"bucket": "512KiB", "timeout_s": 100, "compute": "fx"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = (torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank)),)
     plain_step(compiled, optimizer, batch)

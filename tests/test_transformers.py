@@ -101,11 +101,11 @@ def test_the_trainer_resumes_a_compiled_run(tmp_path: Path) -> None:
     eager, ours = twins(gpt2)
     in_place(ours)
     for model, name in ((eager, "eager"), (ours, "ours")):
-        train_with_trainer(model, tmp_path / name, steps=10)
+        train_with_trainer(model, tmp_path / name, steps=4)
     again, ours_again = twins(gpt2, seed=1)
     in_place(ours_again)
     for model, name in ((again, "eager"), (ours_again, "ours")):
-        train_with_trainer(model, tmp_path / name, steps=20, resume=True)
+        train_with_trainer(model, tmp_path / name, steps=8, resume=True)
     assert_same_models(again, ours_again)
 
 
@@ -119,11 +119,11 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: rows[0] for name, rows in causal(index)[0].items()}
 
 
-def train_with_trainer(model: nn.Module, folder: Path, *, steps: int = 20, resume: bool = False) -> list[dict[str, float]]:
+def train_with_trainer(model: nn.Module, folder: Path, *, steps: int = 8, resume: bool = False) -> list[dict[str, float]]:
     """Run transformers.Trainer; return its losses and norms as logged."""
     arguments = hf.TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=3, per_device_eval_batch_size=5, logging_steps=1,
-        eval_strategy="steps", eval_steps=7, save_strategy="steps", save_steps=10, learning_rate=0.01, warmup_steps=3,
+        eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=4, learning_rate=0.01, warmup_steps=3,
         gradient_accumulation_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = hf.Trainer(model=model, args=arguments, train_dataset=Words(), eval_dataset=Words())
