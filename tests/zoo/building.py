@@ -9,8 +9,8 @@ import transformers as hf
 from models import Case
 from torch import nn
 
-from zinf_compile.architectures import AMPLIFYING, ARCHITECTURES
-from zinf_compile.inputs import INPUTS
+from .architectures import AMPLIFYING, ARCHITECTURES
+from .inputs import INPUTS
 
 
 class Scored(nn.Module):

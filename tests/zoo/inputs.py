@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from models import generator
 
-from zinf_compile.architectures import WORDS
+from .architectures import WORDS
 
 Keywords = dict[str, torch.Tensor]
 LENGTH = 13

@@ -7,9 +7,9 @@ import typing
 
 import pytest
 
-from zinf_compile.architectures import ARCHITECTURES, SKIPPED, Kind
-from zinf_compile.building import case
-from zinf_compile.train import train_without_fallback
+from .architectures import ARCHITECTURES, SKIPPED, Kind
+from .building import case
+from .train import train_without_fallback
 
 FAST = ["gpt_neox", "modernbert", "bart", "deit", "convnext", "whisper", "clip", "qwen3_moe", "lfm2"]
 

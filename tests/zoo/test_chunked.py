@@ -6,11 +6,12 @@ import logging
 
 import pytest
 
-from zinf_compile.architectures import ARCHITECTURES, WORDS
 from zinf_compile.backend.graph_compiler import GraphCompiler
-from zinf_compile.building import rounded_little
-from zinf_compile.test_compiled import sgd
-from zinf_compile.train import train_without_fallback
+
+from .architectures import ARCHITECTURES, WORDS
+from .building import rounded_little
+from .test_compiled import sgd
+from .train import train_without_fallback
 
 FAST = ["bart", "gemma2"]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from zinf_compile.architectures import ARCHITECTURES
-from zinf_compile.building import case
-from zinf_compile.train import train_without_fallback
+from .architectures import ARCHITECTURES
+from .building import case
+from .train import train_without_fallback
 
 COMPILED = ["gpt_neox", "modernbert", "bart", "deit", "convnext", "whisper", "clip", "qwen3_moe", "lfm2"]
 """One of each kind."""

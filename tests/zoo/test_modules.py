@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zinf_compile.modules import AS_AOT_EAGER, DYNAMO, SKIPPED, entries, module_name
-from zinf_compile.train import train_without_fallback
+from .modules import AS_AOT_EAGER, DYNAMO, SKIPPED, entries, module_name
+from .train import train_without_fallback
 
 FAST = [
     "BatchNorm2d-0", "Bilinear-0", "Conv2d-0", "ConvTranspose2d-0", "Embedding-0", "GRUCell-0", "GroupNorm-0", "LayerNorm-0",

@@ -7,7 +7,7 @@ import torch
 from models import CASES, Case, Mlp, vectors
 from torch import nn
 
-from zinf_compile.train import train_without_fallback
+from .train import train_without_fallback
 
 
 @torch.compiler.disable
