@@ -1,6 +1,6 @@
 // The engine as Python sees it. zinf_compile/runtime/storage/engine.py makes of it what users see.
 //
-// Ownership: Python owns engines and pendings. Memory is passed as an address, which aio.py keeps alive.
+// Ownership: Python owns engines and pendings. Memory is passed as an address, which engine.py keeps alive.
 // Threads: called with the GIL held; what may block releases it. No I/O thread ever takes the GIL.
 #include <algorithm>
 #include <chrono>

@@ -1,6 +1,6 @@
 // The stream as Python sees it. zinf_compile/init/mt19937.py makes of it what the rest uses.
 //
-// Ownership: Python owns streams. Memory is passed as an address, which mersenne.py keeps alive.
+// Ownership: Python owns streams. Memory is passed as an address, which mt19937.py keeps alive.
 // Threads: called with the GIL held, released while numbers are made: one thread at a time may use a stream.
 #include <cstdint>
 #include <span>

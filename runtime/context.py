@@ -94,7 +94,7 @@ class Context:
         self.gather_lane: Lane = InlineLane()
         self.reduce_lane: Lane = InlineLane()
         self.waits: Spans | None = None
-        """Where it is noted when compute stands still, see `overlap.recorded`; None: nowhere."""
+        """Where it is noted when compute stands still, see `overlap_log.recorded`; None: nowhere."""
         self.gathers: Collectives = SingleRank()
         self.reductions: Collectives = SingleRank()
         self._control: dist.ProcessGroup | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd as aot_autograd  # documented, in a private module
-from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while Dynamo compiles: see late_step.py
+from torch._dynamo.convert_frame import compile_lock as compile_lock  # held while Dynamo compiles: see deferred_step.py
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # two switches that aren't public

@@ -57,12 +57,12 @@ def chunk_loss(
     That is a graph without a backward, with chunks of two of four tokens. On a joint graph each chunk also gives its part of the
     gradients of hidden states, weight and bias, for a tangent of 1; the backward multiplies them by the tangent. The weight's is
     added up in place, the hidden states' for each token is where it was. What the loss ignores, weighs or smooths is read from
-    the graph (`find_losses`), and what isn't known leaves the graph as it was, with a note in the dump and the log.
+    the graph (`_find`), and what isn't known leaves the graph as it was, with a note in the dump and the log.
 
     Where nobody says whether it is `enabled`, a loss is computed so if it is `worth` it: by default, if its logits are large.
 
     Chunks follow from the numbers of tokens and classes alone, never from where states live. For a head in several tiles there
-    are two sweeps, in which the tiles come one after the other (`loss_two_sweeps`).
+    are two sweeps, in which the tiles come one after the other (`_loop_tiles`).
     """
     if enabled is False:
         return gm

@@ -45,7 +45,7 @@ class All:
 
 
 class Shelf:
-    """Keeps one kind of state of some units: extents for each shard, in pieces of `chunks.PIECE_NUMEL` elements.
+    """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
 
     All space is reserved before the constructor returns. The files go with the shelf.
     """

@@ -116,7 +116,7 @@ def partition(
         for birth, newborn, unit in zip(births, newborns, units, strict=True):
             born(newborn, unit)
             birth.done = True
-        context.gather_memory.clear()  # see `binding.partition`
+        context.gather_memory.clear()  # see `sharded.partition`
     return model
 
 

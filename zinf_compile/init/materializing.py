@@ -60,7 +60,7 @@ class Birth:
     owner: int
     """Identifies the module whose parameters are whole at the same time."""
     place: Place | None
-    """None: its value counts for nothing, see `tied` in `birth.py`."""
+    """None: its value counts for nothing, see `tied` in `from_meta.py`."""
     nursery: Nursery
     settled: bool = True
     """There is room for this shape and type, and no other."""

@@ -119,7 +119,7 @@ class _Building:
         context.agree(compared, what="comparing the ranks' models, which every rank builds alike")
         for newborn, unit in born_with:
             born(newborn, unit)
-        context.gather_memory.clear()  # see `binding.partition`
+        context.gather_memory.clear()  # see `sharded.partition`
         for root, _ in models:
             for module in root.modules():
                 for name, buffer in module._buffers.items():
