@@ -36,7 +36,8 @@ ROUNDED: dict[str, Act] = {
     "sum": torch.sum,
     "sum in double precision": lambda g: g.sum(dtype=torch.float64),
 }
-"""Sums over ranks are taken in another order: each of n terms may be rounded n times, of which the bound is a multiple."""
+"""Sums over ranks are taken in another order. Each side rounds a sum of n terms, which may be rounded themselves, by at most
+half of n + 2 epsilons of the sum of their magnitudes."""
 
 REFUSED: dict[str, tuple[Act, str]] = {
     "bincount": (lambda g: torch.histogram(g, 4), "histogram()"),
@@ -71,7 +72,7 @@ def read_gradients(rank: int, world: int, options: dict[str, Any]) -> dict[str, 
         expected, found = act(whole), act(grad)
         assert found.dtype == expected.dtype, name
         terms = whole.double().square() if "squares" in name else whole.double().abs()
-        bound = 2 * whole.numel() * torch.finfo(torch.float32).eps * terms.sum() / (whole.numel() if "mean" in name else 1)
+        bound = (whole.numel() + 2) * torch.finfo(expected.dtype).eps * (terms.mean() if "mean" in name else terms.sum())
         assert (found.double() - expected.double()).abs() <= bound, name
     for parameter in model.parameters():  # of which some ranks have no element, with its whole gradient NaN
         parameter.grad.mul_(float("nan"))

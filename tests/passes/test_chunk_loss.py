@@ -213,6 +213,13 @@ def test_one_chunk_gives_the_bits_of_the_loss(name: str) -> None:
     assert torch.equal(found, loss)
 
 
+def test_one_chunk_of_classes_in_the_middle_is_within_rounding() -> None:
+    head, (x, targets) = Head(LOSSES["classes_in_the_middle"], bias=True), batch()
+    reference = exact(head, x, targets)
+    found, *_ = run(chunk_loss(joint_of(head, x, targets), enabled=True), head, x, targets)
+    assert_within("loss", found, reference.values[0], reference.bounds[0])
+
+
 @pytest.mark.parametrize("name", LEFT_ALONE)
 def test_what_cannot_be_chunked_comes_back_unchanged_and_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     loss, reason = LEFT_ALONE[name]
