@@ -15,6 +15,8 @@ import torch
 from near import assert_near
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch._inductor.lowering import lowerings
+from torch.fx.experimental.proxy_tensor import make_fx
 from training import twins, whole_gradient
 
 from zinf_compile import CompilationError
@@ -174,3 +176,21 @@ def test_in_a_fresh_process_it_is_one_warning_too() -> None:
     assert run.stderr.count("Warning") == 1, run.stderr
     assert "its cache directory /proc can't be written to" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_products_added_in_place_compile_where_ci_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There Inductor refuses operators that have a decomposition, unless it was told to call them."""
+    products = (torch.ops.aten.addmm_.default, torch.ops.aten.baddbmm_.default)
+    regions.prepare(torch.device("cpu"))
+    for product in products:
+        monkeypatch.delitem(lowerings, product, raising=False)
+    monkeypatch.setenv("CI", "true")
+
+    def add(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, totals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return products[0](total.cos(), a, b), products[1](totals.cos(), totals, totals)
+
+    values = [torch.randn(5, 5), torch.randn(5, 5), torch.randn(5, 5), torch.randn(3, 5, 5)]
+    graph = make_fx(add, tracing_mode="fake")(*values)
+    compiled = regions.SharedRegion(graph, backward=False).compile()
+    for found, expected in zip(compiled(list(values)), add(*values), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -261,6 +261,7 @@ def compile_with_inductor(
     from torch._inductor import list_mode_options  # noqa: PLC0415  (documented, in a private module)
     from torch._inductor.compile_fx import compile_fx_inner  # noqa: PLC0415  (Inductor without AOTAutograd around it)
 
+    _call_in_place_products()
     placeholders = [node for node in region.graph.nodes if node.op == "placeholder"]
     output = next(node for node in reversed(region.graph.nodes) if node.op == "output")
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -276,6 +277,19 @@ def compile_with_inductor(
         settings["compile_threads"] = 1
     with tracing(TracingContext(fakes[0] if fakes else FakeTensorMode())), inductor_config.patch(settings):
         return compile_fx_inner(region, values, is_backward=backward)
+
+
+def _call_in_place_products() -> None:
+    """Let Inductor call the products that are added in place, `addmm_` and `baddbmm_`, as eager PyTorch does.
+
+    It would do so by itself, with the layouts of whichever region came first; but not where the environment has `CI`, since a
+    decomposition exists, which allocates the sum anew.
+    """
+    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback  # noqa: PLC0415
+
+    for product in (torch.ops.aten.addmm_.default, torch.ops.aten.baddbmm_.default):
+        if product not in lowerings:
+            make_fallback(product, layout_constraint=constrain_to_fx_strides, warn=False)
 
 
 def inductor_processes() -> int:
