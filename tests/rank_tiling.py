@@ -93,8 +93,11 @@ def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) 
 def train_batches(
     model: nn.Module, seed: int, check: Callable[[str], None] = lambda when: None, *, width: int = 32
 ) -> list[float]:
-    """Take three steps of two micro-batches each, with clipping; return the losses. `check` is told what was just done."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    """Take three steps of two micro-batches each, with clipping; return the losses. `check` is told what was just done.
+
+    With its usual eps AdamW divides gradients of nothing but rounding by themselves: they would move a weight as far as any other.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
     generator = torch.Generator().manual_seed(seed)
     losses = []
     for step in range(3):
