@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import more
-from rank_lookup import SHAPES, look_up_anywhere, name_rows_that_are_none, read_few_blocks
+from rank_row_rounds import SHAPES, look_up_anywhere, name_rows_that_are_none, read_few_blocks
 from ranks import run_ranks
 
 from zinf_compile.ir.program import Slot

@@ -11,11 +11,10 @@ import torch
 import transformers as hf
 from marks import more
 from safetensors.torch import load_file
-from test_transformers import Words
 from tiers import Sundry, options_for, words
 from torch import nn
 from training import BACKEND, adamw, assert_same, twins
-from transformer_models import causal, gpt2, llama, qwen2
+from transformer_models import Words, causal, gpt2, llama, qwen2
 
 import zinf_compile
 

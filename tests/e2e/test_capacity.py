@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT, SUPPORT
 
-HERE = Path(__file__).parent
 CAP = 784 << 20
 """0.77 GiB: the states alone are 1.24 GiB. Left to itself the process comes to 0.67 GiB; 0.36 of it are its libraries."""
 
@@ -25,13 +25,13 @@ def digest(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # without kernels for bf16 a step takes several times as long
 def test_states_of_more_than_the_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE.parent / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from _watch import watch  # noqa: PLC0415  (which is no part of the package)
 
     folders = [tmp_path / "nvme", tmp_path / "memory"]
     for folder in folders:
         folder.mkdir()
-    program = [sys.executable, str(HERE / "capped_program.py")]
+    program = [sys.executable, str(SUPPORT / "capped_program.py")]
     watched = watch([[*program, "nvme", str(folders[0]), str(CAP)]], cap=CAP, folder=str(folders[0]), seconds=800)
     assert not watched.why, watched.why
     assert watched.peak_bytes <= CAP

@@ -13,7 +13,7 @@ from marks import more
 from models import Case
 from torch import nn
 from training import BACKEND, assert_same, assert_same_models, in_place, train_both, twins
-from transformer_models import TRANSFORMERS, WithLoss, causal, gpt2, llama, mixtral, qwen2
+from transformer_models import TRANSFORMERS, WithLoss, Words, causal, gpt2, llama, mixtral, qwen2
 
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -107,16 +107,6 @@ def test_the_trainer_resumes_a_compiled_run(tmp_path: Path) -> None:
     for model, name in ((again, "eager"), (ours_again, "ours")):
         train_with_trainer(model, tmp_path / name, steps=8, resume=True)
     assert_same_models(again, ours_again)
-
-
-class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A few rows of tokens."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: rows[0] for name, rows in causal(index)[0].items()}
 
 
 def train_with_trainer(model: nn.Module, folder: Path, *, steps: int = 8, resume: bool = False) -> list[dict[str, float]]:

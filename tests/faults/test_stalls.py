@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import ENGINES
 from models import Mlp, vectors
+from paths import SUPPORT
 from stuck_drive import StuckNative
-from test_aio_processes import ENGINES
 from tiers import context_of
 
 from zinf_compile.errors import StoreError, StoreWarning
@@ -97,7 +98,7 @@ def test_closing_says_so_and_dropping_goes_on(tmp_path: Path, caplog: pytest.Log
 def test_a_process_ends_with_a_drive_that_does_not_answer(name: str, tmp_path: Path) -> None:
     """While a lane's worker waits for it, and a transfer that nobody waits for is under way too."""
     script = f"""
-        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import sys; sys.path.insert(0, {str(SUPPORT)!r})
         import time, torch
         from models import Mlp, vectors
         from stuck_drive import StuckNative

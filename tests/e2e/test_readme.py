@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 from versions import numbers_nodes_as_readme
 
 from zinf_compile.cli.main import main
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from paths import SUPPORT
 
 TRAINS = """
 import signal, sys, warnings
@@ -35,8 +36,7 @@ for step in range(steps):
 
 
 def start(folder: Path, steps: int) -> subprocess.Popen[str]:
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", TRAINS, str(folder), str(steps)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from paths import SUPPORT
 from rank_random import digest_of_training, digest_on_a_rank
 from ranks import run_ranks
 from torch import nn
@@ -17,8 +18,6 @@ from torch.nn import functional as F
 from training import assert_same, twins, whole_gradient
 
 pytestmark = pytest.mark.slow
-
-HERE = Path(__file__).parent
 
 
 def test_one_seed_gives_one_result() -> None:
@@ -36,7 +35,11 @@ def test_buckets_that_cut_no_block_give_one_result(bucket: str) -> None:
 
 @pytest.mark.thorough
 def test_restarts_give_one_result_with_a_cold_and_a_warm_cache(tmp_path: Path) -> None:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": f"{SUPPORT}{os.pathsep}{Path(__file__).parent}",
+    }
     digests, libraries = [], []
     for _ in range(2):
         run = subprocess.run([sys.executable, "-m", "rank_random"], env=environment, check=True, capture_output=True, text=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
-
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 
 def three_steps(example: str, *arguments: str, folder: Path, env: dict[str, str] | None = None, ranks: int = 1) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES
-from rank_birth import built_whole, compare
+from rank_from_meta import built_whole, compare
 from safetensors.torch import save_file
 from torch import nn
 from training import assert_same

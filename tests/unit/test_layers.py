@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from paths import ROOT
 
 FX_FREE = ["runtime", "zinf_compile/ir/program.py"]
 """What knows nothing of FX."""

@@ -14,11 +14,11 @@ import pytest
 import torch
 from models import CASES, NOT_COMPILED, OddShapes, TiedWords, loss_of, tokens, vectors
 from optimizers import OPTIMIZERS, assert_same_states
-from rank_streaming import train_on_ranks
+from rank_offloaded_states import train_on_ranks
 from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
-from training import BACKEND, Step, adamw, plain_step, train_both, train_step_on, twins
+from training import BACKEND, Step, accumulating_step, adamw, plain_step, train_both, train_step_on, twins
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
@@ -65,16 +65,6 @@ def both(
     eager, ours = twins(build)
     on_drive(folder)(ours)
     return [(model, make(model.parameters())) for model in (eager, ours)], [eager, ours]
-
-
-def accumulating_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
-    optimizer.zero_grad()
-    for _ in range(2):
-        loss = loss_of(model(*batch)) / 2
-        loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    return loss
 
 
 def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:

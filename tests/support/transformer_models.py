@@ -116,3 +116,13 @@ TRANSFORMERS: dict[str, Case] = {
     "mixtral": Case(lambda: WithLoss(mixtral("grouped_mm")), causal),
     "vit": Case(lambda: WithLoss(vit()), pictures),
 }
+
+
+class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A few rows of tokens."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: rows[0] for name, rows in causal(index)[0].items()}

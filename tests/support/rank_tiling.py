@@ -95,7 +95,7 @@ def train_batches(
 ) -> list[float]:
     """Take three steps of two micro-batches each, with clipping; return the losses. `check` is told what was just done.
 
-    With its usual eps AdamW divides gradients of nothing but rounding by themselves: they would move a weight as far as any other.
+    With its usual eps AdamW divides gradients of nothing but rounding by themselves: it moves a weight by them as by any other.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
     generator = torch.Generator().manual_seed(seed)

@@ -47,6 +47,17 @@ def plain_step(model: Any, optimizer: Optimizer, batch: tuple[Any, ...]) -> torc
     return loss
 
 
+def accumulating_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
+    """Take one step of two micro-batches, with clipping."""
+    optimizer.zero_grad()
+    for _ in range(2):
+        loss = loss_of(model(*batch)) / 2
+        loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss
+
+
 def in_place(model: nn.Module) -> nn.Module:
     """Compile with `model.compile`."""
     model.compile(backend=BACKEND)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import failing
 from models import CASES, Mlp
-from rank_birth import assert_born, built_inside, built_whole, compare, made_on_meta
+from rank_from_meta import assert_born, built_inside, built_whole, compare, made_on_meta
 from tiers import context_of
 from torch import nn
 from torch.nn.modules import module as modules

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "zinf_compile"
 
 BASE = ("errors", "_torch", "_frames", "_csrc")

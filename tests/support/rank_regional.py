@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rank_companions import Stack
+from rank_unpartitioned import Stack
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND

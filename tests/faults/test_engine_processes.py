@@ -15,12 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import ENGINES
 from seccomp import ENTER, make_io_uring_fail_in_this_thread
 
-from zinf_compile import _csrc
 from zinf_compile.runtime.storage.engine import Engine, File, crc32c
-
-ENGINES = ["threads", "io_uring"] if _csrc.io_uring_support().available else ["threads"]
 
 
 def in_a_child(work: Callable[[], None]) -> None:

@@ -20,11 +20,11 @@ import pytest
 import torch
 from models import CASES, TiedWords, loss_of, tokens
 from optimizers import OPTIMIZERS, assert_same_states
-from test_streaming import accumulating_step
+from paths import SUPPORT
 from tiers import compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
-from training import adamw, assert_same, plain_step, twins
+from training import accumulating_step, adamw, assert_same, plain_step, twins
 
 import zinf_compile
 from zinf_compile._torch import compile_lock
@@ -420,11 +420,11 @@ def test_a_forked_child_is_told(on_drive: Compile) -> None:
 def test_a_handler_at_exit_may_save_what_a_step_left(tmp_path: Path) -> None:
     program = f"""
 import atexit, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(SUPPORT), str(Path(__file__).parent)]!r}
 import torch, zinf_compile
 model = None
 atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
-from test_late_step import TiedWords, adamw, compiled, delay, options_for, pieces, plain_step, tokens
+from test_deferred_step import TiedWords, adamw, compiled, delay, options_for, pieces, plain_step, tokens
 pieces.PIECE_NUMEL = 128
 model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}))
 optimizer = adamw(model.parameters())

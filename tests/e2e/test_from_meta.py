@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_birth
+import rank_from_meta
 import torch
 from marks import more
 from models import CASES, WORDS, Block
-from rank_birth import REBUILT, assert_born, built_inside, made_on_meta
+from rank_from_meta import REBUILT, assert_born, built_inside, made_on_meta
 from ranks import run_ranks
 from tiers import PLACEMENTS, compiled, context_of, options_for
 from torch import nn
@@ -139,7 +139,7 @@ def test_an_optimizer_made_before_stays_valid_and_tied_weights_stay_tied() -> No
 @pytest.mark.parametrize("told", [True, False], ids=["told twice", "told once"])
 def test_training_is_eagers(birth: Callable[..., Any], name: str, spelling: str, told: bool, tmp_path: Path) -> None:
     case, options = CASES[name], options_for(("nvme", "nvme", "nvme"), tmp_path)
-    eager, ours = (build(case.build) for build in (rank_birth.built_whole, functools.partial(birth, **options)))
+    eager, ours = (build(case.build) for build in (rank_from_meta.built_whole, functools.partial(birth, **options)))
     again = options if told else {}
     run: Any = compiled(ours, again) if spelling == "in place" else torch.compile(ours, backend=BACKEND, options=again)
     sides = [(model, adamw(model.parameters())) for model in (eager, run)]
@@ -153,7 +153,7 @@ def test_training_is_eagers(birth: Callable[..., Any], name: str, spelling: str,
 @pytest.mark.parametrize("placement", PLACEMENTS[::5], ids=str)
 def test_each_tier_of_a_device_with_memory_of_its_own(placement: tuple[str, str, str], tmp_path: Path) -> None:
     case = CASES["tied"]
-    eager = rank_birth.built_whole(case.build)
+    eager = rank_from_meta.built_whole(case.build)
     with played_by(FakeDevice()):
         ours = compiled(made_on_meta(case.build, **options_for(placement, tmp_path)), {})
         sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
@@ -218,7 +218,7 @@ def test_a_transformers_model_saves_what_plain_transformers_loads(tmp_path: Path
     model: Any = made_on_meta(gpt2)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    expected = rank_birth.built_whole(gpt2)
+    expected = rank_from_meta.built_whole(gpt2)
     for name, value in loaded.state_dict().items():
         assert_same(name, expected.state_dict()[name], value)
 
@@ -298,7 +298,7 @@ def test_the_smallest_cap_is_that_of_a_model_partitioned_at_its_first_call(
 ) -> None:
     case, options = CASES["blocks"], options_for(placement, tmp_path)
     smallest = []
-    for build in (rank_birth.built_whole, birth):
+    for build in (rank_from_meta.built_whole, birth):
         torch.compiler.reset()
         gc.collect()  # what other tests left is on the account
         model = build(case.build, **(options if build is birth else {}))
@@ -312,7 +312,7 @@ def test_the_smallest_cap_is_that_of_a_model_partitioned_at_its_first_call(
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [2, more(4)])
 def test_ranks_make_the_same_model(world_size: int, tmp_path: Path) -> None:
-    assert all(run_ranks(rank_birth.born_on_ranks, world_size, str(tmp_path)))
+    assert all(run_ranks(rank_from_meta.born_on_ranks, world_size, str(tmp_path)))
 
 
 def forgotten_peak() -> Callable[[], int]:
