@@ -21,22 +21,6 @@ from zinf_compile.passes import joint_passes
 SMALL = ["--world", "4", "--options", '{"bucket": "4MiB"}']
 
 
-class Eval(nn.Module):
-    """Has no parameter that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
-def inference() -> tuple[nn.Module, torch.Tensor]:
-    """Return a model whose only graph is an inference graph."""
-    return Eval(), torch.zeros(2, 4)
-
-
 def tiny_llama() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a Llama of two layers."""
     model = Llama(layers=2, width=24, heads=6, kv_heads=2, hidden=40, vocabulary=50)
@@ -183,9 +167,9 @@ def test_diff_of_a_joint_pass_is_of_the_joint_graph(capsys: pytest.CaptureFixtur
 
 
 def test_an_inference_graph_never_was_a_joint_graph(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = zinf(capsys, "test_cli:inference", "--diff", "insert_reduce_scatters")
+    shown = zinf(capsys, "dump_targets:inference", "--diff", "insert_reduce_scatters")
     assert shown == "# no graph goes through insert_reduce_scatters\n"
-    assert "all_gather(layer.weight" in zinf(capsys, "test_cli:inference", "--diff", "insert_gathers")
+    assert "all_gather(layer.weight" in zinf(capsys, "dump_targets:inference", "--diff", "insert_gathers")
 
 
 @pytest.mark.thorough

@@ -22,6 +22,22 @@ def mlp() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.zeros(5, 24, requires_grad=True)
 
 
+class Eval(nn.Module):
+    """Has no parameter that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def inference() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose only graph is an inference graph."""
+    return Eval(), torch.zeros(2, 4)
+
+
 class Half(nn.Sequential):
     """Computes in half precision."""
 
