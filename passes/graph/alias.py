@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def is_view(node: fx.Node) -> bool:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the node's result may share."""
-    if node.op != "call_function" or node.target in ops.SCHEDULE_OPS:
+    if node.op != "call_function" or node.target in SCHEDULE_OPS:
         return []
     if node.target is operator.getitem or node.target in HIDDEN_VIEWS:
         return node.all_input_nodes[:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.passes.graph.alias import aliased_inputs
 from zinf_compile.passes.graph.emit import Emitter, new_node
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, move_region_mark, starts_region, tile_of
@@ -59,6 +60,6 @@ def _form(node: fx.Node) -> tuple[object, ...]:
 
 def _start_of_region(node: fx.Node) -> fx.Node:
     before = node.prev
-    while not starts_region(node) and before.op == "call_function" and before.target not in (*ops.SCHEDULE_OPS, ops.room):
+    while not starts_region(node) and before.op == "call_function" and before.target not in (*SCHEDULE_OPS, ops.room):
         node, before = before, before.prev
     return node
