@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile._torch import gradient_outputs
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import parameters, slot_of, unit_of
 from zinf_compile.passes.tiling._forms import emit_tile
 
@@ -63,7 +63,7 @@ def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
     shards = []
     for part, box in zip(parts, slot.tiles, strict=True):
         assert isinstance(part, fx.Node)
-        emit = Emitter(graph, part, behind=True)
+        emit = NodeBuilder(graph, part, behind=True)
         tile = emit_tile(unit, box, emit)
         with graph.inserting_after(tile):
             shards.append(_reduce(graph, part, tile))
