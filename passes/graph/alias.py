@@ -1,4 +1,4 @@
-"""Which values share memory, read from operator schemas."""
+"""Which values share memory, and which are made element by element: read from operator schemas and tags."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ METADATA_OPS = frozenset(
 def is_cast(node: fx.Node) -> bool:
     """Say whether the node converts a tensor to another data type."""
     return node.op == "call_function" and node.target in CASTS
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Say whether each element of a result is made from the elements at its place alone, the same each time."""
+    if is_cast(node):
+        return True
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.pointwise in tags and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace} & {*tags}
 
 
 def is_view(node: fx.Node) -> bool:

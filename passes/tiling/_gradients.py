@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile.ir.loss_ops import take_scaled
 from zinf_compile.ir.tiling import Box, tile_shape
-from zinf_compile.passes.graph.alias import is_cast
+from zinf_compile.passes.graph.alias import ALIASES, is_elementwise
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.concat import parts_of_cat
 from zinf_compile.passes.graph.node_facts import fake_value
@@ -19,12 +19,6 @@ from ._forms import integers
 from ._uses import slice_of
 
 aten = torch.ops.aten
-
-_ELEMENTWISE = frozenset(
-    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default}
-    | {aten.clone.default, aten.detach.default, aten.alias.default, take_scaled}
-)
-"""What gives each element from the elements at its place."""
 
 
 class GradientTiles:
@@ -63,7 +57,7 @@ class GradientTiles:
                 return "its gradient is that of an index known at run time only"
             case aten.mm.default | aten.bmm.default | aten.embedding_dense_backward.default | aten.select_backward.default:
                 return ""
-            case _ if node.target in _ELEMENTWISE or is_cast(node):
+            case _ if _is_elementwise(node):
                 alike = [n for n in node.all_input_nodes if _is_like(n, fake_value(node))]
                 reasons = [self._whole(n) for n in alike]
                 return "" if not all(reasons) else reasons[0] if reasons else f"its gradient is made by {node.name}"
@@ -98,7 +92,7 @@ class GradientTiles:
                     return _selection(node, box, emit)
                 case aten.cat.default if (part := _part_of_cat(node, box)) is not None:
                     return part
-                case _ if node.target in _ELEMENTWISE or is_cast(node):
+                case _ if _is_elementwise(node):
                     return emit(node.target, *fx.map_arg(node.args, partial(self._operand, node, box, emit)), kwargs=node.kwargs)
         result, behind = node, NodeBuilder(self._graph, node, behind=True)
         for dim, span in enumerate(box):
@@ -116,6 +110,10 @@ class GradientTiles:
             if value.shape[dim] != 1:
                 operand = slice_of(operand, dim, span, emit)
         return operand
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return is_elementwise(node) or node.target in ALIASES or node.target is take_scaled
 
 
 def _is_like(node: fx.Node, whole: torch.Tensor) -> bool:

@@ -8,14 +8,13 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.graph.alias import ALIASES
+from zinf_compile.passes.graph.alias import ALIASES, is_elementwise
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, positions
 
 from ._pointwise_chains import (
     Chains,
     Span,
-    is_elementwise,
     is_row_view,
     is_slice,
     is_sum,

@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.passes.graph.alias import is_elementwise
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.concat import parts_of_cat
 from zinf_compile.passes.graph.node_facts import fake_value, move_region_mark, positions
 
 from ._forms import is_of_tile
-from ._pointwise_chains import is_elementwise, is_row_view
+from ._pointwise_chains import is_row_view
 
 aten = torch.ops.aten
 
