@@ -27,7 +27,8 @@ from tabulate import tabulate
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.cli.models import GPT
 from zinf_compile.config import Config
-from zinf_compile.ir.program import Program, Reduce, Region, Wait
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Reduce, Region, Wait
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.parameter import unit_behind
 

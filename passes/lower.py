@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen
-from zinf_compile.ir import ops
-from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Room, Rows, Sight, Step, SwapIn, SwapOut, Wait
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
+    argument_of,
     buffer_of,
     group_of,
-    hop_of,
+    is_collective,
     joined_outputs,
     positions,
     slot_of,
@@ -55,8 +57,8 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     ownership, sizes = _Ownership(gm.graph), _Sizes(placeholders)
     steps: list[Step] = []
-    for kind, nodes in _stretches(gm.graph):
-        if kind == "region":
+    for spec, nodes in _stretches(gm.graph):
+        if spec is None:
             inputs, outputs = _boundary(nodes)
             inputs += sizes.missing(inputs)
             for node in outputs:
@@ -64,10 +66,11 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
             fn = compile_region(_region_graph(gm, nodes, inputs, outputs))
             steps.append(Region(fn, tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)))
             continue
-        if kind != "release":
-            for node in nodes:
+        for node in nodes:
+            if _gives_result(node):
                 register[node] = len(register)
-        steps.append(_transfer(kind, nodes, register, ownership))
+        assert spec.step is not None
+        steps.append(spec.step([_issued(node, register, ownership) for node in nodes]))
     by_name = {node.name: node for node in placeholders}
     tiles = {node: by_name[unit] for node in placeholders if (unit := tile_of(node)) is not None}
     tiles_ = {register[node]: (register[unit], _number(node)) for node, unit in tiles.items()}
@@ -121,14 +124,13 @@ def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
     return tuple(
         f"{_called(node)}: {unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {_types(node)}"
         for node in graph.nodes
-        if node.target in (ops.all_gather, ops.gather_rows, ops.reduce_scatter)
+        if is_collective(node)
     )
 
 
 def _called(node: fx.Node) -> str:
-    if node.target is ops.gather_rows:
-        return "gather_rows"
-    return f"{'all_gather' if node.target is ops.all_gather else 'reduce_scatter'} group {group_of(node)}"
+    name = SPECS[node.target].name
+    return name if position_of(node.target, "group") is None else f"{name} group {group_of(node)}"
 
 
 def _types(node: fx.Node) -> str:
@@ -136,59 +138,43 @@ def _types(node: fx.Node) -> str:
     return own if wire == own else f"{own} as {wire}"
 
 
-def _stretches(graph: fx.Graph) -> Iterator[tuple[str, _Stretch]]:
-    kinds = {
-        ops.swap_in: "swap in",
-        ops.swap_out: "swap out",
-        ops.all_gather: "gather",
-        ops.gather_rows: "rows",
-        ops.room: "room",
-        ops.wait: "wait",
-        ops.release: "release",
-        ops.reduce_scatter: "reduce",
-    }
+def _stretches(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Stretch]]:
+    """Yield operators that are one step: a stretch of compute (None), or the members of one transfer with their row."""
     current: _Stretch = []
-    current_kind, current_group = "", ops.LONE_GROUP
+    current_spec: OpSpec | None = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        kind = kinds.get(node.target, "region")
-        group = group_of(node) if kind in ("gather", "reduce", "swap in") else ops.LONE_GROUP
-        together = not starts_region(node) if kind == "region" else group != ops.LONE_GROUP and group == current_group
-        extends = kind == current_kind and together
-        if kind == "swap in" and extends:
-            extends = hop_of(node) == hop_of(current[-1])
+        spec = SPECS.get(node.target)
+        if spec is not None and spec.step is None:
+            spec = None
+        extends = spec is current_spec and (
+            not starts_region(node) if spec is None else bool(current) and _joins(node, current[-1])
+        )
         if current and not extends:
-            yield current_kind, current
+            yield current_spec, current
             current = []
         current.append(node)
-        current_kind, current_group = kind, group
+        current_spec = spec
     if current:
-        yield current_kind, current
+        yield current_spec, current
 
 
-def _transfer(kind: str, nodes: _Stretch, register: dict[fx.Node, int], ownership: _Ownership) -> Step:
-    def at(node: fx.Node, position: int) -> int:
-        argument = node.args[position]
-        assert isinstance(argument, fx.Node)
-        return register[argument]
+def _joins(node: fx.Node, previous: fx.Node) -> bool:
+    """Say whether a transfer is issued with the one before it: in one group, over the same hop."""
+    hops = [(argument_of(n, "src"), argument_of(n, "dst")) for n in (node, previous)]
+    return group_of(node) == group_of(previous) != LONE_GROUP and hops[0] == hops[1]
 
-    if kind == "swap in":
-        return SwapIn(*hop_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes))
-    if kind == "swap out":
-        return SwapOut(*hop_of(nodes[0]), at(nodes[0], 0), register[nodes[0]])
-    if kind == "gather":
-        return Gather(group_of(nodes[0]), tuple((at(n, 0), register[n]) for n in nodes), wire_type(nodes[0]))
-    if kind == "rows":
-        return Rows(at(nodes[0], 0), at(nodes[0], 1), register[nodes[0]])
-    if kind == "room":
-        return Room(at(nodes[0], 0), register[nodes[0]])
-    if kind == "wait":
-        return Wait(at(nodes[0], 0), register[nodes[0]])
-    if kind == "release":
-        return Release(at(nodes[0], 0))
-    members = tuple((at(n, 0), at(n, 1), register[n], ownership.of(n)) for n in nodes)
-    return Reduce(group_of(nodes[0]), members, wire_type(nodes[0]))
+
+def _issued(node: fx.Node, register: Mapping[fx.Node, int], ownership: _Ownership) -> Issued:
+    given = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
+    given.update(zip(given, node.args, strict=False), **node.kwargs)
+    args = {name: register[value] if isinstance(value, fx.Node) else value for name, value in given.items()}
+    return Issued(args, register.get(node, -1), wire_type(node), partial(ownership.of, node))
+
+
+def _gives_result(node: fx.Node) -> bool:
+    return bool(node.target._schema.returns)  # type: ignore[union-attr]
 
 
 class _Ownership:
@@ -199,19 +185,19 @@ class _Ownership:
         self._end = len(self._place) - 1  # the output's place
         self._last: dict[fx.Node, int] = {}  # by the value that owns the memory: many gradients may be slices of one
 
-    def of(self, reduction: fx.Node) -> Sight:
+    def of(self, reduction: fx.Node) -> GradAlias:
         """Return who else can see the memory of this reduction's gradient."""
         root = reduction.args[0]
         assert isinstance(root, fx.Node)
         while inputs := aliased_inputs(root):
             if len(inputs) > 1:
-                return Sight.CALLER
+                return GradAlias.CALLER
             root = inputs[0]
         if root not in self._last:
             self._last[root] = max(self._place[user] for node in alias_closure(root) for user in node.users)
         if root.op != "call_function" or self._last[root] == self._end:
-            return Sight.CALLER
-        return Sight.NOBODY if self._last[root] <= self._place[reduction] else Sight.GRAPH
+            return GradAlias.CALLER
+        return GradAlias.NOBODY if self._last[root] <= self._place[reduction] else GradAlias.GRAPH
 
 
 class _Sizes:
@@ -261,44 +247,8 @@ def _frees(steps: list[Step], kept: set[int]) -> tuple[tuple[int, ...], ...]:
     frees: list[tuple[int, ...]] = []
     seen = set(kept)
     for step in reversed(steps):
-        last = [r for r in dict.fromkeys(_reads(step)) if r not in seen]
-        unread = [r for r in _writes(step) if r not in seen]
+        last = [r for r in dict.fromkeys(step.reads) if r not in seen]
+        unread = [r for r in step.writes if r not in seen]
         seen.update(last)
         frees.append((*last, *unread))
     return tuple(reversed(frees))
-
-
-def _reads(step: Step) -> tuple[int, ...]:
-    match step:
-        case Gather(_, members, _) | SwapIn(_, _, members):
-            return tuple(source for source, _ in members)
-        case SwapOut(_, _, grad, _):
-            return (grad,)
-        case Rows(unit, indices, _):
-            return unit, indices
-        case Room(unit, _):
-            return (unit,)
-        case Wait(handle, _):
-            return (handle,)
-        case Release(full):
-            return (full,)
-        case Reduce(_, reductions):
-            return tuple(r for grad, unit, *_ in reductions for r in (grad, unit))
-        case Region(_, inputs, _):
-            return inputs
-
-
-def _writes(step: Step) -> tuple[int, ...]:
-    match step:
-        case Gather(_, members, _) | SwapIn(_, _, members):
-            return tuple(out for _, out in members)
-        case SwapOut(_, _, _, out) | Rows(_, _, out):
-            return (out,)
-        case Wait(_, out) | Room(_, out):
-            return (out,)
-        case Release():
-            return ()
-        case Reduce(_, reductions):
-            return tuple(out for _, _, out, _ in reductions)
-        case Region(_, _, outputs):
-            return outputs

@@ -7,11 +7,14 @@ from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS
 from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
 from zinf_compile.passes.graph.node_facts import (
+    argument_of,
     gather_started_by,
     group_of,
     hop_of,
+    is_collective,
     live_bytes,
     parameters,
     positions,
@@ -167,14 +170,14 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
     closed: set[tuple[object, int]] = set()
     latest: dict[object, fx.Node] = {}
     for node in graph.nodes:
-        if node.target not in (ops.all_gather, ops.reduce_scatter, ops.swap_in) or group_of(node) == ops.LONE_GROUP:
+        if group_of(node) == LONE_GROUP:
             continue
-        kind, group = (hop_of(node) if node.target is ops.swap_in else node.target), group_of(node)
+        kind, group = (node.target, argument_of(node, "src"), argument_of(node, "dst")), group_of(node)
         previous = latest.get(kind)
         if previous is not None and group_of(previous) == group:
             if previous is not node.prev:
                 broken.append(f"{node.name} stands apart from its group {group}")
-            if node.target is not ops.swap_in and wire_type(previous) != wire_type(node):
+            if is_collective(node) and wire_type(previous) != wire_type(node):
                 broken.append(f"{node.name} is of {wire_type(node)}, others of its group {group} aren't")
         elif (kind, group) in closed:
             broken.append(f"{node.name} belongs to group {group}, which was already issued")
@@ -185,8 +188,10 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
 def _check_hollow(graph: fx.Graph, broken: list[str]) -> None:
     for unit, slot in parameters(graph):
         for user in unit.users:
-            named_only = user.target is ops.reduce_scatter and user.args[0] is not unit
-            moved = user.target in (ops.all_gather, ops.gather_rows, ops.swap_in, ops.room)
-            if user.op == "output" or moved or user.target in METADATA_OPS or named_only:
+            spec = SPECS.get(user.target)
+            named = (
+                spec is not None and spec.step is not None and [a for a in user.args if a is unit] == [argument_of(user, "unit")]
+            )
+            if user.op == "output" or named or user.target in METADATA_OPS:
                 continue
             broken.append(f"{user.name} reads the hollow parameter {slot.name}")

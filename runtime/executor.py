@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zinf_compile.ir.program import Gather, Program, Reduce, Region, Room, Rows, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.transfer.swap import Arriving, swap_in, swap_out
@@ -17,53 +18,33 @@ from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
+from .handles import GatherHandle, ReduceHandle, Reduction
 
 GradientMaker = Callable[[Unit, torch.Tensor | AwayGradient, Pending], torch.Tensor]
 
 _DONE = Done()
 
 
-class _Gathered:
-    """A handle: the full unit, usable once `pending` is over; None where nothing travels."""
+class Run:
+    """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
 
-    __slots__ = ("dtype", "full", "pending", "what")
+    __slots__ = ("context", "leaves_for", "program", "registers", "tiled", "units")
 
-    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str, dtype: torch.dtype | None = None) -> None:
-        self.full = full
-        self.pending = pending
-        self.what = what
-        self.dtype = dtype
-        """As which the unit is wanted, where that is another than it arrives in."""
+    def __init__(self, program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any]) -> None:
+        self.program = program
+        self.units = units
+        self.context = context
+        self.registers: list[Any] = [*args, *[None] * (program.registers - len(args))]
+        for register, value in program.constants.items():
+            self.registers[register] = value
+        self.tiled: dict[Unit, TileGradients] = {}
+        self.leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
 
-
-class _Reduced:
-    """A gradient's shard, usable once `reduction` is over, before it is known where it will live."""
-
-    __slots__ = ("reduction", "shard", "together", "unit")
-
-    def __init__(
-        self, unit: Unit | Tile, shard: torch.Tensor | AwayGradient, reduction: Pending, together: TileGradients | None = None
-    ) -> None:
-        self.unit = unit
-        self.shard = shard
-        self.reduction = reduction
-        self.together = together
-        """Of a tile's: the gradient that it is a part of."""
-
-
-class Reduction:
-    """A gradient's way to its shard; `wait` names graph and unit when it breaks."""
-
-    __slots__ = ("_context", "_pending", "_what")
-
-    def __init__(self, pending: Pending, context: Context, what: str) -> None:
-        self._pending = pending
-        self._context = context
-        self._what = what
-
-    def wait(self) -> None:
-        """Return when the shard may be used."""
-        self._context.finish(self._pending, self._what)
+    def gradient_of(self, tile: Tile) -> TileGradients:
+        """Return the gradient that a tile's is a part of."""
+        if tile.unit not in self.tiled:
+            self.tiled[tile.unit] = TileGradients(tile.unit, leaves_for=self.leaves_for)
+        return self.tiled[tile.unit]
 
 
 def execute(
@@ -71,49 +52,18 @@ def execute(
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
     context.meter.begin()
-    registers: list[Any] = [None] * program.registers
-    registers[: len(args)] = args
+    run = Run(program, units, context, args)
     args.clear()
-    for register, value in program.constants.items():
-        registers[register] = value
-    tiled: dict[Unit, TileGradients] = {}
-    leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
+    registers = run.registers
     for step, frees in zip(program.steps, program.frees, strict=True):
-        if isinstance(step, Region):  # not `match`: it would cost as much again as all of this
+        if isinstance(step, Region):
             values = [registers[r] for r in step.inputs]
             for r in frees:
                 registers[r] = None
             _store(registers, step.outputs, step.fn(values))
             continue
-        if isinstance(step, Wait):
-            gathered = registers[step.handle]
-            if gathered.pending is not None:
-                context.finish(gathered.pending, gathered.what)
-            registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, context)
-            del gathered
-        elif isinstance(step, Gather):
-            _start_gather(program, step, units, registers, context)
-        elif isinstance(step, Reduce):
-            _start_reduce(program, step, units, registers, context, tiled, leaves_for)
-        elif isinstance(step, Room):
-            registers[step.out] = _room(units[step.unit], context, tiled, leaves_for)
-        elif isinstance(step, Rows):
-            looked_in = units[step.unit]
-            assert isinstance(looked_in, Unit), "rows are those of the parameter"
-            registers[step.out] = gather_rows(looked_in, registers[step.indices], program.name)
-        elif isinstance(step, SwapIn):
-            for source, out in step.members:
-                earlier = registers[source] if isinstance(registers[source], Arriving) else None
-                unit: Unit | Tile = units[source] if earlier is None else earlier.unit
-                registers[out] = swap_in(unit, step.src, step.dst, earlier)
-                del earlier
-        elif isinstance(step, SwapOut):
-            grad = registers[step.grad]
-            take_out: Any = swap_out if grad.together is None else grad.together.take_out
-            away, leaving = take_out(grad.unit, grad.shard, step.dst, grad.reduction)
-            registers[step.out] = _Reduced(grad.unit, away, leaving, grad.together)
-            del grad
-        for r in frees:  # all there is to a release: the ledger notices when the memory goes
+        PERFORM[type(step)](step, run)
+        for r in frees:
             registers[r] = None
     return [None if r is None else _result(registers, r, make_gradient) for r in program.outputs]
 
@@ -122,13 +72,13 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
     value = registers[place if isinstance(place, int) else place[0]]
     if not isinstance(place, int):
         return make_gradient(value.unit.unit, *value.together.whole())
-    if type(value) is not _Reduced:
+    if type(value) is not ReduceHandle:
         return value
     assert isinstance(value.unit, Unit), "tiles' gradients are put together"
     return make_gradient(value.unit, value.shard, value.reduction)
 
 
-def _cast(gathered: _Gathered, context: Context) -> torch.Tensor:
+def _cast(gathered: GatherHandle, context: Context) -> torch.Tensor:
     full = gathered.full.to(gathered.dtype)
     context.ledger.track("gathered", full)
     return full
@@ -140,21 +90,51 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -
         registers[place] = value
 
 
-def _start_gather(
-    program: Program, step: Gather, units: Mapping[int, Unit | Tile], registers: list[Any], context: Context
-) -> None:
+def _wait(step: Wait, run: Run) -> None:
+    gathered = run.registers[step.handle]
+    if gathered.pending is not None:
+        run.context.finish(gathered.pending, gathered.what)
+    run.registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, run.context)
+
+
+def _release(step: Release, run: Run) -> None:
+    """The register is freed after the step: the ledger notices when the memory goes."""
+
+
+def _gather_rows(step: GatherRows, run: Run) -> None:
+    unit = run.units[step.unit]
+    assert isinstance(unit, Unit), "rows are those of the parameter"
+    run.registers[step.out] = gather_rows(unit, run.registers[step.indices], run.program.name)
+
+
+def _swap_in(step: SwapIn, run: Run) -> None:
+    for source, out in step.members:
+        earlier = run.registers[source] if isinstance(run.registers[source], Arriving) else None
+        unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
+        run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
+
+
+def _swap_out(step: SwapOut, run: Run) -> None:
+    grad = run.registers[step.grad]
+    take_out: Any = swap_out if grad.together is None else grad.together.take_out
+    away, leaving = take_out(grad.unit, grad.shard, step.dst, grad.reduction)
+    run.registers[step.out] = ReduceHandle(grad.unit, away, leaving, grad.together)
+
+
+def _gather(step: Gather, run: Run) -> None:
+    units, registers, context = run.units, run.registers, run.context
     arriving = [registers[source] if isinstance(registers[source], Arriving) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
-    what = f"gathering {_names(members)} (group {step.group}) in {program.name}"
+    what = f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
     if context.size == 1:
         for unit, arrived, (_, out) in zip(members, arriving, step.members, strict=True):
             narrower = step.dtype if step.dtype != unit.dtype else None
             if arrived is not None:
-                registers[out] = _Gathered(unit.logical(arrived.shard), arrived.pending, what, narrower)
+                registers[out] = GatherHandle(unit.logical(arrived.shard), arrived.pending, what, narrower)
             elif narrower is None:
-                registers[out] = _Gathered(unit.whole(), None, what)
+                registers[out] = GatherHandle(unit.whole(), None, what)
             else:
-                registers[out] = _Gathered(_cast(_Gathered(unit.whole(), None, what, narrower), context), None, what)
+                registers[out] = GatherHandle(_cast(GatherHandle(unit.whole(), None, what, narrower), context), None, what)
         return
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
@@ -174,31 +154,24 @@ def _start_gather(
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
         context.ledger.track("gathered", full)
-        registers[out] = _Gathered(full, pending, what)
+        registers[out] = GatherHandle(full, pending, what)
 
 
-def _start_reduce(
-    program: Program,
-    step: Reduce,
-    units: Mapping[int, Unit | Tile],
-    registers: list[Any],
-    context: Context,
-    tiled: dict[Unit, TileGradients],
-    leaves_for: Collection[str],
-) -> None:
+def _reduce(step: Reduce, run: Run) -> None:
+    units, registers, context = run.units, run.registers, run.context
     members = [units[slot] for _, slot, _, _ in step.members]
-    together = [_together(u, tiled, leaves_for) if isinstance(u, Tile) else None for u in members]
+    together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
     if context.size == 1:
-        for unit, whole, (grad, _, out, sight) in zip(members, together, step.members, strict=True):
+        for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.stays:
                 value, shard = registers[grad], whole.room(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
                     shard.copy_(unit.flat(value))
                 del value
             else:
-                shard = _take_gradient(registers, grad, unit, step.dtype, sight, copy=sight != Sight.NOBODY)
+                shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
                 context.ledger.track("grads", shard)
-            registers[out] = _Reduced(unit, shard, _DONE, whole)
+            registers[out] = ReduceHandle(unit, shard, _DONE, whole)
         return
     grads = _full_gradients(step, members, registers, context)
     shards = [
@@ -226,14 +199,14 @@ def _start_reduce(
             context.gradient_room.leave(held)
             raise
     context.meter.moved("to ranks", count)
-    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {program.name}"
+    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     reduction = Reduction(pending, context, what)
     for unit, (_, _, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
         if whole is None:
             context.ledger.track("grads", shard)
         else:
             whole.reduced(reduction)
-        registers[out] = _Reduced(unit, shard, reduction, whole)
+        registers[out] = ReduceHandle(unit, shard, reduction, whole)
 
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:
@@ -246,8 +219,8 @@ def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: lis
         context.gradient_room.enter(held + converted)
     grads: list[torch.Tensor] = []
     try:
-        for unit, (grad, _, _, sight) in zip(members, step.members, strict=True):
-            grads.append(_take_gradient(registers, grad, unit, step.dtype, sight, copy=sight == Sight.CALLER))
+        for unit, (grad, _, _, alias) in zip(members, step.members, strict=True):
+            grads.append(_take_gradient(registers, grad, unit, step.dtype, alias, copy=alias == GradAlias.CALLER))
             context.ledger.track("staged", grads[-1])
     except BaseException:
         context.gradient_room.leave(held)
@@ -259,30 +232,26 @@ def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: lis
 
 
 def _take_gradient(
-    registers: list[Any], register: int, unit: Unit | Tile, dtype: torch.dtype, sight: Sight, *, copy: bool
+    registers: list[Any], register: int, unit: Unit | Tile, dtype: torch.dtype, alias: GradAlias, *, copy: bool
 ) -> torch.Tensor:
     """Return a gradient flat and in `dtype`; what was cast is dropped, where nobody else sees it."""
     value = registers[register]
     if value.dtype == dtype:
         return _own(unit.flat(value), value, copy=copy)
-    if sight == Sight.NOBODY:
+    if alias == GradAlias.NOBODY:
         registers[register] = None
     return unit.flat(value).to(dtype)
 
 
-def _room(tile: Unit | Tile, context: Context, tiled: dict[Unit, TileGradients], leaves_for: Collection[str]) -> torch.Tensor:
-    """Return memory for a tile's gradient: where it will stay, if it is as it is reduced, and in that type."""
+def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
+    """Take memory for a tile's gradient: where it will stay, if it is as it is reduced, and in that type."""
+    tile = run.units[step.unit]
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
-    whole = _together(tile, tiled, leaves_for)
-    if context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
-        return tile.logical(whole.room(tile, tile.dtype))
-    return torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
-
-
-def _together(tile: Tile, tiled: dict[Unit, TileGradients], leaves_for: Collection[str]) -> TileGradients:
-    if tile.unit not in tiled:
-        tiled[tile.unit] = TileGradients(tile.unit, leaves_for=leaves_for)
-    return tiled[tile.unit]
+    whole = run.gradient_of(tile)
+    if run.context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
+        run.registers[step.out] = tile.logical(whole.room(tile, tile.dtype))
+    else:
+        run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
 
 
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
@@ -292,3 +261,16 @@ def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
 
 def _names(units: Sequence[Unit | Tile]) -> str:
     return units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
+
+
+PERFORM: dict[type, Callable[[Any, Run], None]] = {
+    SwapIn: _swap_in,
+    SwapOut: _swap_out,
+    Gather: _gather,
+    GatherRows: _gather_rows,
+    Wait: _wait,
+    Release: _release,
+    ReduceBuffer: _reduce_buffer,
+    Reduce: _reduce,
+}
+"""How each kind of step is performed, but for a region, which the loop calls itself. (A `match` would cost as much again.)"""

@@ -8,13 +8,12 @@ from collections.abc import Hashable
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS
 from zinf_compile.ir.row_rounds import rows_on_their_way
-from zinf_compile.passes.graph.node_facts import group_of, live_bytes, unit_of, wire_bytes, wire_type
+from zinf_compile.passes.graph.node_facts import group_of, is_collective, live_bytes, unit_of, wire_bytes, wire_type
 from zinf_compile.passes.verify import peak_gathered_bytes
 
 from .gather_stages import find_stages, peak_ahead
-
-_BETWEEN_RANKS = frozenset({ops.all_gather, ops.gather_rows, ops.reduce_scatter})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ def measure_needs(graph: fx.Graph) -> Needs:
     """Measure a graph before `prefetch`, or what it came to after it."""
     gathered, where = peak_gathered_bytes(graph)
     largest = next((unit_of(node).name for node in graph.nodes if node.name == where), "")
-    last_group = ops.LONE_GROUP
+    last_group = LONE_GROUP
     left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
         if node.target is ops.reduce_scatter:
@@ -56,10 +55,10 @@ def measure_needs(graph: fx.Graph) -> Needs:
             converting += own
             converted = max(converted, converting)
             group = group_of(node)
-            last = last + wire_bytes(node) if group == last_group != ops.LONE_GROUP else wire_bytes(node)
+            last = last + wire_bytes(node) if group == last_group != LONE_GROUP else wire_bytes(node)
             last_group = group
             left, reduced = max(left, together), max(reduced, together + under_way)
-        elif node.target not in ops.SCHEDULE_OPS:
+        elif node.target not in SCHEDULE_OPS:
             together = converting = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
     narrow = [wire_bytes(node) for node in gathers if wire_type(node) != unit_of(node).dtype]
@@ -85,5 +84,5 @@ def measure_ahead(graph: fx.Graph, *, stages: int) -> int:
 
 def ahead_key(graph: fx.Graph) -> Hashable:
     """Return what identifies a graph by the transfers between ranks that it makes, whatever the shapes of its inputs."""
-    moves = [node for node in graph.nodes if node.target in _BETWEEN_RANKS]
+    moves = [node for node in graph.nodes if is_collective(node)]
     return tuple((str(n.target), unit_of(n).name, unit_of(n).shape, wire_type(n), group_of(n)) for n in moves)

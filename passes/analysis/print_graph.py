@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, position_of
 from zinf_compile.passes.graph.node_facts import (
     display_name,
     fake_value,
@@ -20,7 +21,7 @@ from zinf_compile.passes.graph.node_facts import (
     wire_bytes,
 )
 
-from .traffic import bytes_moved
+from .traffic import bytes_moved, is_swap
 
 
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False, world_size: int = 1) -> str:
@@ -36,7 +37,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
         if node.op == "placeholder":
             continue
         line = graph_text_line(node)
-        if sizes and node.target in ops.SCHEDULE_OPS:
+        if sizes and node.target in SCHEDULE_OPS:
             line = with_sizes(line, node, world_size=world_size)
         elif sizes and part_of(node):
             line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"
@@ -48,8 +49,8 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 
 def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
     """Add to the line of a schedule operator the parameter's name and the bytes that it moves or holds."""
-    unit, swap = unit_of(node), node.target in (ops.swap_in, ops.swap_out)
-    size = f"{bytes_moved(node, world_size=world_size) if swap else wire_bytes(node):,}"
+    unit = unit_of(node)
+    size = f"{bytes_moved(node, world_size=world_size) if is_swap(node) else wire_bytes(node):,}"
     if node.target is ops.gather_rows:
         size = f"up to {rows_bytes(node):,} of {unit.bytes:,}"
     return f"{line:<60}  # {unit.name} {size} B"
@@ -60,8 +61,9 @@ def graph_text_line(node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_value(node.args[0])}"
     args = node.args
-    if node.target in (ops.all_gather, ops.reduce_scatter, ops.swap_in) and args[-1] == ops.LONE_GROUP:
-        args = args[:-1]
+    place = position_of(node.target, "group")
+    if place is not None and args[place:] == (LONE_GROUP,):
+        args = args[:place]
     arguments = [_value(a) for a in args] + [f"{k}={_value(v)}" for k, v in node.kwargs.items()]
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zinf_compile.ir import into, ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.passes.graph.node_facts import fake_value, left_alone, module_of, part_of, slot_of, starts_region, unit_of
 
 from .blocks import block_of
@@ -53,7 +54,7 @@ def _entries(gm: fx.GraphModule, world_size: int) -> Iterator[Entry]:
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
-        ends = node.op == "output" or node.target in ops.SCHEDULE_OPS
+        ends = node.op == "output" or node.target in SCHEDULE_OPS
         if region and (ends or starts_region(node)):
             yield _region(number, region)
             number, region = number + 1, []
@@ -139,7 +140,7 @@ def _returned(node: fx.Node) -> str:
     given = [v for v in (values if isinstance(values, (tuple, list)) else (values,)) if isinstance(v, fx.Node)]
     gradients = sum(v.target in (ops.reduce_scatter, ops.swap_out) for v in given)
     hollow = sum(slot_of(v) is not None for v in given)
-    computed = (v for v in given if v.op != "placeholder" and v.target not in ops.SCHEDULE_OPS)
+    computed = (v for v in given if v.op != "placeholder" and v.target not in SCHEDULE_OPS)
     made = [v for v in computed if isinstance(v.meta.get("val"), torch.Tensor)]
     size = f", {sum(fake_value(v).nbytes for v in made):,} B" if all(map(_is_static, made)) else ""
     parts = [f"{gradients} gradients"] if gradients else []

@@ -9,11 +9,19 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LANES, READ, REDUCE, SPECS, WRITE, OpSpec, Volume
 from zinf_compile.ir.program import Slot
-from zinf_compile.passes.graph.node_facts import group_of, hop_of, rows_bytes, unit_of, wire_bytes, wire_type
+from zinf_compile.passes.graph.node_facts import (
+    argument_of,
+    group_of,
+    hop_of,
+    is_collective,
+    rows_bytes,
+    unit_of,
+    wire_bytes,
+    wire_type,
+)
 from zinf_compile.passes.verify import peak_gathered_bytes
-
-LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +56,9 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
         if lane is not None:
             moved[lane] += bytes_moved(node, world_size=world_size)
             units.add(unit_of(node).key)
-            if node.target is ops.gather_rows and node.args[2:] and node.args[2] != "device":
-                moved[READ if node.args[2] == "nvme" else COPY_IN] += rows_bytes(node)
+            src = argument_of(node, "src")
+            if node.target is ops.gather_rows and src not in (None, "device"):
+                moved[READ if src == "nvme" else COPY_IN] += rows_bytes(node)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(
         units=len(units),
@@ -102,11 +111,11 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
             group_of(node),
             unit_of(node),
             wire_type(node),
-            wire_bytes(node) if node.target is not ops.gather_rows else rows_bytes(node),
+            rows_bytes(node) if _spec(node).volume is Volume.ROWS else wire_bytes(node),
             bytes_moved(node, world_size=world_size),
         )
         for node in graph.nodes
-        if node.target in (ops.all_gather, ops.gather_rows, ops.reduce_scatter)
+        if is_collective(node)
     )
 
 
@@ -115,21 +124,19 @@ def list_swaps(graph: fx.Graph, *, world_size: int) -> tuple[Swap, ...]:
     return tuple(
         Swap(_operator(node), *hop_of(node), unit_of(node), bytes_moved(node, world_size=world_size))
         for node in graph.nodes
-        if node.target in (ops.swap_in, ops.swap_out)
+        if is_swap(node)
     )
+
+
+def is_swap(node: fx.Node) -> bool:
+    """Say whether the node moves a rank's own shard between two tiers."""
+    return _spec(node).volume is Volume.SHARD
 
 
 def lane_of(node: fx.Node) -> str | None:
     """Return the lane that serves a transfer; None for any other node."""
-    if node.target in (ops.all_gather, ops.gather_rows):
-        return GATHER
-    if node.target is ops.reduce_scatter:
-        return REDUCE
-    if node.target is ops.swap_in:
-        return READ if hop_of(node)[0] == "nvme" else COPY_IN
-    if node.target is ops.swap_out:
-        return WRITE if hop_of(node)[1] == "nvme" else COPY_OUT
-    return None
+    lane = _spec(node).lane
+    return lane(*hop_of(node)) if callable(lane) else lane
 
 
 def bytes_moved(node: fx.Node, *, world_size: int) -> int:
@@ -137,10 +144,18 @@ def bytes_moved(node: fx.Node, *, world_size: int) -> int:
 
     Of rows that are looked up as many as the graph can name, all of them different.
     """
-    if node.target is ops.gather_rows:
+    volume = _spec(node).volume
+    if volume is Volume.ROWS:
         return rows_bytes(node) * (world_size - 1) // world_size
     shard = math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize
-    return shard if node.target in (ops.swap_in, ops.swap_out) else shard * (world_size - 1)
+    return shard if volume is Volume.SHARD else shard * (world_size - 1)
+
+
+_COMPUTE = OpSpec(name="compute", schema="", kernel=lambda: None)
+
+
+def _spec(node: fx.Node) -> OpSpec:
+    return SPECS.get(node.target, _COMPUTE)
 
 
 def _operator(node: fx.Node) -> str:

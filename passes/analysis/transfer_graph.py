@@ -15,10 +15,11 @@ from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
 from zinf_compile.passes.graph.node_facts import group_of, starts_region, unit_of
 
-from .traffic import COPY_IN, COPY_OUT, GATHER, READ, REDUCE, WRITE, bytes_moved, lane_of
+from .traffic import bytes_moved, is_swap, lane_of
 
 COMPUTE = "compute"
 _COLOURS = {
@@ -53,7 +54,7 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
         home[node] = name
         if name not in found:
             found.add_node(name, lane=lane, bytes=0, label="")
-        if node.target in ops.SCHEDULE_OPS:
+        if node.target in SCHEDULE_OPS:
             _describe(found.nodes[name], node, world_size=world_size)
         else:
             stretches.setdefault(name, []).append(node)
@@ -114,13 +115,13 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
         if node.op in ("placeholder", "get_attr", "output") or node.target is ops.room:
             continue
         lane = lane_of(node) or COMPUTE
-        if node.target not in ops.SCHEDULE_OPS:
+        if node.target not in SCHEDULE_OPS:
             stretch = node.name if starts_region(node) else stretch or node.name
             yield node, stretch, lane
             continue
         stretch = ""
         name = f"release({node.args[0]})" if node.target is ops.release else node.name
-        if lane != COMPUTE and node.target is not ops.swap_out and group_of(node) != ops.LONE_GROUP:
+        if lane != COMPUTE and group_of(node) != LONE_GROUP:
             name = groups.setdefault((lane, group_of(node)), name)
         yield node, name, lane
 
@@ -128,7 +129,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
 def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
     if facts["lane"] != COMPUTE:
         facts["bytes"] += bytes_moved(node, world_size=world_size)
-    operator = facts["lane"] if node.target in (ops.swap_in, ops.swap_out) else str(node.target).split(".")[1]
+    operator = facts["lane"] if is_swap(node) else str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{unit_of(node).name}" if facts["label"] else f"{operator} {unit_of(node).name}"
 
 

@@ -1,4 +1,4 @@
-"""Which values share memory, read from operator schemas."""
+"""Which values share memory, and which are made element by element: read from operator schemas and tags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 
 aten = torch.ops.aten
 
@@ -45,6 +45,14 @@ def is_cast(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in CASTS
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """Say whether each element of a result is made from the elements at its place alone, the same each time."""
+    if is_cast(node):
+        return True
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.pointwise in tags and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace} & {*tags}
+
+
 def is_view(node: fx.Node) -> bool:
     """Say whether the node's result is another view of a tensor's memory, or several."""
     if node.op != "call_function" or node.target in METADATA_OPS:
@@ -54,7 +62,7 @@ def is_view(node: fx.Node) -> bool:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the node's result may share."""
-    if node.op != "call_function" or node.target in ops.SCHEDULE_OPS:
+    if node.op != "call_function" or node.target in SCHEDULE_OPS:
         return []
     if node.target is operator.getitem or node.target in HIDDEN_VIEWS:
         return node.all_input_nodes[:1]

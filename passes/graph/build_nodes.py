@@ -1,38 +1,71 @@
-"""Write operators into a graph whose values are fake, one call each."""
+"""Write operators into a graph whose values are fake, each with the fake value of its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .emit import new_node
-from .node_facts import fake_mode_of, fake_value
+from .node_facts import fake_mode_of, fake_value, unmark_region
 
 aten = torch.ops.aten
 
+_OWN = ("val", "tensor_meta", "desc", "recompute", "ac_graph_id")
+"""What a node's record says of itself; the rest says where in the user's program it comes from."""
 
-class Inserter:
-    """Inserts operators in front of `place`, each with the fake value of its result, as if the user's line had made them."""
 
-    def __init__(self, graph: fx.Graph, place: fx.Node, *, like: fx.Node, backward: bool = False) -> None:
+def new_node(
+    graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None
+) -> fx.Node:
+    """Write an operator where the graph inserts now, with its result on fake tensors of `mode`."""
+    node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
+    values, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = target(*values, **named)
+    return node
+
+
+class NodeBuilder:
+    """Puts operators in front of a node, or behind it."""
+
+    def __init__(self, graph: fx.Graph, place: fx.Node, *, behind: bool = False, stage: str | None = None) -> None:
+        """Build at `place`.
+
+        Without a `stage`, operators are parts of what the node there does and take all its facts over. With one, "is_forward" or
+        "is_backward", they are new: they share its source line alone, are called as their operator is, and the partitioner is
+        told their stage.
+        """
         self._graph = graph
         self._place = place
-        self._like = like
-        self._tag = "is_backward" if backward else "is_forward"
+        self._behind = behind
+        self._stage = stage
+        self._last = place
+        self._mode = fake_mode_of(place)
         self.first: fx.Node | None = None
         """The first operator inserted since this was last set to None."""
 
-    def __call__(self, target: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        """Insert one operator."""
-        if name is None and isinstance(target, torch._ops.OpOverload):
+    def __call__(
+        self,
+        target: Any,
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        like: fx.Node | None = None,
+        name: str | None = None,
+        **named: Any,
+    ) -> fx.Node:
+        """Insert one operator; it says of itself what `like` does, by default the node that it is put beside."""
+        origin = like or self._place
+        if name is None and self._stage is not None and isinstance(target, torch._ops.OpOverload):
             name = target._schema.name.split("::")[-1].lstrip("_")
-        with self._graph.inserting_before(self._place):
-            node = new_node(self._graph, fake_mode_of(self._like), target, args, kwargs, name)
-        node.meta["partitioner_tag"] = self._tag
-        node.stack_trace = self._like.stack_trace
+        with self._graph.inserting_after(self._last) if self._behind else self._graph.inserting_before(self._place):
+            self._last = node = new_node(self._graph, self._mode, target, args, {**(kwargs or {}), **named}, name)
+        if self._stage is None:
+            _take_facts(node, origin)
+        else:
+            node.meta["partitioner_tag"] = self._stage
+            node.stack_trace = origin.stack_trace
         self.first = self.first or node
         return node
 
@@ -55,6 +88,13 @@ class Inserter:
     def zeros(self, shape: Sequence[int], like: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Return zeros."""
         return self(aten.full.default, list(shape), 0, dtype=dtype, device=fake_value(like).device)
+
+
+def _take_facts(node: fx.Node, origin: fx.Node) -> None:
+    node.meta.update((key, value) for key, value in origin.meta.items() if key not in _OWN)
+    unmark_region(node)
+    if "recompute" in origin.meta:  # what torch.utils.checkpoint decided of the whole counts for its parts
+        node.meta["recompute"], node.meta["ac_graph_id"] = origin.meta["recompute"], origin.meta.get("ac_graph_id", 0)
 
 
 def _can_view(value: torch.Tensor, shape: Sequence[int]) -> bool:

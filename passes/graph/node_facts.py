@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile._torch import prettified
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, position_of, unit_position
 from zinf_compile.ir.program import Slot
 
 _SLOT = "zinf_slot"
@@ -151,7 +152,7 @@ def unit_of(node: fx.Node) -> Slot:
     """Return the unit that a schedule operator moves, from any of them."""
     source = node
     while slot_of(source) is None:
-        source = source.args[1 if source.target is ops.reduce_scatter else 0]  # type: ignore[assignment]
+        source = source.args[unit_position(source.target)]  # type: ignore[assignment]
     slot = slot_of(source)
     assert slot is not None
     return slot
@@ -183,22 +184,29 @@ def wire_bytes(node: fx.Node) -> int:
     return unit_of(node).numel * wire_type(node).itemsize
 
 
-_GROUP_POSITION = {ops.all_gather: 1, ops.reduce_scatter: 2, ops.swap_in: 3}
+def argument_of(node: fx.Node, name: str) -> object:
+    """Return an argument of a schedule operator by its name; None where the operator has no such, or it wasn't given."""
+    place = position_of(node.target, name)
+    if place is None:
+        return None
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def group_of(node: fx.Node) -> int:
-    """Return the group number of an all_gather, reduce_scatter or swap_in; a gather_rows is alone."""
-    if node.target is ops.gather_rows:
-        return ops.LONE_GROUP
-    position = _GROUP_POSITION[node.target]  # type: ignore[index]
-    number = node.args[position] if len(node.args) > position else ops.LONE_GROUP
-    assert isinstance(number, int)
-    return number
+    """Return the group number of a schedule operator, -1 for one that is alone."""
+    group = argument_of(node, "group")
+    return group if isinstance(group, int) else LONE_GROUP
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Say whether all ranks take part in an operator, in the same order."""
+    spec = SPECS.get(node.target)
+    return spec is not None and spec.collective
 
 
 def hop_of(node: fx.Node) -> tuple[str, str]:
-    """Return the tiers between which a swap_in or swap_out moves: (from, to)."""
-    src, dst = node.args[1:3]
+    """Return the tiers between which a swap moves: (from, to)."""
+    src, dst = argument_of(node, "src"), argument_of(node, "dst")
     assert isinstance(src, str)
     assert isinstance(dst, str)
     return src, dst
@@ -227,9 +235,10 @@ def live_bytes(node: fx.Node) -> int:
 
 
 def set_group(node: fx.Node, group: int) -> None:
-    """Write the group number of an all_gather or reduce_scatter."""
-    position = _GROUP_POSITION[node.target]  # type: ignore[index]
-    node.args = (*node.args[:position], group)
+    """Write the group number of a transfer that may be issued with others."""
+    place = position_of(node.target, "group")
+    assert place is not None, f"{node.target} is always alone"
+    node.args = (*node.args[:place], group)
 
 
 def policy_of(node: fx.Node) -> str:

@@ -9,7 +9,8 @@ from torch import fx
 
 from zinf_compile._torch import gradient_outputs
 from zinf_compile.ir import ops
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.ir.op_spec import LONE_GROUP
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import parameters, slot_of, unit_of
 from zinf_compile.passes.tiling._forms import emit_tile
 
@@ -46,7 +47,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
     dtype = unit_of(unit).reduced_in
     kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, ops.LONE_GROUP), kwargs, name="shard")
+    shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, LONE_GROUP), kwargs, name="shard")
     shard.meta["val"] = torch.empty_like(grad.meta["val"])
     shard.meta["partitioner_tag"] = "is_backward"
     return shard
@@ -62,7 +63,7 @@ def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
     shards = []
     for part, box in zip(parts, slot.tiles, strict=True):
         assert isinstance(part, fx.Node)
-        emit = Emitter(graph, part, behind=True)
+        emit = NodeBuilder(graph, part, behind=True)
         tile = emit_tile(unit, box, emit)
         with graph.inserting_after(tile):
             shards.append(_reduce(graph, part, tile))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, slot_of
 from zinf_compile.passes.tiling._forms import Form
 
@@ -16,7 +16,7 @@ from ._loop import Tile
 aten = torch.ops.aten
 
 
-def tiles_of_head(insert: Inserter, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
+def tiles_of_head(insert: NodeBuilder, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
     """Return the rows of a head in the tiles of its parameter; all as one, where these aren't rows or there are none."""
     classes, width = fake_value(weight).shape
     form = _form_of(weight)

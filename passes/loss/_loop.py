@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.passes.graph.alias import is_cast
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_part, mark_region
 
 from ._row_ops import input_of
@@ -89,7 +89,7 @@ class Chunk:
     others: Sequence[fx.Node | None]
 
 
-def cut_chunks(insert: Inserter, sweep: Sweep) -> list[Chunk]:
+def cut_chunks(insert: NodeBuilder, sweep: Sweep) -> list[Chunk]:
     """Slice what has a row for each token, all before the first chunk: so the chunks themselves are alike, and compile once."""
     columns = [
         None if n is None else insert(aten.unsqueeze.default, n, 1)
@@ -107,7 +107,7 @@ def cut_chunks(insert: Inserter, sweep: Sweep) -> list[Chunk]:
     return chunks
 
 
-def sweep_once(insert: Inserter, sweep: Sweep) -> Swept:
+def sweep_once(insert: NodeBuilder, sweep: Sweep) -> Swept:
     """Write the loop for a head in one piece: a chunk's logits are made once, and gone before the next chunk's are made.
 
     Their gradient is changed in place: operator by operator, each new tensor of that size would have its pages mapped first.
@@ -133,7 +133,7 @@ def sweep_once(insert: Inserter, sweep: Sweep) -> Swept:
     return swept
 
 
-def logits_of(insert: Inserter, sweep: Sweep, tile: Tile, chunk: Chunk) -> list[fx.Node]:
+def logits_of(insert: NodeBuilder, sweep: Sweep, tile: Tile, chunk: Chunk) -> list[fx.Node]:
     """Start a region with the product of a chunk and a tile; return it and the value after each element-wise operator."""
     hidden = insert(aten.alias.default, chunk.hidden)  # a region starts with no view of a weight: those move
     mark_region(hidden)
@@ -148,15 +148,15 @@ def logits_of(insert: Inserter, sweep: Sweep, tile: Tile, chunk: Chunk) -> list[
     for step in sweep.pointwise:
         if step in sweep.class_terms:
             term = weights_of(insert, sweep.class_terms[step], sweep, tile)
-            values.append(insert(step.target, values[-1], term))  # type: ignore[arg-type]
+            values.append(insert(step.target, values[-1], term))
         elif is_cast(step):
             values.append(insert.cast(values[-1], fake_value(step).dtype))
         else:
-            values.append(insert(step.target, values[-1], *step.args[1:]))  # type: ignore[arg-type]
+            values.append(insert(step.target, values[-1], *step.args[1:]))
     return values
 
 
-def through_pointwise(insert: Inserter, sweep: Sweep, grad: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+def through_pointwise(insert: NodeBuilder, sweep: Sweep, grad: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
     """Take a gradient back through the element-wise operators; `values` are what was there in the forward."""
     grad = insert.cast(grad, fake_value(values[-1]).dtype)
     for number, step in reversed(list(enumerate(sweep.pointwise))):
@@ -167,22 +167,22 @@ def through_pointwise(insert: Inserter, sweep: Sweep, grad: fx.Node, values: Seq
         elif step.target is aten.tanh.default:
             grad = insert(aten.tanh_backward.default, grad, values[number + 1])
         else:
-            grad = insert(step.target, grad, *step.args[1:])  # type: ignore[arg-type]
+            grad = insert(step.target, grad, *step.args[1:])
     return grad
 
 
-def sum_of(insert: Inserter, values: fx.Node, weights: fx.Node | None) -> fx.Node:
+def sum_of(insert: NodeBuilder, values: fx.Node, weights: fx.Node | None) -> fx.Node:
     """Write the sum over classes."""
     weighted = values if weights is None else insert(aten.mul.Tensor, values, weights)
     return insert(aten.sum.dim_IntList, weighted, [1])
 
 
-def weights_of(insert: Inserter, weights: fx.Node | None, sweep: Sweep, tile: Tile) -> fx.Node | None:
+def weights_of(insert: NodeBuilder, weights: fx.Node | None, sweep: Sweep, tile: Tile) -> fx.Node | None:
     """Return the weights of a tile's classes."""
     return weights if weights is None or len(sweep.tiles) == 1 else insert(aten.slice.Tensor, weights, 0, tile.start, tile.end)
 
 
-def add_others(insert: Inserter, grad: fx.Node, sweep: Sweep, chunk: Chunk, tile: Tile) -> fx.Node:
+def add_others(insert: NodeBuilder, grad: fx.Node, sweep: Sweep, chunk: Chunk, tile: Tile) -> fx.Node:
     """Add the gradients that reach all classes."""
     for other, column in zip(sweep.others, chunk.others, strict=True):
         if column is not None:
@@ -192,7 +192,7 @@ def add_others(insert: Inserter, grad: fx.Node, sweep: Sweep, chunk: Chunk, tile
     return grad
 
 
-def add_up(insert: Inserter, sweep: Sweep, swept: Swept, chunk: Chunk, grad: fx.Node, *, number: int) -> None:
+def add_up(insert: NodeBuilder, sweep: Sweep, swept: Swept, chunk: Chunk, grad: fx.Node, *, number: int) -> None:
     """Add a chunk's part to the gradients of a tile's weight and bias, in place: a copy would cost as much as the chunk.
 
     Parts in 16 bits are added up in fp32, since each sum would be rounded anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value
 
 from ._loop import Chunk, Sweep, Swept, Tile, add_others, add_up, cut_chunks, logits_of, sum_of, through_pointwise, weights_of
@@ -13,7 +13,7 @@ from ._loop import Chunk, Sweep, Swept, Tile, add_others, add_up, cut_chunks, lo
 aten = torch.ops.aten
 
 
-def sweep_twice(insert: Inserter, sweep: Sweep) -> Swept:
+def sweep_twice(insert: NodeBuilder, sweep: Sweep) -> Swept:
     """Write two loops over the tiles, each tile's chunks together, so that each tile is there twice: one for the logarithm of
     each token's sum of exponentials, which is corrected as larger logits are met, and one, with the logits made again, for the
     gradients."""
@@ -48,7 +48,7 @@ class _Found:
         self.picked: fx.Node | None = None
         self.sums: list[fx.Node] = []
 
-    def add(self, insert: Inserter, sweep: Sweep, tile: Tile, chunk: Chunk) -> None:
+    def add(self, insert: NodeBuilder, sweep: Sweep, tile: Tile, chunk: Chunk) -> None:
         """Go on with a tile."""
         logits = insert.cast(logits_of(insert, sweep, tile, chunk)[-1], sweep.dtype)
         largest = insert(aten.amax.default, logits, [1], True)
@@ -70,7 +70,7 @@ class _Found:
         self.sums = [insert(aten.add.Tensor, a, b) for a, b in zip(self.sums, sums, strict=True)] if self.sums else sums
 
 
-def _gradients(insert: Inserter, sweep: Sweep, swept: Swept, chunks: list[Chunk], logs: list[fx.Node]) -> None:
+def _gradients(insert: NodeBuilder, sweep: Sweep, swept: Swept, chunks: list[Chunk], logs: list[fx.Node]) -> None:
     for number, tile in enumerate(sweep.tiles):
         for place_of_chunk, (chunk, log) in enumerate(zip(chunks, logs, strict=True)):
             values = logits_of(insert, sweep, tile, chunk)
@@ -92,12 +92,12 @@ def _gradients(insert: Inserter, sweep: Sweep, swept: Swept, chunks: list[Chunk]
             add_up(insert, sweep, swept, chunk, grad, number=number)
 
 
-def _finite(insert: Inserter, largest: fx.Node) -> fx.Node:
+def _finite(insert: NodeBuilder, largest: fx.Node) -> fx.Node:
     """Return the largest logits, 0 where all are -inf: that less itself is no number."""
     return insert(aten.where.ScalarSelf, insert(aten.eq.Scalar, largest, float("-inf")), 0.0, largest)
 
 
-def _place(insert: Inserter, targets: fx.Node, tile: Tile) -> tuple[fx.Node, fx.Node]:
+def _place(insert: NodeBuilder, targets: fx.Node, tile: Tile) -> tuple[fx.Node, fx.Node]:
     """Return which targets lie in a tile, and where in it; 0 for the others."""
     shifted = insert(aten.sub.Tensor, targets, tile.start)
     inside = insert(
@@ -106,7 +106,7 @@ def _place(insert: Inserter, targets: fx.Node, tile: Tile) -> tuple[fx.Node, fx.
     return inside, insert(aten.where.ScalarOther, inside, shifted, 0)
 
 
-def _minus(insert: Inserter, total: fx.Node, log: fx.Node, weights: fx.Node | None, sweep: Sweep) -> fx.Node:
+def _minus(insert: NodeBuilder, total: fx.Node, log: fx.Node, weights: fx.Node | None, sweep: Sweep) -> fx.Node:
     """Turn a sum of logits into one of log-probabilities."""
     log = insert(aten.squeeze.dim, log, 1)
     share = sweep.tiles[-1].end if weights is None else insert(aten.sum.default, weights)

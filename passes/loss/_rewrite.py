@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile.ir.loss_ops import class_targets, take_scaled
 from zinf_compile.passes.graph.alias import MOVES, is_cast
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_region, positions
 
 from ._find import NLL, SUMS, HeadLoss
@@ -24,7 +24,7 @@ from ._unit_tangent import at_unit_tangent, find_tangent, inputs_of
 
 aten = torch.ops.aten
 
-MakeTiles = Callable[[Inserter, fx.Node, fx.Node | None], Sequence[Tile]]
+MakeTiles = Callable[[NodeBuilder, fx.Node, fx.Node | None], Sequence[Tile]]
 """Given a head's weight and bias, returns its tiles."""
 
 
@@ -67,7 +67,7 @@ def rewrite_loss(
     """Write the loop in front of the log-softmax, and let what read the loss and its gradients read what comes out."""
     logits = loss.logits
     _hoist(graph, loss, plan)
-    insert = Inserter(graph, logits.softmax, like=logits.softmax)
+    insert = NodeBuilder(graph, logits.softmax, stage="is_forward")
     dtype = torch.promote_types(fake_value(logits.softmax).dtype, torch.float32)
     rows = replay(insert, logits.rows, logits.hidden, fake_value(logits.hidden).shape[1])
     targets = valid = None
@@ -108,7 +108,7 @@ def rewrite_loss(
     _erase_dead(graph, replaced)
 
 
-def _replace_readers(insert: Inserter, loss: HeadLoss, plan: LossPlan, values: TokenValues, swept: Swept) -> list[fx.Node]:
+def _replace_readers(insert: NodeBuilder, loss: HeadLoss, plan: LossPlan, values: TokenValues, swept: Swept) -> list[fx.Node]:
     picked = _whole(insert, swept.picked)
     sums = [_whole(insert, [part[i] for part in swept.sums]) for i in range(len(plan.weights))]
     replaced: list[fx.Node] = []
@@ -128,14 +128,14 @@ def _replace_readers(insert: Inserter, loss: HeadLoss, plan: LossPlan, values: T
 
 
 def _replace_gradients(
-    graph: fx.Graph, insert: Inserter, loss: HeadLoss, back: Backward, tangent: fx.Node, swept: Swept
+    graph: fx.Graph, insert: NodeBuilder, loss: HeadLoss, back: Backward, tangent: fx.Node, swept: Swept
 ) -> list[fx.Node]:
     replaced: list[fx.Node] = []
     if back.hidden is not None:
         hidden = _whole(insert, swept.hidden)
         assert hidden is not None
         hidden = _saved(insert.cast(hidden, fake_value(back.hidden).dtype))
-        behind = Inserter(graph, back.hidden, like=back.hidden, backward=True)
+        behind = NodeBuilder(graph, back.hidden, stage="is_backward")
         rows = behind(aten.mul.Tensor, hidden, behind.view(tangent, []))
         rows = rows_back(behind, rows, fake_value(back.root).shape, loss.logits.axis)
         _replace(back.hidden, replay(behind, back.steps, rows, fake_value(back.hidden).shape[1]), replaced)
@@ -144,13 +144,13 @@ def _replace_gradients(
         weight = _whole(insert, swept.weight)
         assert weight is not None
         weight = _saved(insert.cast(weight, fake_value(node).dtype))
-        behind = Inserter(graph, node, like=node, backward=True)
+        behind = NodeBuilder(graph, node, stage="is_backward")
         scaled = behind(take_scaled, weight, behind.view(tangent, []))
         _replace(node, behind(aten.permute.default, scaled, [1, 0]) if transposed else scaled, replaced)
     if back.bias is not None:
         bias = _whole(insert, swept.bias)
         assert bias is not None
-        behind = Inserter(graph, back.bias, like=back.bias, backward=True)
+        behind = NodeBuilder(graph, back.bias, stage="is_backward")
         scaled = behind(aten.mul.Tensor, _saved(bias), behind.view(tangent, []))
         _replace(back.bias, _in_form_of(behind, back.bias, scaled), replaced)
     return replaced
@@ -196,11 +196,11 @@ def _end_of_weight(product: fx.Node, transposed: bool) -> tuple[fx.Node, bool]:
     return node, transposed
 
 
-def _whole(insert: Inserter, parts: Sequence[fx.Node]) -> fx.Node | None:
+def _whole(insert: NodeBuilder, parts: Sequence[fx.Node]) -> fx.Node | None:
     return None if not parts else parts[0] if len(parts) == 1 else insert(aten.cat.default, list(parts))
 
 
-def _in_form_of(insert: Inserter, old: fx.Node, new: fx.Node) -> fx.Node:
+def _in_form_of(insert: NodeBuilder, old: fx.Node, new: fx.Node) -> fx.Node:
     return insert.cast(insert.view(new, list(fake_value(old).shape)), fake_value(old).dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, VIEWS, is_cast
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def axis_after(node: fx.Node, axis: int) -> int:
     return axis - (place < axis) if node.target in (aten.select.int, aten.squeeze.dim) else axis
 
 
-def replay(insert: Inserter, steps: Steps, source: fx.Node, width: int) -> fx.Node:
+def replay(insert: NodeBuilder, steps: Steps, source: fx.Node, width: int) -> fx.Node:
     """Repeat row operators on a value that has `width` numbers a token where theirs has its classes.
 
     `steps` are the operators in order, each with the axis of its result that the classes are.
@@ -114,7 +114,7 @@ def replay(insert: Inserter, steps: Steps, source: fx.Node, width: int) -> fx.No
     return current
 
 
-def rows_last(insert: Inserter, source: fx.Node, axis: int) -> fx.Node:
+def rows_last(insert: NodeBuilder, source: fx.Node, axis: int) -> fx.Node:
     """Return the value as a matrix of one row a token, given the axis that isn't tokens."""
     shape = fake_value(source).shape
     rank = len(shape)
@@ -123,7 +123,7 @@ def rows_last(insert: Inserter, source: fx.Node, axis: int) -> fx.Node:
     return source if rank == 2 and axis == 1 else insert.view(source, [math.prod(shape) // max(1, shape[axis]), shape[axis]])
 
 
-def rows_back(insert: Inserter, rows: fx.Node, shape: Sequence[int], axis: int) -> fx.Node:
+def rows_back(insert: NodeBuilder, rows: fx.Node, shape: Sequence[int], axis: int) -> fx.Node:
     """Undo `rows_last`: return the rows in a shape whose `axis` isn't tokens."""
     rank, width = len(shape), fake_value(rows).shape[1]
     if rank == 2 and axis == 1:

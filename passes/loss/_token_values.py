@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value
 
 from ._gradient_terms import Term
@@ -25,7 +25,7 @@ class TokenValues:
 
     def __init__(
         self,
-        insert: Inserter,
+        insert: NodeBuilder,
         *,
         tokens: int,
         classes: int,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zinf_compile.passes.graph.alias import is_cast
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, positions
 
 from ._row_ops import UnknownLogitsError
@@ -63,7 +63,7 @@ def find_tangent(graph: fx.Graph, grads: Sequence[fx.Node], unknown: set[fx.Node
     raise error
 
 
-def at_unit_tangent(insert: Inserter, grads: Sequence[fx.Node], tangent: fx.Node) -> list[fx.Node]:
+def at_unit_tangent(insert: NodeBuilder, grads: Sequence[fx.Node], tangent: fx.Node) -> list[fx.Node]:
     """Compute gradients that depend on tangents through the scalar `tangent` alone, as if it were 1."""
     graph = tangent.graph
     cone = _cone(grads, tangent, _depending(graph), set())

@@ -7,6 +7,7 @@ import dataclasses
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP
 from zinf_compile.ir.program import Slot
 from zinf_compile.passes.graph.alias import METADATA_OPS, derived_from
 from zinf_compile.passes.graph.node_facts import parameters, slot_of
@@ -120,7 +121,7 @@ def _own_views(consumer: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
 
 def _gather_before(graph: fx.Graph, unit: fx.Node, place: fx.Node) -> fx.Node:
     with graph.inserting_before(place):
-        handle = graph.create_node("call_function", ops.all_gather, (unit, ops.LONE_GROUP), name="gather")
+        handle = graph.create_node("call_function", ops.all_gather, (unit, LONE_GROUP), name="gather")
         full = graph.create_node("call_function", ops.wait, (handle,), name="full")
     handle.meta["val"] = full.meta["val"] = unit.meta["val"]
     return full

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import LONE_GROUP
 from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import group_of, unit_of
 
@@ -52,7 +53,7 @@ def _may_leave(node: fx.Node) -> bool:
 def _take_away(graph: fx.Graph, reduction: fx.Node, tiers: Sequence[str]) -> None:
     last = reduction
     place = reduction
-    while place.next.target is ops.reduce_scatter and group_of(place.next) == group_of(reduction) != ops.LONE_GROUP:
+    while place.next.target is ops.reduce_scatter and group_of(place.next) == group_of(reduction) != LONE_GROUP:
         place = place.next  # a group's members stand together
     while place.next.target is ops.swap_out:
         place = place.next

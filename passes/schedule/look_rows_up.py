@@ -11,7 +11,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.program import Slot
 from zinf_compile.ir.row_rounds import rounds_of_rows
 from zinf_compile.passes.graph.alias import ALIASES, METADATA_OPS, is_cast
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import hinted_numel, parameters
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[Slot], bool]) -> fx.Gr
     """
     for unit, slot in parameters(gm.graph):
         for lookup, chain in find_lookups(unit, slot) if chosen(slot) else ():
-            emit = Emitter(gm.graph, lookup)
+            emit = NodeBuilder(gm.graph, lookup)
             found = emit(ops.gather_rows, unit, lookup.args[1], name="rows")
             for cast in filter(is_cast, chain):
                 found = emit(cast.target, found, *cast.args[1:], kwargs=cast.kwargs)

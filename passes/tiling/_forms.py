@@ -12,7 +12,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.program import Slot
 from zinf_compile.ir.tiling import Box
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast, is_view
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import recompute, tile_of
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ class Form:
                 found.append((number, tuple(shifted)))
         return found
 
-    def derive(self, number: int, emit: Emitter) -> fx.Node:
+    def derive(self, number: int, emit: NodeBuilder) -> fx.Node:
         """Make of a tile what the value is of the parameter."""
         box = self.slot.tiles[number]
         node = emit_tile(self.unit, box, emit)
@@ -106,7 +106,7 @@ def integers(values: Any) -> list[int]:
     return list(values)
 
 
-def emit_tile(unit: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+def emit_tile(unit: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
     """Name a tile of a parameter."""
     start, end = ([edge[side] for edge in box] for side in (0, 1))
     tile = emit(ops.tile, unit, start, end, name=f"{unit.name}_tile")

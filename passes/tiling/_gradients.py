@@ -10,21 +10,15 @@ from torch import fx
 
 from zinf_compile.ir.loss_ops import take_scaled
 from zinf_compile.ir.tiling import Box, tile_shape
-from zinf_compile.passes.graph.alias import is_cast
+from zinf_compile.passes.graph.alias import ALIASES, is_elementwise
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.concat import parts_of_cat
-from zinf_compile.passes.graph.emit import Emitter
 from zinf_compile.passes.graph.node_facts import fake_value
 
 from ._forms import integers
 from ._uses import slice_of
 
 aten = torch.ops.aten
-
-_ELEMENTWISE = frozenset(
-    {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default}
-    | {aten.clone.default, aten.detach.default, aten.alias.default, take_scaled}
-)
-"""What gives each element from the elements at its place."""
 
 
 class GradientTiles:
@@ -63,7 +57,7 @@ class GradientTiles:
                 return "its gradient is that of an index known at run time only"
             case aten.mm.default | aten.bmm.default | aten.embedding_dense_backward.default | aten.select_backward.default:
                 return ""
-            case _ if node.target in _ELEMENTWISE or is_cast(node):
+            case _ if _is_elementwise(node):
                 alike = [n for n in node.all_input_nodes if _is_like(n, fake_value(node))]
                 reasons = [self._whole(n) for n in alike]
                 return "" if not all(reasons) else reasons[0] if reasons else f"its gradient is made by {node.name}"
@@ -77,7 +71,7 @@ class GradientTiles:
         return self._cut[node, box]
 
     def _compute(self, node: fx.Node, box: Box) -> fx.Node:
-        emit = Emitter(self._graph, node)
+        emit = NodeBuilder(self._graph, node)
         if not self._whole(node):
             match node.target:
                 case aten.t.default:
@@ -98,14 +92,14 @@ class GradientTiles:
                     return _selection(node, box, emit)
                 case aten.cat.default if (part := _part_of_cat(node, box)) is not None:
                     return part
-                case _ if node.target in _ELEMENTWISE or is_cast(node):
+                case _ if _is_elementwise(node):
                     return emit(node.target, *fx.map_arg(node.args, partial(self._operand, node, box, emit)), kwargs=node.kwargs)
-        result, behind = node, Emitter(self._graph, node, behind=True)
+        result, behind = node, NodeBuilder(self._graph, node, behind=True)
         for dim, span in enumerate(box):
             result = slice_of(result, dim, span, behind)
         return result
 
-    def _operand(self, node: fx.Node, box: Box, emit: Emitter, operand: fx.Node) -> fx.Node:
+    def _operand(self, node: fx.Node, box: Box, emit: NodeBuilder, operand: fx.Node) -> fx.Node:
         """Return what a box of an element-wise result takes of an operand, which may be broadcast."""
         value = operand.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -118,12 +112,16 @@ class GradientTiles:
         return operand
 
 
+def _is_elementwise(node: fx.Node) -> bool:
+    return is_elementwise(node) or node.target in ALIASES or node.target is take_scaled
+
+
 def _is_like(node: fx.Node, whole: torch.Tensor) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.shape == whole.shape
 
 
-def _embedding(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+def _embedding(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
     """Compute the rows of an embedding's gradient: all other indices are sent to one row more, which is left away."""
     grad, indices, _, padding = node.args[:4]
     (start, end), columns = box
@@ -139,7 +137,7 @@ def _embedding(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
     return emit(aten.slice.Tensor, whole, 0, 0, rows)
 
 
-def _selection(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
+def _selection(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
     """Compute a box of what is zero but at one index of a dimension."""
     grad, (dim, index) = _input(node, 0), integers(node.args[2:4])
     shape = fake_value(node).shape
@@ -147,7 +145,7 @@ def _selection(node: fx.Node, box: Box, emit: Emitter) -> fx.Node:
     (start, end), sizes = box[dim], list(tile_shape(box))
     if not start <= index < end:
         value = fake_value(node)
-        return emit(aten.full.default, sizes, 0, kwargs={"dtype": value.dtype, "device": value.device})
+        return emit(aten.full.default, sizes, 0, dtype=value.dtype, device=value.device)
     for position, span in enumerate(box[:dim] + box[dim + 1 :]):
         grad = slice_of(grad, position, span, emit)
     return emit(aten.select_backward.default, grad, sizes, dim, index - start)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from zinf_compile.passes.graph.alias import ALIASES, MOVES, VIEWS, is_cast
+from zinf_compile.passes.graph.alias import ALIASES, MOVES, VIEWS, is_elementwise
 from zinf_compile.passes.graph.concat import parts_of_cat
 from zinf_compile.passes.graph.node_facts import fake_value, positions
 
@@ -182,14 +182,6 @@ def is_row_view(node: fx.Node) -> bool:
     return (
         isinstance(sizes, (list, tuple)) and bool(sizes) and fake_value(node).shape[-1] == fake_value(source_of(node)).shape[-1]
     )
-
-
-def is_elementwise(node: fx.Node) -> bool:
-    """Say whether each element of a result is made from the elements at its place alone, the same each time."""
-    if is_cast(node):
-        return True
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.pointwise in tags and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace} & {*tags}
 
 
 def part_of_row(row: fx.Node, span: Span) -> fx.Node | None:

@@ -11,7 +11,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.row_rounds import rounds_of_rows
 from zinf_compile.ir.tiling import Box
 from zinf_compile.passes.graph.alias import ALIASES, is_cast
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value
 
 from ._forms import Form
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 Span = tuple[int, int]
 
 
-def tile_use(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node | str:
+def tile_use(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.Node | str:
     """Compute a node, whose argument at `position` has a form, from its tiles; return the reason where that can't be done."""
     rule = _RULES.get(node.target)
     if rule is None:
@@ -30,14 +30,14 @@ def tile_use(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node
     return rule(node, form, position, emit)
 
 
-def slice_of(value: fx.Node, dim: int, span: Span, emit: Emitter) -> fx.Node:
+def slice_of(value: fx.Node, dim: int, span: Span, emit: NodeBuilder) -> fx.Node:
     """Take a stretch of a dimension; the value itself where that is all of it."""
     if (0, fake_value(value).shape[dim]) == span:
         return value
     return emit(aten.slice.Tensor, value, dim, *span)
 
 
-def _matmul(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node | str:
+def _matmul(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.Node | str:
     """Compute `mm`, `bmm` or `addmm`.
 
     y = mm(x, t(w))   with row tiles:  y = cat([mm(x, t(w_0)), mm(x, t(w_1))], 1)
@@ -67,7 +67,7 @@ def _matmul(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node 
 def _products(
     node: fx.Node,
     form: Form,
-    emit: Emitter,
+    emit: NodeBuilder,
     other: fx.Node,
     left: bool,
     batch: Span,
@@ -95,7 +95,7 @@ def _products(
     return total
 
 
-def _bias_part(bias: object, dim: int, span: Span, emit: Emitter) -> fx.Node:
+def _bias_part(bias: object, dim: int, span: Span, emit: NodeBuilder) -> fx.Node:
     """Return what of a bias belongs to a stretch of the result's rows (0) or columns (1)."""
     assert isinstance(bias, fx.Node)
     shape = fake_value(bias).shape
@@ -103,7 +103,7 @@ def _bias_part(bias: object, dim: int, span: Span, emit: Emitter) -> fx.Node:
     return bias if own < 0 or shape[own] == 1 else slice_of(bias, own, span, emit)
 
 
-def _embedding(node: fx.Node, form: Form, position: int, emit: Emitter) -> fx.Node | str:
+def _embedding(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.Node | str:
     """Look rows up, without the rest: `gather_rows`. Else each index in every tile, keeping what the tile that has it says.
 
         y = gather_rows(w, i)
@@ -156,11 +156,11 @@ def _spans(tiles: Sequence[tuple[int, Box]], dim: int) -> list[Span]:
     return sorted({box[dim] for _, box in tiles})
 
 
-def _cat(parts: Sequence[fx.Node], dim: int, emit: Emitter) -> fx.Node:
+def _cat(parts: Sequence[fx.Node], dim: int, emit: NodeBuilder) -> fx.Node:
     return parts[0] if len(parts) == 1 else emit(aten.cat.default, list(parts), dim)
 
 
-_RULES: dict[object, Callable[[fx.Node, Form, int, Emitter], fx.Node | str]] = {
+_RULES: dict[object, Callable[[fx.Node, Form, int, NodeBuilder], fx.Node | str]] = {
     aten.mm.default: _matmul,
     aten.bmm.default: _matmul,
     aten.addmm.default: _matmul,

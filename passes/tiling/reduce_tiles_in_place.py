@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.passes.graph.alias import aliased_inputs
-from zinf_compile.passes.graph.emit import Emitter, new_node
+from zinf_compile.passes.graph.build_nodes import NodeBuilder, new_node
 from zinf_compile.passes.graph.node_facts import fake_mode_of, fake_value, move_region_mark, starts_region, tile_of
 
 from .write_tiles_in_place import INTO
@@ -31,7 +32,7 @@ def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
         product = made[-1]
         with gm.graph.inserting_before(_start_of_region(product)):
             room = new_node(gm.graph, fake_mode_of(product), ops.room, (unit,), {}, "room")
-        into = Emitter(gm.graph, product)(INTO[product.target], room, *product.args, kwargs=product.kwargs)
+        into = NodeBuilder(gm.graph, product)(INTO[product.target], room, *product.args, kwargs=product.kwargs)
         move_region_mark(product, into)
         reduction.args = (room, *reduction.args[1:])
         for node in made:
@@ -59,6 +60,6 @@ def _form(node: fx.Node) -> tuple[object, ...]:
 
 def _start_of_region(node: fx.Node) -> fx.Node:
     before = node.prev
-    while not starts_region(node) and before.op == "call_function" and before.target not in (*ops.SCHEDULE_OPS, ops.room):
+    while not starts_region(node) and before.op == "call_function" and before.target not in (*SCHEDULE_OPS, ops.room):
         node, before = before, before.prev
     return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.passes.graph.alias import derived_from
 from zinf_compile.passes.graph.node_facts import positions, tile_of
 
@@ -50,7 +51,7 @@ def _made_for(reduction: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
         node = stack.pop()
         if not isinstance(node, fx.Node) or node.op != "call_function" or node in block:
             continue
-        if node.target not in ops.SCHEDULE_OPS and all(user in block for user in node.users):
+        if node.target not in SCHEDULE_OPS and all(user in block for user in node.users):
             block.add(node)
             stack += node.all_input_nodes
     return sorted(block, key=place.__getitem__)

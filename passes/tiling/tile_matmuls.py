@@ -10,7 +10,7 @@ from zinf_compile._torch import gradient_outputs
 from zinf_compile.ir import ops
 from zinf_compile.ir.program import Slot
 from zinf_compile.passes.graph.alias import METADATA_OPS
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import leave_whole, parameters
 
 from ._forms import Form
@@ -63,7 +63,7 @@ def _tile_use(gm: fx.GraphModule, node: fx.Node, source: fx.Node, form: Form, fo
     if len(positions) != 1 or len(tiled) != 1:
         leave_whole(gm, form.slot, f"{node.name} takes it more than once, or with another that is in tiles")
         return
-    result = tile_use(node, form, positions[0], Emitter(gm.graph, node))
+    result = tile_use(node, form, positions[0], NodeBuilder(gm.graph, node))
     if isinstance(result, str):
         leave_whole(gm, form.slot, f"{node.name}: {result}")
     else:

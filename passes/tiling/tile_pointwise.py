@@ -8,14 +8,13 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.graph.alias import ALIASES
-from zinf_compile.passes.graph.emit import Emitter
+from zinf_compile.passes.graph.alias import ALIASES, is_elementwise
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, positions
 
 from ._pointwise_chains import (
     Chains,
     Span,
-    is_elementwise,
     is_row_view,
     is_slice,
     is_sum,
@@ -66,30 +65,30 @@ class _Parts:
 
     def cut(self, cut: fx.Node) -> fx.Node:
         """Return what a slice is of, computed alone, where the slice is."""
-        emit, source = Emitter(self._graph, cut), source_of(cut)
+        emit, source = NodeBuilder(self._graph, cut), source_of(cut)
         part = self._part(turned(source), span_of(cut), emit)
         return part if turned(source) is source else emit(source.target, part, *source.args[1:], like=source)
 
     def sum(self, total: fx.Node) -> fx.Node:
         """Return a sum over all but the last dimension, put together from those of the parts, each where the part is."""
-        source, emit, sums = source_of(total), Emitter(self._graph, total), []
+        source, emit, sums = source_of(total), NodeBuilder(self._graph, total), []
         for span in sorted(self._chains.spans[source]):
             part = self._part(source, span, emit)
-            behind = Emitter(self._graph, part, behind=True)
+            behind = NodeBuilder(self._graph, part, behind=True)
             sums.append(behind(total.target, part, *total.args[1:], kwargs=total.kwargs, like=total))
         return emit(aten.cat.default, sums, -1)
 
     def assemble(self, whole: fx.Node) -> fx.Node:
         """Return a value put together from its parts."""
-        emit = Emitter(self._graph, whole)
+        emit = NodeBuilder(self._graph, whole)
         return emit(aten.cat.default, [self._compute(whole, s, emit) for s in sorted(self._chains.assembled[whole])], -1)
 
-    def _part(self, node: fx.Node, span: Span, emit: Emitter) -> fx.Node:
+    def _part(self, node: fx.Node, span: Span, emit: NodeBuilder) -> fx.Node:
         if (node, span) not in self._made:
             self._made[node, span] = self._make(node, span, emit)
         return self._made[node, span]
 
-    def _make(self, node: fx.Node, span: Span, emit: Emitter) -> fx.Node:
+    def _make(self, node: fx.Node, span: Span, emit: NodeBuilder) -> fx.Node:
         if node in self._chains.spans:
             if node.target is aten.cat.default:
                 if (product := part_of_row(node, span)) is not None:
@@ -99,7 +98,7 @@ class _Parts:
                 return self._compute(node, span, emit)
         return emit(aten.slice.Tensor, node, fake_value(node).dim() - 1, *span, like=node)
 
-    def _compute(self, node: fx.Node, span: Span, emit: Emitter) -> fx.Node:
+    def _compute(self, node: fx.Node, span: Span, emit: NodeBuilder) -> fx.Node:
         if node.target in ALIASES:
             return self._part(source_of(node), span, emit)
         if is_row_view(node):

@@ -9,12 +9,13 @@ import torch
 from torch import fx
 
 from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.passes.graph.alias import is_elementwise
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.concat import parts_of_cat
-from zinf_compile.passes.graph.emit import Emitter
 from zinf_compile.passes.graph.node_facts import fake_value, move_region_mark, positions
 
 from ._forms import is_of_tile
-from ._pointwise_chains import is_elementwise, is_row_view
+from ._pointwise_chains import is_row_view
 
 aten = torch.ops.aten
 
@@ -103,7 +104,7 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
     for part in parts:
         for node in part.values:
             product = node.target in INTO or node.target in _GROWN
-            before, emit = node.prev, Emitter(graph, node, behind=not product)
+            before, emit = node.prev, NodeBuilder(graph, node, behind=not product)
             if memory is None:
                 options = {"dtype": value.dtype, "device": value.device}
                 memory = emit(aten.empty_strided.default, [*value.shape], [*value.stride()], kwargs=options, name="whole")

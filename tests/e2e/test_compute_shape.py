@@ -16,7 +16,8 @@ from torch import fx, nn
 from zinf_compile.backend.regions import structure
 from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import trace
-from zinf_compile.ir.program import Program, Region
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Region
 from zinf_compile.passes import Pass, graph_passes, pass_name
 from zinf_compile.passes.lower import lower
 from zinf_compile.passes.schedule.prefetch import prefetch

@@ -22,7 +22,8 @@ from zinf_compile._torch import captured_name
 from zinf_compile.cli.main import main, schedule_hash
 from zinf_compile.cli.trace import DumpError, load_target, trace
 from zinf_compile.errors import BudgetError, OptionError
-from zinf_compile.ir.program import Program, SwapIn, SwapOut
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import SwapIn, SwapOut
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.system import host_limits
 

@@ -14,7 +14,8 @@ from training import BACKEND, MOST_VARIANTS, train_both, wrapped
 
 import zinf_compile
 from zinf_compile.cli.models import GPT
-from zinf_compile.ir.program import Gather, Program
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Gather
 from zinf_compile.runtime.memory.ledger import Kind, Ledger
 
 

@@ -16,12 +16,13 @@ from torch._subclasses import FakeTensorMode
 from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.ir import ops
+from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.program import Program, Slot
 from zinf_compile.ir.tiling import choose_tiles
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
 
-_SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*ops.SCHEDULE_OPS, ops.tile, ops.join)}
+_SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*SCHEDULE_OPS, ops.tile, ops.join)}
 
 
 def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Slot:

@@ -13,7 +13,8 @@ from training import adamw, plain_step
 
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Step, Wait
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Gather, Reduce, Region, Release, Step, Wait
 from zinf_compile.sharded.gradient import ShardedGradient
 
 

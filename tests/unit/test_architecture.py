@@ -44,7 +44,7 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("context",),
         ("units",),
         ("transfer",),
-        ("executor",),
+        ("handles", "executor"),
     ),
     "passes": (("graph",), ("analysis", "verify"), ("joint", "schedule", "tiling", "loss"), ("lower",), ("",)),
 }

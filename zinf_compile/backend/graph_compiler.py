@@ -18,7 +18,8 @@ from zinf_compile._frames import callers
 from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
-from zinf_compile.ir.program import Program, Reduce, Slot
+from zinf_compile.ir.program import Program, Slot
+from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import way_in
 from zinf_compile.optim.optimizer import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify

@@ -5,9 +5,12 @@ embedding_gradient — The gradient of an embedding, summed in the same order at
 into — What is written where it belongs: matrix products, and copies, into a part of a larger matrix.
 loss_ops — What a loss in chunks needs and PyTorch has no operator for: a check of its targets, and a gradient's way to the
     backward.
-ops — The intermediate representation: seven operators that say what moves, and when.
+op_spec — One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves
+    something.
+ops — The intermediate representation: operators that say what moves, and when.
 program — What the passes hand to the runtime: a scheduled graph as plain values, free of FX.
 row_rounds — How rows of a large parameter are looked up: a part of a tile at a time, so that little is on its way at once.
+steps — The steps of a program: what the executor performs, one transfer or one region of compute each.
 tiers — Where the user wants the states of a model to live.
 tiling — Where a large parameter is cut: into boxes that lie in one stretch of memory each, one after the other.
 """

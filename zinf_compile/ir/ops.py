@@ -1,4 +1,4 @@
-"""The intermediate representation: seven operators that say what moves, and when.
+"""The intermediate representation: operators that say what moves, and when.
 
 | operator                                  | meaning                                                                    |
 |-------------------------------------------|----------------------------------------------------------------------------|
@@ -35,28 +35,13 @@ run as plain FX, which is how tests compare numbers before and after a pass. In 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.library import Library
 
+from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
+from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
-
-LONE_GROUP = -1
-"""Group number of a transfer that is issued alone."""
-
-_library = Library("zinf", "DEF")
-_library.define("swap_in(Tensor unit, str src, str dst, int group=-1) -> Tensor")
-_library.define("swap_out(Tensor grad, str src, str dst) -> Tensor")
-_library.define("all_gather(Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
-_library.define("tile(Tensor unit, int[] start, int[] end) -> Tensor")
-_library.define("join(Tensor[] parts, Tensor unit) -> Tensor")
-_library.define('gather_rows(Tensor unit, Tensor indices, str src="device") -> Tensor')
-_library.define("room(Tensor unit) -> Tensor")
-_library.define("wait(Tensor handle) -> Tensor")
-_library.define("release(Tensor full) -> ()")
-_library.define("reduce_scatter(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor")
 
 
 def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
@@ -110,31 +95,69 @@ def _join(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tensor:
     return torch.cat(stretches).as_strided(unit.size(), unit.stride())
 
 
-_kernels: tuple[tuple[str, Callable[..., Any]], ...] = (
-    ("tile", _tile),
-    ("join", _join),
-    ("swap_in", _swap_in),
-    ("swap_out", _swap_out),
-    ("all_gather", _all_gather),
-    ("gather_rows", _gather_rows),
-    ("room", _room),
-    ("wait", _wait),
-    ("release", _release),
-    ("reduce_scatter", _reduce_scatter),
+def _read_or_copied(src: str, dst: str) -> str:
+    return READ if src == "nvme" else COPY_IN
+
+
+def _written_or_copied(src: str, dst: str) -> str:
+    return WRITE if dst == "nvme" else COPY_OUT
+
+
+swap_in = define(
+    OpSpec(
+        name="swap_in",
+        schema="(Tensor unit, str src, str dst, int group=-1) -> Tensor",
+        kernel=_swap_in,
+        step=SwapIn.of,
+        lane=_read_or_copied,
+        volume=Volume.SHARD,
+    )
 )
-for _name, _kernel in _kernels:
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-
-tile = torch.ops.zinf.tile.default
-join = torch.ops.zinf.join.default
-swap_in = torch.ops.zinf.swap_in.default
-swap_out = torch.ops.zinf.swap_out.default
-all_gather = torch.ops.zinf.all_gather.default
-gather_rows = torch.ops.zinf.gather_rows.default
-room = torch.ops.zinf.room.default
-wait = torch.ops.zinf.wait.default
-release = torch.ops.zinf.release.default
-reduce_scatter = torch.ops.zinf.reduce_scatter.default
-
-SCHEDULE_OPS = frozenset({swap_in, swap_out, all_gather, gather_rows, wait, release, reduce_scatter})
-"""What the executor performs itself; everything else in a graph is compute."""
+swap_out = define(
+    OpSpec(
+        name="swap_out",
+        schema="(Tensor grad, str src, str dst) -> Tensor",
+        kernel=_swap_out,
+        step=SwapOut.of,
+        lane=_written_or_copied,
+        volume=Volume.SHARD,
+    )
+)
+all_gather = define(
+    OpSpec(
+        name="all_gather",
+        schema="(Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor",
+        kernel=_all_gather,
+        step=Gather.of,
+        lane=GATHER,
+        volume=Volume.OTHER_SHARDS,
+        collective=True,
+    )
+)
+gather_rows = define(
+    OpSpec(
+        name="gather_rows",
+        schema='(Tensor unit, Tensor indices, str src="device") -> Tensor',
+        kernel=_gather_rows,
+        step=GatherRows.of,
+        lane=GATHER,
+        volume=Volume.ROWS,
+        collective=True,
+    )
+)
+reduce_scatter = define(
+    OpSpec(
+        name="reduce_scatter",
+        schema="(Tensor grad, Tensor unit, int group=-1, *, ScalarType? dtype=None) -> Tensor",
+        kernel=_reduce_scatter,
+        step=Reduce.of,
+        lane=REDUCE,
+        volume=Volume.OTHER_SHARDS,
+        collective=True,
+    )
+)
+wait = define(OpSpec(name="wait", schema="(Tensor handle) -> Tensor", kernel=_wait, step=Wait.of))
+release = define(OpSpec(name="release", schema="(Tensor full) -> ()", kernel=_release, step=Release.of))
+room = define(OpSpec(name="room", schema="(Tensor unit) -> Tensor", kernel=_room, step=ReduceBuffer.of, compute=True))
+tile = define(OpSpec(name="tile", schema="(Tensor unit, int[] start, int[] end) -> Tensor", kernel=_tile))
+join = define(OpSpec(name="join", schema="(Tensor[] parts, Tensor unit) -> Tensor", kernel=_join))

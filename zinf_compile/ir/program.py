@@ -7,14 +7,14 @@ described by a `Slot`. Steps are performed in order, exactly as written.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .steps import Step
 from .tiling import Box, box_text, tile_shape, tile_stride
 
 
@@ -69,104 +69,6 @@ class Slot:
     def bytes(self) -> int:
         """Bytes of the full parameter."""
         return self.numel * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SwapIn:
-    """Start to bring shards one tier nearer to the device."""
-
-    src: str
-    dst: str
-    members: tuple[tuple[int, int], ...]
-    """(register of the hollow parameter or of the handle of the swap before, register of the handle)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SwapOut:
-    """Start to bring a reduced gradient's shard one tier further away."""
-
-    src: str
-    dst: str
-    grad: int
-    out: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gather:
-    """Start gathering units, all in one transfer."""
-
-    group: int
-    members: tuple[tuple[int, int], ...]
-    """(register of the hollow parameter or of the handle of its swap, register of the handle)."""
-    dtype: torch.dtype
-    """As which the units travel and are held: theirs, or a narrower one, to which shards are cast on the way."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wait:
-    """Make one gathered unit usable."""
-
-    handle: int
-    out: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """Look rows of a unit up, which is never whole."""
-
-    unit: int
-    indices: int
-    out: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Room:
-    """Take memory for the full gradient of a tile."""
-
-    unit: int
-    """Register of the tile."""
-    out: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Release:
-    """Drop a full unit."""
-
-    full: int
-
-
-class Sight(enum.IntEnum):
-    """Who can see a gradient's memory besides its reduction: what decides whether it must be copied."""
-
-    NOBODY = 0
-    """It may become the shard."""
-    GRAPH = 1
-    """Later operators of the graph, which change nothing: it may be read while they run, also after the graph has returned."""
-    CALLER = 2
-    """Code outside, which may write to it once the graph has returned: a tangent, or memory that the graph also returns."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reduce:
-    """Start reduce-scattering gradients, all in one transfer."""
-
-    group: int
-    members: tuple[tuple[int, int, int, Sight], ...]
-    """(register of the gradient, of the hollow parameter, of the result, and who else can see the gradient's memory)."""
-    dtype: torch.dtype
-    """As which the gradients travel and their shards are kept; what the graph gives in another type is cast before."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Region:
-    """A stretch of compute: `fn([inputs...]) -> tuple`, which empties the list it is given."""
-
-    fn: Callable[[list[Any]], Sequence[Any]]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-Step = SwapIn | SwapOut | Gather | Rows | Room | Wait | Release | Reduce | Region
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

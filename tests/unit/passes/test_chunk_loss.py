@@ -13,7 +13,7 @@ from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, bat
 from torch import fx
 
 from zinf_compile.passes.analysis.print_graph import graph_text
-from zinf_compile.passes.graph.build_nodes import Inserter
+from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import left_alone, starts_region
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._loop import Tile
@@ -148,7 +148,7 @@ def test_gradients_come_out_of_the_same_sweep() -> None:
 def in_tiles(rows: int) -> Any:
     """Return what cuts a head into tiles of so many classes."""
 
-    def make(insert: Inserter, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
+    def make(insert: NodeBuilder, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
         classes = weight.meta["val"].shape[0]
         bounds = [(start, min(start + rows, classes)) for start in range(0, classes, rows)]
         parts = [[None if n is None else insert(aten.slice.Tensor, n, 0, *b) for n in (weight, bias)] for b in bounds]

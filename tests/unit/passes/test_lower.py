@@ -7,7 +7,8 @@ import torch
 from irtext import graph_of, results, text_of, traced, unit
 from torch import fx, nn
 
-from zinf_compile.ir.program import Gather, Program, Reduce, Region, Release, Sight, SwapIn, SwapOut, Wait
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.steps import Gather, GradAlias, Reduce, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.passes import graph_passes
 from zinf_compile.passes.graph.node_facts import mark_buffer
 from zinf_compile.passes.lower import lower
@@ -196,27 +197,27 @@ def test_buffers_are_named() -> None:
     assert lower(gm, name="test").buffers == {0: "norm.running_mean"}
 
 
-def seen(text: str) -> list[Sight]:
+def seen(text: str) -> list[GradAlias]:
     program = lowered(text, **INPUTS)
     return [member[3] for step in program.steps if isinstance(step, Reduce) for member in step.members]
 
 
 def test_a_gradient_that_nothing_sees_later_may_be_kept() -> None:
-    assert seen("a = relu(x); t = t(a); r = reduce_scatter(t, w); return (r,)") == [Sight.NOBODY]
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(t, w); return (r,)") == [GradAlias.NOBODY]
 
 
 def test_a_gradient_that_the_graph_reads_later_must_not_change() -> None:
-    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); b = relu(t); return (r, b)") == [Sight.GRAPH]
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); b = relu(t); return (r, b)") == [GradAlias.GRAPH]
     text = "a = relu(x); r = reduce_scatter(a, w, 0); s = reduce_scatter(a, u, 0); return (r, s)"
-    assert seen(text) == [Sight.GRAPH, Sight.NOBODY]
+    assert seen(text) == [GradAlias.GRAPH, GradAlias.NOBODY]
     text = "g = all_gather(u); v = wait(g); t = t(v); r = reduce_scatter(t, w); release(v); return (r,)"
-    assert seen(text) == [Sight.GRAPH]
+    assert seen(text) == [GradAlias.GRAPH]
 
 
 def test_a_gradient_that_the_caller_can_write_to_must_be_copied() -> None:
-    assert seen("a = relu(x); r = reduce_scatter(a, w); return (a, r)") == [Sight.CALLER]
-    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); return (r, t)") == [Sight.CALLER]
-    assert seen("r = reduce_scatter(x, w); return (r,)") == [Sight.CALLER]
+    assert seen("a = relu(x); r = reduce_scatter(a, w); return (a, r)") == [GradAlias.CALLER]
+    assert seen("a = relu(x); t = t(a); r = reduce_scatter(a, w); return (r, t)") == [GradAlias.CALLER]
+    assert seen("r = reduce_scatter(x, w); return (r,)") == [GradAlias.CALLER]
 
 
 def test_constants_of_the_module_reach_their_regions() -> None:

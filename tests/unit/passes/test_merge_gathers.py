@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
 
-from zinf_compile.ir.program import Region
+from zinf_compile.ir.steps import Region
 from zinf_compile.passes import graph_passes
 from zinf_compile.passes.graph.node_facts import mark_region
 from zinf_compile.passes.lower import lower

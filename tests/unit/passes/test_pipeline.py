@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from zinf_compile.cli.models import GPT
 from zinf_compile.ir import ops
-from zinf_compile.ir.program import Gather
+from zinf_compile.ir.steps import Gather
 from zinf_compile.passes import graph_passes, joint_passes, pass_name, run_passes, verify
 from zinf_compile.passes.analysis.memory_needs import measure_needs
 from zinf_compile.passes.graph.node_facts import parameters

@@ -1,0 +1,55 @@
+"""What a register holds while a transfer is under way; `Arriving` stands with the hop that makes it, in `transfer.swap`."""
+
+from __future__ import annotations
+
+import torch
+
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
+from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .context import Context
+
+
+class GatherHandle:
+    """A handle: the full unit, usable once `pending` is over; None where nothing travels."""
+
+    __slots__ = ("dtype", "full", "pending", "what")
+
+    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str, dtype: torch.dtype | None = None) -> None:
+        self.full = full
+        self.pending = pending
+        self.what = what
+        self.dtype = dtype
+        """As which the unit is wanted, where that is another than it arrives in."""
+
+
+class ReduceHandle:
+    """A gradient's shard, usable once `reduction` is over, before it is known where it will live."""
+
+    __slots__ = ("reduction", "shard", "together", "unit")
+
+    def __init__(
+        self, unit: Unit | Tile, shard: torch.Tensor | AwayGradient, reduction: Pending, together: TileGradients | None = None
+    ) -> None:
+        self.unit = unit
+        self.shard = shard
+        self.reduction = reduction
+        self.together = together
+        """Of a tile's: the gradient that it is a part of."""
+
+
+class Reduction:
+    """A gradient's way to its shard; `wait` names graph and unit when it breaks."""
+
+    __slots__ = ("_context", "_pending", "_what")
+
+    def __init__(self, pending: Pending, context: Context, what: str) -> None:
+        self._pending = pending
+        self._context = context
+        self._what = what
+
+    def wait(self) -> None:
+        """Return when the shard may be used."""
+        self._context.finish(self._pending, self._what)

@@ -1,0 +1,87 @@
+"""One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves something.
+
+A new transfer operator is a row in `ops`, a step that the executor performs, and the pass that inserts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from .steps import Issued, Step
+
+LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
+"""What serves transfers, one after the other: the two directions between ranks, of a drive, and between host and device."""
+
+LONE_GROUP = -1
+"""Group number of a transfer that is issued alone."""
+
+
+class Volume(enum.Enum):
+    """What one rank moves in a transfer."""
+
+    NOTHING = enum.auto()
+    SHARD = enum.auto()
+    """Its own shard."""
+    OTHER_SHARDS = enum.auto()
+    """The shards of all other ranks, received or sent."""
+    ROWS = enum.auto()
+    """The other ranks' part of the rows that are named."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpSpec:
+    """What an operator is called, means on one process, becomes in a program, and moves."""
+
+    name: str
+    schema: str
+    """Arguments and result. An argument `unit` is the hollow parameter, `src` and `dst` are tiers, `group` numbers transfers
+    that are issued together. Without a `unit`, the first argument leads to it."""
+    kernel: Callable[..., Any]
+    """What the operator means on one process, where a shard is the whole."""
+    step: Callable[[Sequence[Issued]], Step] | None = None
+    """Makes the program's step of all operators of a group; None: passes replace the operator before a graph is lowered."""
+    compute: bool = False
+    """It is compute to who looks at a schedule, though the executor performs it."""
+    lane: Callable[[str, str], str] | str | None = None
+    """The lane that serves it, for a hop that of (src, dst); None: it moves nothing."""
+    volume: Volume = Volume.NOTHING
+    collective: bool = False
+    """All ranks take part, in the same order."""
+
+
+SPECS: dict[object, OpSpec] = {}
+"""The rows, by operator."""
+
+SCHEDULE_OPS: set[object] = set()
+"""What the executor performs itself; everything else in a graph is compute."""
+
+_library = Library("zinf", "DEF")
+_positions: dict[object, dict[str, int]] = {}
+
+
+def define(spec: OpSpec) -> torch._ops.OpOverload:
+    """Add a row to the table, and return its operator, `zinf::name`."""
+    _library.define(f"{spec.name}{spec.schema}")
+    _library.impl(spec.name, spec.kernel, "CompositeExplicitAutograd")
+    operator: torch._ops.OpOverload = getattr(torch.ops.zinf, spec.name).default
+    SPECS[operator] = spec
+    _positions[operator] = {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
+    if spec.step is not None and not spec.compute:
+        SCHEDULE_OPS.add(operator)
+    return operator
+
+
+def position_of(operator: object, argument: str) -> int | None:
+    """Return the place of a named argument; None where the operator has none, or is not in the table."""
+    return _positions.get(operator, {}).get(argument)
+
+
+def unit_position(operator: object) -> int:
+    """Return the place of the argument that is the unit, or leads to it."""
+    return position_of(operator, "unit") or 0
