@@ -22,12 +22,12 @@ from zinf_compile.passes.graph.node_facts import (
     is_collective,
     joined_outputs,
     positions,
+    slot_behind,
     slot_of,
     starts_region,
     symbols_of,
     symbols_read_off,
     tile_of,
-    unit_of,
     wire_type,
 )
 
@@ -122,7 +122,7 @@ def _joined(outputs: list[int | None], joined: Mapping[int, tuple[int, ...]]) ->
 def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
     """Return the collectives in order, one line each: kind, group, parameter, elements, type, and the type on the wire."""
     return tuple(
-        f"{_called(node)}: {unit_of(node).name} [{', '.join(map(str, unit_of(node).shape))}] {_types(node)}"
+        f"{_called(node)}: {slot_behind(node).name} [{', '.join(map(str, slot_behind(node).shape))}] {_types(node)}"
         for node in graph.nodes
         if is_collective(node)
     )
@@ -134,7 +134,7 @@ def _called(node: fx.Node) -> str:
 
 
 def _types(node: fx.Node) -> str:
-    own, wire = (str(dtype).removeprefix("torch.") for dtype in (unit_of(node).dtype, wire_type(node)))
+    own, wire = (str(dtype).removeprefix("torch.") for dtype in (slot_behind(node).dtype, wire_type(node)))
     return own if wire == own else f"{own} as {wire}"
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS
 from zinf_compile.ir.row_rounds import rows_on_their_way
-from zinf_compile.passes.graph.node_facts import group_of, is_collective, live_bytes, unit_of, wire_bytes, wire_type
+from zinf_compile.passes.graph.node_facts import group_of, is_collective, live_bytes, slot_behind, wire_bytes, wire_type
 from zinf_compile.passes.verify import peak_gathered_bytes
 
 from .gather_stages import find_stages, peak_ahead
@@ -43,14 +43,14 @@ class Needs:
 def measure_needs(graph: fx.Graph) -> Needs:
     """Measure a graph before `prefetch`, or what it came to after it."""
     gathered, where = peak_gathered_bytes(graph)
-    largest = next((unit_of(node).name for node in graph.nodes if node.name == where), "")
+    largest = next((slot_behind(node).name for node in graph.nodes if node.name == where), "")
     last_group = LONE_GROUP
     left = reduced = together = under_way = last = converting = converted = 0
     for node in graph.nodes:
         if node.target is ops.reduce_scatter:
             if not together:
                 under_way = last
-            own = unit_of(node).bytes if wire_type(node) != unit_of(node).dtype else 0
+            own = slot_behind(node).bytes if wire_type(node) != slot_behind(node).dtype else 0
             together += wire_bytes(node) + own
             converting += own
             converted = max(converted, converting)
@@ -61,11 +61,11 @@ def measure_needs(graph: fx.Graph) -> Needs:
         elif node.target not in SCHEDULE_OPS:
             together = converting = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
-    narrow = [wire_bytes(node) for node in gathers if wire_type(node) != unit_of(node).dtype]
-    widening = max((unit_of(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
+    narrow = [wire_bytes(node) for node in gathers if wire_type(node) != slot_behind(node).dtype]
+    widening = max((slot_behind(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
     return Needs(
         gathered=gathered,
-        rows=max((rows_on_their_way(unit_of(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),
+        rows=max((rows_on_their_way(slot_behind(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),
         largest=largest,
         narrowed=bool(narrow),
         widening=widening,
@@ -85,4 +85,4 @@ def measure_ahead(graph: fx.Graph, *, stages: int) -> int:
 def ahead_key(graph: fx.Graph) -> Hashable:
     """Return what identifies a graph by the transfers between ranks that it makes, whatever the shapes of its inputs."""
     moves = [node for node in graph.nodes if is_collective(node)]
-    return tuple((str(n.target), unit_of(n).name, unit_of(n).shape, wire_type(n), group_of(n)) for n in moves)
+    return tuple((str(n.target), slot_behind(n).name, slot_behind(n).shape, wire_type(n), group_of(n)) for n in moves)

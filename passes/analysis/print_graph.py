@@ -17,7 +17,7 @@ from zinf_compile.passes.graph.node_facts import (
     part_of,
     policy_of,
     rows_bytes,
-    unit_of,
+    slot_behind,
     wire_bytes,
 )
 
@@ -49,7 +49,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 
 def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
     """Add to the line of a schedule operator the parameter's name and the bytes that it moves or holds."""
-    unit = unit_of(node)
+    unit = slot_behind(node)
     size = f"{bytes_moved(node, world_size=world_size) if is_swap(node) else wire_bytes(node):,}"
     if node.target is ops.gather_rows:
         size = f"up to {rows_bytes(node):,} of {unit.bytes:,}"

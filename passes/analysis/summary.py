@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from zinf_compile.ir import into, ops
+from zinf_compile.ir import compute_ops, ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.passes.graph.node_facts import fake_value, left_alone, module_of, part_of, slot_of, starts_region, unit_of
+from zinf_compile.passes.graph.node_facts import fake_value, left_alone, module_of, part_of, slot_behind, slot_of, starts_region
 
 from .blocks import block_of
 from .fold_blocks import Entry, fold
@@ -20,7 +20,7 @@ from .print_graph import graph_text_line, with_sizes
 
 aten = torch.ops.aten
 
-_AS = {into.mm_into: aten.mm, into.addmm_into: aten.addmm}
+_AS = {compute_ops.mm_out: aten.mm, compute_ops.addmm_out: aten.addmm}
 """Operators that write a product into a part of a larger matrix: their first argument is no factor."""
 
 _ATTENTION = {
@@ -61,7 +61,7 @@ def _entries(gm: fx.GraphModule, world_size: int) -> Iterator[Entry]:
         if node.op == "output":
             yield Entry(_returned(node), key=("output",))
         elif ends:
-            unit = unit_of(node)
+            unit = slot_behind(node)
             line = with_sizes(graph_text_line(node), node, world_size=world_size)
             yield Entry(line, key=(str(node.target), unit.shape, unit.dtype, *_tiers(node)), names=(unit.name,))
         else:

@@ -17,7 +17,7 @@ from zinf_compile.passes.graph.node_facts import (
     hop_of,
     is_collective,
     rows_bytes,
-    unit_of,
+    slot_behind,
     wire_bytes,
     wire_type,
 )
@@ -55,7 +55,7 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
         lane = lane_of(node)
         if lane is not None:
             moved[lane] += bytes_moved(node, world_size=world_size)
-            units.add(unit_of(node).key)
+            units.add(slot_behind(node).key)
             src = argument_of(node, "src")
             if node.target is ops.gather_rows and src not in (None, "device"):
                 moved[READ if src == "nvme" else COPY_IN] += rows_bytes(node)
@@ -109,7 +109,7 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
         Collective(
             _operator(node),
             group_of(node),
-            unit_of(node),
+            slot_behind(node),
             wire_type(node),
             rows_bytes(node) if _spec(node).volume is Volume.ROWS else wire_bytes(node),
             bytes_moved(node, world_size=world_size),
@@ -122,7 +122,7 @@ def list_collectives(graph: fx.Graph, *, world_size: int) -> tuple[Collective, .
 def list_swaps(graph: fx.Graph, *, world_size: int) -> tuple[Swap, ...]:
     """Return the graph's swaps in order, for one of `world_size` ranks."""
     return tuple(
-        Swap(_operator(node), *hop_of(node), unit_of(node), bytes_moved(node, world_size=world_size))
+        Swap(_operator(node), *hop_of(node), slot_behind(node), bytes_moved(node, world_size=world_size))
         for node in graph.nodes
         if is_swap(node)
     )
@@ -147,7 +147,7 @@ def bytes_moved(node: fx.Node, *, world_size: int) -> int:
     volume = _spec(node).volume
     if volume is Volume.ROWS:
         return rows_bytes(node) * (world_size - 1) // world_size
-    shard = math.ceil(unit_of(node).numel / world_size) * wire_type(node).itemsize
+    shard = math.ceil(slot_behind(node).numel / world_size) * wire_type(node).itemsize
     return shard if volume is Volume.SHARD else shard * (world_size - 1)
 
 

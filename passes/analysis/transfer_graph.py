@@ -17,7 +17,7 @@ from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
-from zinf_compile.passes.graph.node_facts import group_of, starts_region, unit_of
+from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region
 
 from .traffic import bytes_moved, is_swap, lane_of
 
@@ -112,7 +112,7 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
     groups: dict[tuple[str, int], str] = {}
     stretch = ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or node.target is ops.room:
+        if node.op in ("placeholder", "get_attr", "output") or node.target is ops.reduce_buffer:
             continue
         lane = lane_of(node) or COMPUTE
         if node.target not in SCHEDULE_OPS:
@@ -130,7 +130,7 @@ def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
     if facts["lane"] != COMPUTE:
         facts["bytes"] += bytes_moved(node, world_size=world_size)
     operator = facts["lane"] if is_swap(node) else str(node.target).split(".")[1]
-    facts["label"] = f"{facts['label']}\n{unit_of(node).name}" if facts["label"] else f"{operator} {unit_of(node).name}"
+    facts["label"] = f"{facts['label']}\n{slot_behind(node).name}" if facts["label"] else f"{operator} {slot_behind(node).name}"
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -148,7 +148,7 @@ def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
             yield node, slot
 
 
-def unit_of(node: fx.Node) -> Slot:
+def slot_behind(node: fx.Node) -> Slot:
     """Return the unit that a schedule operator moves, from any of them."""
     source = node
     while slot_of(source) is None:
@@ -164,7 +164,7 @@ def wire_type(node: fx.Node) -> torch.dtype:
     while source.target in (ops.wait, ops.release, ops.swap_out):
         source = source.args[0]  # type: ignore[assignment]
     dtype = source.kwargs.get("dtype")
-    return dtype if isinstance(dtype, torch.dtype) else unit_of(node).dtype
+    return dtype if isinstance(dtype, torch.dtype) else slot_behind(node).dtype
 
 
 def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
@@ -174,14 +174,14 @@ def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
 
 def rows_bytes(node: fx.Node) -> int:
     """Return the bytes of the rows that a `gather_rows` names at most, as far as that is known before it runs."""
-    indices, unit = node.args[1], unit_of(node)
+    indices, unit = node.args[1], slot_behind(node)
     assert isinstance(indices, fx.Node)
     return min(hinted_numel(indices.meta["val"]), unit.shape[0]) * (unit.bytes // unit.shape[0])
 
 
 def wire_bytes(node: fx.Node) -> int:
     """Return the bytes of the whole unit in a schedule operator's data type."""
-    return unit_of(node).numel * wire_type(node).itemsize
+    return slot_behind(node).numel * wire_type(node).itemsize
 
 
 def argument_of(node: fx.Node, name: str) -> object:

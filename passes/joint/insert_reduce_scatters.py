@@ -11,7 +11,7 @@ from zinf_compile._torch import gradient_outputs
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
-from zinf_compile.passes.graph.node_facts import parameters, slot_of, unit_of
+from zinf_compile.passes.graph.node_facts import parameters, slot_behind, slot_of
 from zinf_compile.passes.tiling._forms import emit_tile
 
 
@@ -34,7 +34,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         grad, unit = results[position], placeholders.get(index)
         if unit is None or not isinstance(grad, fx.Node):
             continue
-        if grad.target is ops.join:
+        if grad.target is ops.join_tiles:
             _reduce_tiles(gm.graph, grad)
             continue
         with gm.graph.inserting_after(last_input if grad.op == "placeholder" else grad):
@@ -45,7 +45,7 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
-    dtype = unit_of(unit).reduced_in
+    dtype = slot_behind(unit).reduced_in
     kwargs: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     shard = graph.create_node("call_function", ops.reduce_scatter, (grad, unit, LONE_GROUP), kwargs, name="shard")
     shard.meta["val"] = torch.empty_like(grad.meta["val"])

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zinf_compile.ir.loss_ops import class_targets, take_scaled
+from zinf_compile.ir.compute_ops import class_targets, take_scaled
 from zinf_compile.passes.graph.alias import MOVES, is_cast
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_region, positions

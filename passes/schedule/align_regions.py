@@ -7,7 +7,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.passes.analysis.blocks import choose_regions
 from zinf_compile.passes.graph.alias import is_view
-from zinf_compile.passes.graph.node_facts import mark_region, unit_of, wire_bytes
+from zinf_compile.passes.graph.node_facts import mark_region, slot_behind, wire_bytes
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
 _AT_END = frozenset({ops.release, ops.reduce_scatter})
@@ -28,7 +28,7 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
     """
     graph = gm.graph
     waits = [node for node in graph.nodes if node.target is ops.wait]
-    starts = {waits[index] for index in choose_regions([unit_of(node) for node in waits], region_bytes=region_bytes)[1:]}
+    starts = {waits[index] for index in choose_regions([slot_behind(node) for node in waits], region_bytes=region_bytes)[1:]}
     regions: list[list[fx.Node]] = [[]]
     pending: list[fx.Node] = []  # gathers go with the wait that follows them
     reduced = 0
@@ -44,7 +44,7 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
             continue
         regions[-1] += [*pending, node]
         pending = []
-        if node.target is ops.reduce_scatter and unit_of(node).tile is not None:
+        if node.target is ops.reduce_scatter and slot_behind(node).tile is not None:
             reduced += wire_bytes(node)
     for region in regions:
         _align(region)

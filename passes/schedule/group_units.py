@@ -11,7 +11,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.program import Slot
 from zinf_compile.passes.analysis.blocks import choose_regions
-from zinf_compile.passes.graph.node_facts import set_group, unit_of, wire_type
+from zinf_compile.passes.graph.node_facts import set_group, slot_behind, wire_type
 
 
 def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
@@ -63,5 +63,5 @@ def choose_groups(units: Sequence[Slot], types: Sequence[torch.dtype], *, bucket
 
 
 def _groups(nodes: list[fx.Node], bucket_bytes: int) -> list[list[fx.Node]]:
-    chosen = choose_groups([unit_of(n) for n in nodes], [wire_type(n) for n in nodes], bucket_bytes=bucket_bytes)
+    chosen = choose_groups([slot_behind(n) for n in nodes], [wire_type(n) for n in nodes], bucket_bytes=bucket_bytes)
     return [[nodes[i] for i in group] for group in chosen]

@@ -10,7 +10,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
 from zinf_compile.passes.analysis.gather_stages import find_stages
-from zinf_compile.passes.graph.node_facts import group_of, unit_of
+from zinf_compile.passes.graph.node_facts import group_of, slot_behind
 
 
 def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[str]) -> fx.GraphModule:
@@ -46,7 +46,7 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
 
 
 def _may_leave(node: fx.Node) -> bool:
-    unit = unit_of(node)
+    unit = slot_behind(node)
     return bool(unit.shape and unit.numel)
 
 

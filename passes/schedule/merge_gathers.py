@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.passes.graph.node_facts import unit_of, wire_bytes, wire_type
+from zinf_compile.passes.graph.node_facts import slot_behind, wire_bytes, wire_type
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,4 +90,4 @@ def _next_gathers(moves: Sequence[Move]) -> dict[int, int]:
 
 
 def _move(node: fx.Node) -> Move:
-    return Move((unit_of(node).key, wire_type(node)), wire_bytes(node), node.target is ops.all_gather)
+    return Move((slot_behind(node).key, wire_type(node)), wire_bytes(node), node.target is ops.all_gather)

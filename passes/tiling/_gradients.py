@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from zinf_compile.ir.loss_ops import take_scaled
+from zinf_compile.ir.compute_ops import take_scaled
 from zinf_compile.ir.tiling import Box, tile_shape
 from zinf_compile.passes.graph.alias import ALIASES, is_elementwise
 from zinf_compile.passes.graph.build_nodes import NodeBuilder

@@ -13,7 +13,7 @@ from ._forms import box_of
 def lift_tiles(gm: fx.GraphModule) -> fx.GraphModule:
     """Replace the naming of a tile by a placeholder with a slot of its own, and a joined gradient by those of its tiles.
 
-        before:  a = tile(w, [0, 0], [4, 8]);  y = mm(x, a);  s = reduce_scatter(g, a);  j = join([s, r], w);  return (y, j)
+        before:  a = tile(w, [0, 0], [4, 8]);  y = mm(x, a);  s = reduce_scatter(g, a);  j = join_tiles([s, r], w);  return (y, j)
         after:   y = mm(x, w_tile_0);  s = reduce_scatter(g, w_tile_0);  return (y, s, r)
 
     All passes that follow move a tile as they move any parameter. The placeholders stand behind the graph's own, and the other
@@ -44,7 +44,7 @@ def _part(gm: fx.GraphModule) -> None:
     results = list(output.args[0])
     own = len(results)
     for position, joined in enumerate(results[:own]):
-        if isinstance(joined, fx.Node) and joined.target is ops.join:
+        if isinstance(joined, fx.Node) and joined.target is ops.join_tiles:
             parts = list(joined.args[0])  # type: ignore[arg-type]
             mark_joined(gm, position, (position, *range(len(results), len(results) + len(parts) - 1)))
             results[position] = parts[0]

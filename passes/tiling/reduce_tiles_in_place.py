@@ -17,7 +17,7 @@ def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     """Let a product that is a tile's gradient write into memory that the runtime chooses.
 
         before:  t = t(d);  g = mm(t, x);  s = reduce_scatter(g, w_tile_0)
-        after:   r = room(w_tile_0);  t = t(d);  mm_into(r, t, x);  s = reduce_scatter(r, w_tile_0)
+        after:   r = reduce_buffer(w_tile_0);  t = t(d);  mm_out(r, t, x);  s = reduce_scatter(r, w_tile_0)
 
     On one process this is the tile's part of the gradient of the whole parameter, to which it was copied before. Left alone is
     what others read, and what has to be laid out or converted first.
@@ -31,10 +31,10 @@ def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         product = made[-1]
         with gm.graph.inserting_before(_start_of_region(product)):
-            room = new_node(gm.graph, fake_mode_of(product), ops.room, (unit,), {}, "room")
-        into = NodeBuilder(gm.graph, product)(INTO[product.target], room, *product.args, kwargs=product.kwargs)
+            buffer = new_node(gm.graph, fake_mode_of(product), ops.reduce_buffer, (unit,), {}, "buffer")
+        into = NodeBuilder(gm.graph, product)(INTO[product.target], buffer, *product.args, kwargs=product.kwargs)
         move_region_mark(product, into)
-        reduction.args = (room, *reduction.args[1:])
+        reduction.args = (buffer, *reduction.args[1:])
         for node in made:
             gm.graph.erase_node(node)
     return gm
@@ -60,6 +60,6 @@ def _form(node: fx.Node) -> tuple[object, ...]:
 
 def _start_of_region(node: fx.Node) -> fx.Node:
     before = node.prev
-    while not starts_region(node) and before.op == "call_function" and before.target not in (*SCHEDULE_OPS, ops.room):
+    while not starts_region(node) and before.op == "call_function" and before.target not in (*SCHEDULE_OPS, ops.reduce_buffer):
         node, before = before, before.prev
     return node

@@ -23,7 +23,7 @@ def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
 
         before:  t = t(w);  y = mm(x, t);                                       g = t(mm(t(dy), x));  return [y, g]
         after:   a = tile(w, ..);  y_0 = mm(x, t(a));  b = tile(w, ..);  y_1 = mm(x, t(b));  y = cat([y_0, y_1], 1)
-                 g_0 = t(mm(slice(t(dy), 0, 0, r), x));  g_1 = ..;  return [y, join([g_0, g_1], w)]
+                 g_0 = t(mm(slice(t(dy), 0, 0, r), x));  g_1 = ..;  return [y, join_tiles([g_0, g_1], w)]
 
     On a joint graph before the cut, or an inference graph. Every tile is a unit by itself from here on, to be gathered, released
     and reduced alone. A use that is none of these leaves the parameter whole there; the dump says why.
@@ -84,7 +84,7 @@ def _cut_gradients(gm: fx.GraphModule, units: Mapping[int, tuple[fx.Node, Slot]]
             leave_whole(gm, slot, parts)
             continue
         with gm.graph.inserting_before(output):
-            joined = gm.graph.create_node("call_function", ops.join, (parts, unit), name="gradient")
+            joined = gm.graph.create_node("call_function", ops.join_tiles, (parts, unit), name="gradient")
         joined.meta = {key: value for key, value in grad.meta.items() if key not in ("tensor_meta", "recompute")}
         joined.meta["partitioner_tag"] = "is_backward"
         results[position] = joined

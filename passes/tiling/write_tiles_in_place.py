@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.ir.compute_ops import addmm_out, copy_out, mm_out
 from zinf_compile.passes.graph.alias import is_elementwise
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.concat import parts_of_cat
@@ -19,7 +19,7 @@ from ._pointwise_chains import is_row_view
 
 aten = torch.ops.aten
 
-INTO: Mapping[object, torch._ops.OpOverload] = {aten.mm.default: mm_into, aten.addmm.default: addmm_into}
+INTO: Mapping[object, torch._ops.OpOverload] = {aten.mm.default: mm_out, aten.addmm.default: addmm_out}
 """The operators that write what others return."""
 
 _GROWN = frozenset({aten.addmm_.default})
@@ -41,8 +41,8 @@ def write_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     """Let products with tiles write into the matrix that is put together from them, in place of being copied there later.
 
         before:  a = mm(x, w_tile_0);  b = mm(x, w_tile_1);  y = cat([a, b], 1)
-        after:   y = empty_strided([4, 8], [8, 1]);  a = slice(y, 1, 0, 4);  mm_into(a, x, w_tile_0)
-                 b = slice(y, 1, 4, 8);  mm_into(b, x, w_tile_1)
+        after:   y = empty_strided([4, 8], [8, 1]);  a = slice(y, 1, 0, 4);  mm_out(a, x, w_tile_0)
+                 b = slice(y, 1, 4, 8);  mm_out(b, x, w_tile_1)
 
     What element-wise operators make of a product is copied as soon as it is there. So no more than one part is in memory besides
     the whole, and the bits are the same. Left alone are sizes known at run time only, and parts that others read.
@@ -112,7 +112,7 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
             for dim, start, end in part.place:
                 piece = emit(aten.slice.Tensor, piece, dim, start, end)
             if not product:
-                emit(copy_into, piece, node)
+                emit(copy_out, piece, node)
                 continue
             if node.target in INTO:
                 emit(INTO[node.target], piece, *node.args, kwargs=node.kwargs)

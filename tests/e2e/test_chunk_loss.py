@@ -27,7 +27,7 @@ from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
 from zinf_compile.errors import OptionError
-from zinf_compile.ir.loss_ops import take_scaled
+from zinf_compile.ir.compute_ops import take_scaled
 from zinf_compile.ir.program import Program
 
 BOTH = pytest.mark.parametrize("compute", ["fx", "inductor"])

@@ -22,7 +22,7 @@ from zinf_compile.ir.tiling import choose_tiles
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
 
-_SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*SCHEDULE_OPS, ops.tile, ops.join)}
+_SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*SCHEDULE_OPS, ops.tile, ops.join_tiles)}
 
 
 def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Slot:

@@ -18,7 +18,7 @@ import zinf_compile
 from zinf_compile.backend import graph_compiler
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError, ZinfError
-from zinf_compile.ir.loss_ops import class_targets
+from zinf_compile.ir.compute_ops import class_targets
 from zinf_compile.ir.program import Program
 from zinf_compile.sharded.parameter import ShardedParameter
 

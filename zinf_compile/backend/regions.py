@@ -25,8 +25,7 @@ from zinf_compile._torch import (
     vector_isa_probes,
 )
 from zinf_compile.errors import CompilationError
-from zinf_compile.ir.embedding_gradient import embedding_gradient
-from zinf_compile.ir.into import addmm_into, copy_into, mm_into
+from zinf_compile.ir.compute_ops import addmm_out, copy_out, embedding_gradient, mm_out
 from zinf_compile.passes.graph.alias import is_view
 from zinf_compile.passes.lower import run_by_operator
 
@@ -38,7 +37,7 @@ aten = torch.ops.aten
 
 _LIBRARY_CALLS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default, aten.baddbmm_.default}
-    | {mm_into, addmm_into, copy_into, aten.empty_strided.default}
+    | {mm_out, addmm_out, copy_out, aten.empty_strided.default}
 )
 """What Inductor runs as eager PyTorch does, unless it is to look for faster kernels."""
 

@@ -1,10 +1,8 @@
 """Plain values that everybody may import: operators, programs, tiles, tiers. Imports nothing of the package but errors and
 `_torch`.
 
-embedding_gradient — The gradient of an embedding, summed in the same order at every run.
-into — What is written where it belongs: matrix products, and copies, into a part of a larger matrix.
-loss_ops — What a loss in chunks needs and PyTorch has no operator for: a check of its targets, and a gradient's way to the
-    backward.
+compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::...`. Inductor runs operators that it doesn't
+    know as they are.
 op_spec — One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves
     something.
 ops — The intermediate representation: operators that say what moves, and when.

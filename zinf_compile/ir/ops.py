@@ -18,9 +18,10 @@ its result shows the parameter's all the same. Handles and results have the logi
 type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
-stands for the box between these indices, and `zinf::join(parts, unit)` for the gradient whose tiles are `parts`. Of one in which
-rows are looked up, `zinf::gather_rows` moves these alone, from the tier `src`: what it returns is there when it returns.
-`zinf::room(unit)` is memory for the full gradient of a tile, to be written and reduced: where the shard will be, if it can.
+stands for the box between these indices, and `zinf::join_tiles(parts, unit)` for the gradient whose tiles are `parts`. Of one in
+which rows are looked up, `zinf::gather_rows` moves these alone, from the tier `src`: what it returns is there when it returns.
+`zinf::reduce_buffer(unit)` is memory for the full gradient of a tile, to be written and reduced: where the shard will be, if it
+can.
 
 A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
 parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
@@ -60,7 +61,7 @@ def _gather_rows(unit: torch.Tensor, indices: torch.Tensor, src: str = "device")
     return torch.nn.functional.embedding(indices, unit)
 
 
-def _room(unit: torch.Tensor) -> torch.Tensor:
+def _reduce_buffer(unit: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(unit.size(), unit.stride(), dtype=unit.dtype, device=unit.device)
 
 
@@ -86,7 +87,7 @@ def _tile(unit: torch.Tensor, start: Sequence[int], end: Sequence[int]) -> torch
     return unit.new_empty_strided(part.size(), tile_stride(box, unit.stride())).copy_(part)
 
 
-def _join(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tensor:
+def _join_tiles(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tensor:
     stretches = []
     for part in parts:
         box = tuple((0, size) for size in part.shape)
@@ -158,6 +159,8 @@ reduce_scatter = define(
 )
 wait = define(OpSpec(name="wait", schema="(Tensor handle) -> Tensor", kernel=_wait, step=Wait.of))
 release = define(OpSpec(name="release", schema="(Tensor full) -> ()", kernel=_release, step=Release.of))
-room = define(OpSpec(name="room", schema="(Tensor unit) -> Tensor", kernel=_room, step=ReduceBuffer.of, compute=True))
+reduce_buffer = define(
+    OpSpec(name="reduce_buffer", schema="(Tensor unit) -> Tensor", kernel=_reduce_buffer, step=ReduceBuffer.of, compute=True)
+)
 tile = define(OpSpec(name="tile", schema="(Tensor unit, int[] start, int[] end) -> Tensor", kernel=_tile))
-join = define(OpSpec(name="join", schema="(Tensor[] parts, Tensor unit) -> Tensor", kernel=_join))
+join_tiles = define(OpSpec(name="join_tiles", schema="(Tensor[] parts, Tensor unit) -> Tensor", kernel=_join_tiles))

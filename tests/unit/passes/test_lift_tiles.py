@@ -11,7 +11,7 @@ BEFORE = """
 a = tile(w, [0, 0], [4, 8])
 y = mm(x, a)
 s = reduce_scatter(g, a)
-j = join([s, r], w)
+j = join_tiles([s, r], w)
 return (y, j)
 """
 AFTER = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
 
-from zinf_compile.passes.graph.node_facts import unit_of
+from zinf_compile.passes.graph.node_facts import slot_behind
 from zinf_compile.passes.schedule.insert_swaps import insert_swaps
 from zinf_compile.passes.schedule.prefetch import choose_stages, prefetch
 from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
@@ -59,7 +59,7 @@ def scheduled(
 
 def units_of(gm: fx.GraphModule, kind: str) -> list[str]:
     """Return the units of a kind of transfer (read, copied or g), in order."""
-    return [unit_of(node).name for node in gm.graph.nodes if node.name.startswith(kind)]
+    return [slot_behind(node).name for node in gm.graph.nodes if node.name.startswith(kind)]
 
 
 def starts(gm: fx.GraphModule, kind: str) -> list[int]:

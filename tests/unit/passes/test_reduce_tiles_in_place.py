@@ -18,15 +18,15 @@ def graph(text: str, *, tiles: bool = True) -> fx.GraphModule:
 
 def test_docstring_example() -> None:
     before, expected = example_of(reduce_tiles_in_place)
-    assert lines_of(text_of(reduce_tiles_in_place(graph("; ".join(before))), room="r")) == expected
+    assert lines_of(text_of(reduce_tiles_in_place(graph("; ".join(before))), buffer="r")) == expected
 
 
 def test_views_that_end_where_they_began() -> None:
     text = "g = mm(d, x); t = t(g); u = t(t); s = reduce_scatter(u, w_tile_0)"
     assert lines_of(text_of(reduce_tiles_in_place(graph(text)))) == [
-        "room = room(w_tile_0)",
-        "mm_into(room, d, x)",
-        "s = reduce_scatter(room, w_tile_0)",
+        "buffer = reduce_buffer(w_tile_0)",
+        "mm_out(buffer, d, x)",
+        "s = reduce_scatter(buffer, w_tile_0)",
     ]
 
 
@@ -37,11 +37,11 @@ def test_rooms_stand_in_front_of_their_region() -> None:
     mark_region(next(node for node in gm.graph.nodes if node.name == "c"))
     assert [line.split(" =")[0].split("(")[0] for line in lines_of(text_of(reduce_tiles_in_place(gm)))] == [
         "a",
-        "room",
-        "room_1",
+        "buffer",
+        "buffer_1",
         "c",
-        "mm_into",
-        "mm_into",
+        "mm_out",
+        "mm_out",
         "s",
         "r",
     ]

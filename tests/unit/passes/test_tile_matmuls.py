@@ -61,7 +61,7 @@ def test_a_linear_layer() -> None:
         "addmm_default = addmm(mm_default_2, slice_tensor_1, t_default_5)",
         "t_default_7 = t(t_default_6)",
         "t_default_9 = t(t_default_8)",
-        "gradient = join([t_default_7, t_default_9], w)",
+        "gradient = join_tiles([t_default_7, t_default_9], w)",
         "return [cat_default, gradient, addmm_default]",
     ]
 

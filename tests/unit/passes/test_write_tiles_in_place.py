@@ -40,9 +40,9 @@ def test_biases_and_sums() -> None:
     assert after(text) == [
         "y = empty_strided([4, 8], [8, 1])",
         "a = slice(y, 1, 0, 4)",
-        "addmm_into(a, bias, x, w_tile_0)",
+        "addmm_out(a, bias, x, w_tile_0)",
         "b = slice(y, 1, 4, 8)",
-        "mm_into(b, x, w_tile_0)",
+        "mm_out(b, x, w_tile_0)",
         "c = slice(y, 1, 4, 8)",
         "c = addmm_(c, z, w_tile_1)",
         "r = relu(y)",
@@ -55,7 +55,7 @@ def test_rows_of_columns() -> None:
         "y = empty_strided([8, 8], [8, 1])",
         "a = slice(y, 0, 0, 4)",
         "b = slice(a, 1, 0, 4)",
-        "mm_into(b, x, w_tile_0)",
+        "mm_out(b, x, w_tile_0)",
     ]
 
 
@@ -66,11 +66,11 @@ def test_what_is_made_of_a_product_is_copied_at_once() -> None:
         "f = relu(p)",
         "y = empty_strided([4, 8], [8, 1])",
         "a = slice(y, 1, 0, 4)",
-        "copy_into(a, f)",
+        "copy_out(a, f)",
         "q = mm(x, w_tile_1)",
         "g = relu(q)",
         "b = slice(y, 1, 4, 8)",
-        "copy_into(b, g)",
+        "copy_out(b, g)",
         "r = sin(y)",
     ]
 
@@ -103,10 +103,10 @@ def test_regions_begin_where_they_began() -> None:
 def test_operators_write_what_others_return(dtype: torch.dtype) -> None:
     ops, (x, w, bias) = torch.ops.zinf_compute, (torch.randn(*size, dtype=dtype) for size in ((33, 40), (40, 24), (24,)))
     whole = torch.full((33, 100), float("nan"), dtype=dtype)
-    ops.mm_into(whole[:, :24], x, w)
-    ops.addmm_into(whole[:, 24:48], bias, x, w)
-    ops.addmm_into(whole[:, 48:72], bias, x, w, beta=0.5, alpha=2)
-    ops.copy_into(whole[:, 72:96], x[:, :24])
+    ops.mm_out(whole[:, :24], x, w)
+    ops.addmm_out(whole[:, 24:48], bias, x, w)
+    ops.addmm_out(whole[:, 48:72], bias, x, w, beta=0.5, alpha=2)
+    ops.copy_out(whole[:, 72:96], x[:, :24])
     expected = [torch.mm(x, w), torch.addmm(bias, x, w), torch.addmm(bias, x, w, beta=0.5, alpha=2), x[:, :24]]
     assert torch.equal(whole[:, :96], torch.cat(expected, 1))
     assert whole[:, 96:].isnan().all()
