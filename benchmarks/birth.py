@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 import torch
 from capacity import model_of, parameters_of
 from tabulate import tabulate
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/birth.py", [report(json.loads(options.readme.read_text()))])
+        _docs.write("benchmarks/birth.py", [report(json.loads(options.readme.read_text()))])
         return
     result = measure(options.width, options.folder, options.rounds)
     print(report(result))

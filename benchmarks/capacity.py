@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import _limits
-import _readme
+import _docs
 from _watch import Watched, watch
 from tabulate import tabulate
 
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/capacity.py", (report(json.loads(path.read_text())) for path in options.readme))
+        _docs.write("benchmarks/capacity.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     peers = (
         options.peers.split(",") if options.peers else [EAGER, FSDP2, *([DEEPSPEED] if options.deepspeed_python else []), ZINF]

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 from _peers import Peer, alternate, matmul_rate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/chunk_loss.py", [report(json.loads(options.readme.read_text()))])
+        _docs.write("benchmarks/chunk_loss.py", [report(json.loads(options.readme.read_text()))])
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sizes = [f" {size}" for size in options.chunk or ()] or [""]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import _fio
-import _readme
+import _docs
 import torch
 from _fio import Sample
 from tabulate import tabulate
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/io.py", (report(json.loads(path.read_text())) for path in options.readme))
+        _docs.write("benchmarks/io.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     size, block = parse_bytes(options.size, option="size"), parse_bytes(options.block, option="block")
     result = measure(

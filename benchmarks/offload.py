@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import _limits
-import _readme
+import _docs
 from _peers import Peer, all_cores, alternate, run, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/offload.py", (report(json.loads(path.read_text())) for path in options.readme))
+        _docs.write("benchmarks/offload.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     offload = options.offload.split(",") if options.offload else ["params"] if options.forward else list(OFFLOAD)
     if unknown := set(offload) - set(OFFLOAD):

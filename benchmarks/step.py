@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 from _peers import Peer, alternate, check_losses, matmul_rate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/step.py", (report(json.loads(path.read_text())) for path in options.readme))
+        _docs.write("benchmarks/step.py", (report(json.loads(path.read_text())) for path in options.readme))
         return
     names = installed(options.peers.split(",") if options.peers else PEERS[options.world])
     run, rounds = (measure_cold, 3) if options.cold else (measure, 7)

@@ -25,7 +25,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TypedDict
 
-import _readme
+import _docs
 from _peers import Peer, alternate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, metavar="FILE")
     options = parser.parse_args()
     if options.readme:
-        _readme.write("benchmarks/tiling.py", [report(json.loads(options.readme.read_text()))])
+        _docs.write("benchmarks/tiling.py", [report(json.loads(options.readme.read_text()))])
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
