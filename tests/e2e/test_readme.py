@@ -12,7 +12,6 @@ from versions import counts_operators_as_readme, numbers_nodes_as_readme
 
 from zinf_compile.cli.main import main
 
-
 _MARKED = [pytest.param(dump, marks=counts_operators_as_readme) if "losses:" in dump.arguments else dump for dump in SHOWN]
 
 
