@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
 CORE := -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo
 
 CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp)) $(wildcard csrc/tests/*.cpp)
 
-.PHONY: setup train test test-core test-isa test-torch test-csrc tiers thorough zoo lint bench clean
+.PHONY: setup train test test-core test-isa test-torch test-csrc tiers thorough zoo lint docs bench clean
 
 setup: $(INSTALLED)
 
@@ -78,6 +79,15 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# The pages of docs/ as a site in build/docs. A link that leads nowhere is an error. Draws the import graph anew.
+docs: $(DOCS_INSTALLED)
+	$(BIN)/python docs/import_graph.py
+	$(BIN)/zensical build --strict --clean
+
+$(DOCS_INSTALLED): requirements-docs.txt $(INSTALLED)
+	$(BIN)/pip install -r requirements-docs.txt
+	touch $@
+
 bench: setup
 ifeq ($(BENCHMARKS),)
 	@echo "no benchmarks yet: there is no script in benchmarks/"
@@ -87,5 +97,5 @@ endif
 
 # Keeps the virtual environment: remove $(VENV) by hand to start over.
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
     python benchmarks/birth.py DIR                          # DIR: a folder on the drive; by default the current one
     python benchmarks/birth.py DIR --width 1024             # a smaller one than 3.1B
     python benchmarks/birth.py DIR --json birth.json        # keep the numbers
-    python benchmarks/birth.py --readme birth.json          # measure nothing: write the README's table from kept numbers
+    python benchmarks/birth.py --docs birth.json            # measure nothing: write its table in docs/ from kept numbers
 
 A GPT in bf16 made on meta is partitioned with all its parameters on the drive, from a seed and from files that were saved before;
 in turns with a store that writes the same shards from memory, which is the limit of all. Files are in the page cache, as after a
@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 import torch
 from capacity import model_of, parameters_of
 from tabulate import tabulate
@@ -194,10 +194,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=3072)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/birth.py", [report(json.loads(options.readme.read_text()))])
+    if options.docs:
+        _docs.write("benchmarks/birth.py", report, options.docs)
         return
     result = measure(options.width, options.folder, options.rounds)
     print(report(result))

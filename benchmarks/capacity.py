@@ -5,7 +5,7 @@
     python benchmarks/capacity.py DIR --peers "zinf nvme" --width 3072        # train one size, look for no other
     python benchmarks/capacity.py DIR --peers "zinf nvme" --width 2048 --world 2 --cap 2.5
     python benchmarks/capacity.py DIR --json capacity.json          # keep the numbers
-    python benchmarks/capacity.py --readme capacity.json            # measure nothing: write the README's table from kept numbers
+    python benchmarks/capacity.py --docs capacity.json              # measure nothing: write its table in docs/ from kept numbers
 
 A run is three steps on one batch of one sequence of 128 tokens, whose loss must fall. It fits if what a process and its
 children hold (PSS: shared pages by share, added up 20 times a second) stays within the cap, which is also its RLIMIT_DATA, and
@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _docs
 import _limits
-import _readme
 from _watch import Watched, watch
 from tabulate import tabulate
 
@@ -209,10 +209,10 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--width", type=int, help="train this size, look for no other")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/capacity.py", (report(json.loads(path.read_text())) for path in options.readme))
+    if options.docs:
+        _docs.write("benchmarks/capacity.py", report, options.docs)
         return
     peers = (
         options.peers.split(",") if options.peers else [EAGER, FSDP2, *([DEEPSPEED] if options.deepspeed_python else []), ZINF]

@@ -3,7 +3,7 @@
     python benchmarks/chunk_loss.py                  # a 124M GPT with a vocabulary of 262,144, on 2,048 tokens
     python benchmarks/chunk_loss.py --chunk 64 --chunk 256   # other sizes of a chunk's logits, in MiB
     python benchmarks/chunk_loss.py --json FILE      # keep the numbers
-    python benchmarks/chunk_loss.py --readme FILE    # measure nothing: write the README's table from kept numbers
+    python benchmarks/chunk_loss.py --docs FILE      # measure nothing: write its table in docs/ from kept numbers
 
 Memory is that of head and loss alone: a module of a linear head and cross-entropy, of the GPT's sizes, runs forward and backward,
 and what counts is the most that its process held meanwhile (VmHWM), less what it held before and less the bytes of the head's
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 from _peers import Peer, alternate, matmul_rate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -177,10 +177,10 @@ def main() -> int:
     parser.add_argument("--compute", nargs="+", default=["fx", "inductor"])
     parser.add_argument("--chunk", type=int, action="append", metavar="MIB", help="instead of the size that is chosen")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/chunk_loss.py", [report(json.loads(options.readme.read_text()))])
+    if options.docs:
+        _docs.write("benchmarks/chunk_loss.py", report, options.docs)
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sizes = [f" {size}" for size in options.chunk or ()] or [""]

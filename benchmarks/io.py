@@ -2,7 +2,7 @@
 
     python benchmarks/io.py DIR                    # DIR: a folder on the drive; by default the current one
     python benchmarks/io.py DIR --json io.json     # keep the numbers
-    python benchmarks/io.py --readme io.json       # measure nothing: write the README's table from kept numbers
+    python benchmarks/io.py --docs io.json         # measure nothing: write its table in docs/ from kept numbers
 
 Both move the file from its start to its end with direct I/O, the same block size and as many blocks at a time; they take turns,
 and who goes first changes, so that a busy machine is busy for both. fio uses the engine that was the faster one here, the store
@@ -26,8 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _docs
 import _fio
-import _readme
 import torch
 from _fio import Sample
 from tabulate import tabulate
@@ -206,10 +206,10 @@ def main() -> None:
     parser.add_argument("--engine", choices=["auto", "io_uring", "threads"], default="auto", help="the store's")
     parser.add_argument("--no-verify", action="store_true", help="without checksums, to see what they cost")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/io.py", (report(json.loads(path.read_text())) for path in options.readme))
+    if options.docs:
+        _docs.write("benchmarks/io.py", report, options.docs)
         return
     size, block = parse_bytes(options.size, option="size"), parse_bytes(options.block, option="block")
     result = measure(

@@ -5,7 +5,7 @@
     python benchmarks/offload.py DIR --forward                     # forwards only, parameters on the drive
     python benchmarks/offload.py DIR --offload optimizer           # only some of params, grads, optimizer on the drive
     python benchmarks/offload.py DIR --json offload.json           # keep the numbers
-    python benchmarks/offload.py --readme offload.json             # measure nothing: write the README's tables from kept numbers
+    python benchmarks/offload.py --docs offload.json               # measure nothing: write its tables in docs/ from kept numbers
 
 A 354M GPT in fp32 with fused AdamW takes steps of 1,024 tokens on one process with all cores. All peers of a run are alive at
 once and take steps in turn, so a noisy machine is noisy for all; what counts are the ratios of medians. A turn is two steps, of
@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _docs
 import _limits
-import _readme
 from _peers import Peer, all_cores, alternate, run, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -174,10 +174,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", help="names separated by commas; the first is the base of the ratios")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/offload.py", (report(json.loads(path.read_text())) for path in options.readme))
+    if options.docs:
+        _docs.write("benchmarks/offload.py", report, options.docs)
         return
     offload = options.offload.split(",") if options.offload else ["params"] if options.forward else list(OFFLOAD)
     if unknown := set(offload) - set(OFFLOAD):

@@ -5,7 +5,7 @@
     TMPDIR=DIR python benchmarks/step.py --peers "zinf inductor,zinf inductor nvme"    # optimizer states on DIR's drive
     python benchmarks/step.py --cold --layers 48   # the time to the first step only, each peer alone with an empty cache
     python benchmarks/step.py --json step.json     # keep the numbers
-    python benchmarks/step.py --readme step.json   # measure nothing: write the README's tables from kept numbers
+    python benchmarks/step.py --docs step.json     # measure nothing: write its tables in docs/ from kept numbers
 
 All peers of a run are alive at once and take steps in turn, so a noisy machine is noisy for all; what counts are the ratios of
 medians to the first peer. All must arrive at the same loss. The floor is the time of the step's matrix products alone, at the
@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import _readme
+import _docs
 from _peers import Peer, alternate, check_losses, matmul_rate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -221,10 +221,10 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="the first step only, each peer alone with an empty cache")
     parser.add_argument("--peers", help="names separated by commas; the first is the base of the ratios")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE", nargs="+")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/step.py", (report(json.loads(path.read_text())) for path in options.readme))
+    if options.docs:
+        _docs.write("benchmarks/step.py", report, options.docs)
         return
     names = installed(options.peers.split(",") if options.peers else PEERS[options.world])
     run, rounds = (measure_cold, 3) if options.cold else (measure, 7)

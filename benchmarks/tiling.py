@@ -2,7 +2,7 @@
 
     python benchmarks/tiling.py DIR                  # states on a drive at DIR; 256 MiB of the device
     python benchmarks/tiling.py DIR --json FILE      # keep the numbers
-    python benchmarks/tiling.py --readme FILE        # measure nothing: write the README's table from kept numbers
+    python benchmarks/tiling.py --docs FILE          # measure nothing: write its table in docs/ from kept numbers
 
 The layer is ZeRO-Infinity's (its figure 6b): two linear ones, from a hidden size to four times as much and back. For each number
 of tiles the largest hidden size that fits is found by planning on tensors without values, and then trained for a step, in which
@@ -25,7 +25,7 @@ import warnings
 from pathlib import Path
 from typing import Any, TypedDict
 
-import _readme
+import _docs
 from _peers import Peer, alternate, spawn, table_rows
 from _worker import TakeStep, serve, stepping
 from tabulate import tabulate
@@ -186,10 +186,10 @@ def main() -> int:
     parser.add_argument("folder", metavar="DIR", nargs="?", default=".")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--readme", type=Path, metavar="FILE")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
     options = parser.parse_args()
-    if options.readme:
-        _readme.write("benchmarks/tiling.py", [report(json.loads(options.readme.read_text()))])
+    if options.docs:
+        _docs.write("benchmarks/tiling.py", report, options.docs)
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -1,45 +1,52 @@
-"""The README tells the truth."""
+"""The schedules that README and docs/ show are those that `zinf dump` prints."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
-from paths import ROOT
-from versions import numbers_nodes_as_readme
+from pages import COMMANDS, README, SHOWN, TEXTS, Dump
+from versions import counts_operators_as_readme, numbers_nodes_as_readme
 
 from zinf_compile.cli.main import main
 
-README = (ROOT / "README.md").read_text()
+_MARKED = [pytest.param(dump, marks=counts_operators_as_readme) if "losses:" in dump.arguments else dump for dump in SHOWN]
 
 
-SHOWN = re.findall(r"```\n\$ zinf (dump mlp .*)\n((?:.*\n)*?)```", README)
+def _name(value: object) -> str:
+    return value.page.stem if isinstance(value, Dump) else value.stem if isinstance(value, Path) else ""
+
+
+def test_readme_and_pages_show_schedules() -> None:
+    assert [dump.page for dump in SHOWN].count(README) == 2  # a graph before and after
+    assert {dump.page.stem for dump in SHOWN} == {"README", "schedules", "tiers", "tiles"}
+
+
+@pytest.fixture
+def _modules_of_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dumps find the modules that pages show: blocks of Python that begin with a file's name."""
+    for page in {dump.page for dump in SHOWN}:
+        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXTS[page], re.DOTALL):
+            (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @numbers_nodes_as_readme
-@pytest.mark.parametrize(("command", "shown"), SHOWN, ids=["in memory", "in tiles", "on a drive"])
-def test_the_graph_shown_is_the_graph_dumped(command: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("_modules_of_pages")
+@pytest.mark.parametrize("dump", _MARKED, ids=_name)
+def test_the_graph_shown_is_the_graph_dumped(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(dump.arguments)) == 0
+    printed = capsys.readouterr().out
+    if "--diff" in dump.arguments:
+        assert printed.rstrip() == dump.shown.rstrip()
+    else:
+        assert re.search(rf"rank 0 of \d+\n{re.escape(dump.shown)}\n", printed)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=_name)
+def test_small_dumps_of_the_tables_work(page: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)) == 0
-    assert f"rank 0 of 4\n{shown}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", re.findall(r"`\.venv/bin/zinf (dump mlp .*?)`", README))
-def test_small_dumps_of_the_table_work(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(command)) == 0
-    assert "up.weight" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_to_files(link: str) -> None:
-    assert (ROOT / link).is_file()
-
-
-def test_make_targets_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make (\w+)", README)):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_ci_runs_the_readmes_test_command() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    printed = capsys.readouterr().out
+    assert len(printed.strip()) == 16 if "--hash" in command else "up.weight" in printed

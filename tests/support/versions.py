@@ -10,4 +10,12 @@ from zinf_compile import PartitionedParameterError
 _2_11 = torch.__version__.startswith("2.11.")
 
 needs_guard_of_requires_grad = pytest.mark.xfail(_2_11, raises=PartitionedParameterError, reason="Dynamo runs the old graph")
-numbers_nodes_as_readme = pytest.mark.xfail(_2_11, raises=AssertionError, reason="torch.fx gives copied nodes other numbers")
+numbers_nodes_as_readme = pytest.mark.xfail(
+    _2_11, raises=AssertionError, strict=False, reason="torch.fx gives copied nodes other numbers, where a dump shows any"
+)
+counts_operators_as_readme = pytest.mark.xfail(
+    not torch.__version__.startswith("2.13."),
+    raises=AssertionError,
+    strict=False,
+    reason="other versions of PyTorch may take a loss apart into more operators, or fewer",
+)
