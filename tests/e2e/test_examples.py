@@ -13,13 +13,13 @@ from paths import ROOT
 
 
 def three_steps(example: str, *arguments: str, folder: Path, env: dict[str, str] | None = None, ranks: int = 1) -> str:
-    """Run an example for three steps; return what it says on its standard error."""
+    """Run an example for three steps; return what it says."""
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher, str(ROOT / "examples" / example), "--steps", "3", "--batch", "2", *arguments]
     run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=env)
     assert run.returncode == 0, run.stderr
     assert "in 3 steps" in run.stdout
-    return run.stderr
+    return run.stdout
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
     """By the plain loop from a config, then by the Trainer from what that saved; plain transformers loads both."""
     common = ["--nvme", str(tmp_path), "--length", "64"]
     first, second = tmp_path / "first", tmp_path / "second"
-    for arguments in (["--output", str(first), "--layers", "2"], ["--output", str(second), "--model", str(first), "--trainer"]):
+    for arguments in (["--output", str(first), "--layers", "1"], ["--output", str(second), "--model", str(first), "--trainer"]):
         three_steps("finetune_hf.py", *common, *arguments, folder=tmp_path)
     one, other = (hf.AutoModelForCausalLM.from_pretrained(folder) for folder in (first, second))
     changed = [name for name, value in one.state_dict().items() if not value.equal(other.state_dict()[name])]
@@ -50,17 +50,21 @@ def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.tiers
 def test_a_gpt_trains_to_the_same_losses_from_a_drive(tmp_path: Path) -> None:
-    """As `make train` runs it, but for the model's size."""
+    """As `make train` runs it, but for the model's size: a line for each stage, and a picture."""
+    pytest.importorskip("matplotlib")
     text = tmp_path / "text"
-    text.write_bytes(bytes(range(256)) * 40)
+    text.write_text("the quick brown fox jumps over the lazy dog; it sleeps.\n" * 100)
     sizes = ["--length", "32", "--layers", "1", "--width", "64"]
     alone = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # so small a model gains by no other
     losses = []
     for name, tiers in {"memory": [], "drive": ["--nvme", str(tmp_path), "--device-memory", "256MiB"]}.items():
         file = tmp_path / name
-        files = ["--text", str(text), "--losses", str(file)]
+        files = ["--text", str(text), "--losses", str(file), "--picture", str(tmp_path / f"{name}.png")]
         said = three_steps("train_gpt.py", *sizes, *files, *tiers, folder=tmp_path, env=alone)
-        assert ("parameters on NVMe" in said) == (name == "drive"), said
+        stages = [line.partition(":")[0] for line in said.splitlines()]
+        assert stages[:7] == ["model", "plan", "memory", "speed", "loss", "picture", "writes"], said
+        assert ("'s drive" in said) == (", nvme " in said) == (name == "drive"), said
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         losses.append([float(line) for line in file.read_text().splitlines()])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
