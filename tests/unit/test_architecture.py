@@ -59,25 +59,11 @@ CIRCLES_LEFT = [
         "optim.state_exchange",
         "optim.state_layout",
     },
-    {
-        "sharded.calls",
-        "sharded.gradient",
-        "sharded.gradient_reductions",
-        "sharded.gradient_types",
-        "sharded.operands",
-        "sharded.operators",
-        "sharded.partition_alike",
-        "sharded.reductions",
-        "sharded.tensor",
-        "sharded.tiled_gradient_ops",
-        "sharded.whole_values",
-    },
 ]
 """Modules that still import each other in a circle, most of them for their types. No other circle may come up."""
 
 LONG_LEFT = {
     "sharded.budget",
-    "sharded.gradient",
     "sharded.parameter",
     "optim.offloaded_states",
     "optim.optimizer",

@@ -6,9 +6,12 @@ call_names — What the user called, as the user writes it, from the function or
 calls — What user code calls on partitioned tensors, before autograd sees it.
 data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
     `parameter.data = value`.
+dispatch — Connects partitioned tensors and gradients with the operators on them.
 eligibility — Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
+gradient_ops — Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a
+    single rank.
 gradient_reductions — Largest element, sum and other numbers of whole gradients, from the shards of all ranks; random
     numbers shaped like them.
 gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
@@ -48,3 +51,5 @@ unpartitioned_report — What stays whole on every rank, said at the first step:
     their states.
 whole_values — What shards can't answer of a parameter off the device, on one process: its whole value is brought for it.
 """
+
+from . import dispatch as dispatch

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .gradient import ShardedGradient
+from .gradient import ShardedGradient
 
 _Part = Callable[[torch.Tensor], torch.Tensor]
 _Combine = Callable[[torch.Tensor], torch.Tensor]
