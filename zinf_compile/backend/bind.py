@@ -17,7 +17,7 @@ from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
-from zinf_compile.sharded.budget import refuse_second_gradients
+from zinf_compile.sharded.budget_checks import refuse_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 from zinf_compile.sharded.partition import partition
 from zinf_compile.sharded.short_ranks import Lack, is_any_short

@@ -33,7 +33,9 @@ from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import GraphBudget, agree_on_memory, bucket_of, lack_of_second_gradients
+from zinf_compile.sharded.budget import GraphBudget, bucket_of
+from zinf_compile.sharded.budget_checks import lack_of_second_gradients
+from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.recompile_limit import raise_limit
 from zinf_compile.sharded.short_ranks import Lack

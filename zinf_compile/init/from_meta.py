@@ -25,7 +25,8 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import check_shards, plan_later
+from zinf_compile.sharded.budget import plan_later
+from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
 

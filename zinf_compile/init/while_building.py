@@ -21,7 +21,7 @@ from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import check_shards
+from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 

@@ -23,7 +23,7 @@ from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
 from zinf_compile.runtime.units.backing import DriveHome, Home
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import check_states
+from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 

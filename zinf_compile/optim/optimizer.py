@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.sharded.budget import check_states
+from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.save_check import warn_of_saving
 from zinf_compile.sharded.unpartitioned import is_averaged
