@@ -63,7 +63,6 @@ CIRCLES_LEFT = [
 """Modules that still import each other in a circle, most of them for their types. No other circle may come up."""
 
 LONG_LEFT = {
-    "sharded.parameter",
     "optim.offloaded_states",
     "optim.optimizer",
     "runtime.context",

@@ -8,7 +8,7 @@ calls — What user code calls on partitioned tensors, before autograd sees it.
 caps — Caps on what a rank may hold, in bytes, as options declare them or the process may use them, and what is left within.
 data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
     `parameter.data = value`.
-dispatch — Connects partitioned tensors and gradients with the operators on them.
+dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
 eligibility — Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
@@ -20,6 +20,8 @@ gradient_types — The type that a gradient shows, its parameter's, beside the o
     arithmetic keeps both.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
+metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
+    already.
 offloaded_storage — The storage of values that are off the device: its size is known, its bytes are brought when somebody
     reads them.
 offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that brings it when it is
@@ -27,6 +29,8 @@ offloaded_value — The value of a parameter that lives off the device, on one p
 operands — What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
+parameter_calls — Eager calls on partitioned parameters: on shards, on whole values where this process has them, or refused
+    with the way out.
 parameter_ops — Eager calls on partitioned parameters whose values are spread over ranks or off the device: on shards, where
     these serve.
 partition — Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that
