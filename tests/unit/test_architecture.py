@@ -65,7 +65,6 @@ CIRCLES_LEFT = [
 LONG_LEFT = {
     "optim.offloaded_states",
     "optim.optimizer",
-    "runtime.context",
 }
 """Files that are still of more than 400 lines."""
 

@@ -150,7 +150,7 @@ class Binder:
         if changed := self._context.eager_changes:
             lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
             digest = digest_of([str(digest), lines[-1]])
-        return self._context.agree(
+        return self._context.ranks.agree(
             lines,
             what=f"starting the {program.name}",
             value=float(value),

@@ -18,7 +18,6 @@ from zinf_compile.optim.shard_state import kept_state
 from zinf_compile.optim.state_dict_hooks import absorb_loaded
 from zinf_compile.optim.state_layout import LAYOUT, note
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
@@ -53,11 +52,11 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     first = context.rank == 0
     numbers = [str([len(group["params"]) for group in optimizer.param_groups])]
     agree_on_order(units, context, "loading the optimizer", numbers, compare_steps=False)
-    with together(context, "loading the optimizer"):
+    with context.ranks.fail_together("loading the optimizer"):
         problems = _mismatches(optimizer, units, state) if first else []
         plan = _plan(state) if first and state is not None and not problems else {}
-    _raise_for(optimizer, context.share(problems, what="loading the optimizer: does the state fit"))
-    plan = context.share(plan, what="loading the optimizer")
+    _raise_for(optimizer, context.ranks.share(problems, what="loading the optimizer: does the state fit"))
+    plan = context.ranks.share(plan, what="loading the optimizer")
     for key, unit in enumerate(units):
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
             plan["state"].get(key, {}).pop(MASTER, None)  # the parameter is updated itself here

@@ -19,7 +19,6 @@ from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units.create import make_units
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
@@ -114,9 +113,9 @@ class _Building:
             fresh = [(name, p) for name, p in named if isinstance(p, Newborn) and id(p) not in placed]
             placed.update(id(p) for _, p in fresh)
             compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_birth.checksum}" for name, p in fresh]
-            with together(context, "partitioning what was built"):
+            with context.ranks.fail_together("partitioning what was built"):
                 born_with += self._keep(fresh, context, device)
-        context.agree(compared, what="comparing the ranks' models, which every rank builds alike")
+        context.ranks.agree(compared, what="comparing the ranks' models, which every rank builds alike")
         for newborn, unit in born_with:
             born(newborn, unit)
         context.gather_memory.clear()  # see `sharded.partition`

@@ -94,6 +94,6 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ranks = ctx.context.exchange(grad.double().reshape(-1), what=ctx.what)
+        ranks = ctx.context.ranks.exchange(grad.double().reshape(-1), what=ctx.what)
         mean = ranks[0] if bool((ranks == ranks[0]).all()) else ranks.sum(0) / len(ranks)
         return mean.reshape(grad.shape).to(device=grad.device, dtype=grad.dtype), None, None

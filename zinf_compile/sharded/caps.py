@@ -36,7 +36,7 @@ def agree_on_memory(context: Context) -> None:
     """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
     if context.size > 1 and context.usable is None:
         mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
-        device, host = context.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
+        device, host = context.ranks.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
         context.usable = int(device), int(host)
 
 

@@ -137,7 +137,7 @@ class ShardedGradient(torch.Tensor):
         shard = own.to(self._unit.device, self.dtype)
         if context.size == 1:
             return self._unit.logical(shard.clone() if shard is own else shard)
-        context.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
+        context.ranks.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
         gather_whole(self._unit, shard, full, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)

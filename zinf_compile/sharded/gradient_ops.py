@@ -277,7 +277,7 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
             unscale(gradient)
     context = next(g for g in gradients if isinstance(g, ShardedGradient)).unit.context
     if context.size > 1:
-        everyone = context.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
+        everyone = context.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
         found_inf.fill_(max(everyone))
 
 

@@ -70,7 +70,7 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     dtype, stride = target.dtype, beside.stride()
     if target.device != beside.device:
         beside.refuse(name, f"it would change a whole tensor on {target.device}")
-    context.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
+    context.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
     values = make_values(unit, dtype, lasting=True)
     with torch.no_grad(), no_torch_function():
         flat = Dense(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None

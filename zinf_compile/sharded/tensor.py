@@ -88,7 +88,7 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank. A collective operation."""
         context, dense = self._unit.context, Dense(self.shape, self.stride(), self.dtype, self.device)
-        context.agree(self.describe("full_tensor"), what="gathering a tensor")
+        context.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
         with torch.no_grad():
             shard = self.local()
             if context.size == 1:
