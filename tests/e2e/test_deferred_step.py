@@ -81,7 +81,7 @@ def compare(sides: Sides) -> None:
 
 def is_late(optimizer: Optimizer) -> bool:
     """Say whether the last step left something to be done."""
-    return optimizer in deferred_step._late
+    return optimizer in deferred_step._deferred
 
 
 def delay(model: nn.Module) -> None:

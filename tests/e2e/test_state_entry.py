@@ -323,7 +323,7 @@ def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path:
             pair.train()
             context_of(pair.ours).update_lane.submit(lambda: time.sleep(0.02))
             pair.train()
-            assert pair.optimizer in deferred_step._late or act is another_mapping
+            assert pair.optimizer in deferred_step._deferred or act is another_mapping
             same(*pair.act(act))
     pair.train(2)
     pair.compare()

@@ -99,7 +99,7 @@ def test_a_streamed_step(late: bool, tmp_path: Path) -> None:
     for model in (ours, eager):
         backward(model, 2)
     (states,) = state_dict_hooks._streamed[optimizer]
-    states._late = late
+    states._defers = late
 
     def step() -> None:
         optimizer.step()

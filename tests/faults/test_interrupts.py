@@ -22,7 +22,7 @@ from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
 from zinf_compile.runtime.storage.block_io import BlockIO, Piece
 from zinf_compile.runtime.storage.engine import Request
-from zinf_compile.runtime.transfer.chunk_buffers import Slot
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
@@ -138,7 +138,7 @@ class Slow:
 
 def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
     """Before its room is used: it may still be written to."""
-    slot, transfers = Slot(None, None), [Slow(), Slow()]
+    slot, transfers = ChunkBuffer(None, None), [Slow(), Slow()]
     slot.under_way, slot.chunk = list(transfers), 3
     for number in range(3):
         with pytest.raises(KeyboardInterrupt) if number < 2 else contextlib.nullcontext():

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarnin
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step update all there is to update before it returns."""
-    monkeypatch.setattr(offloaded_states, "may_be_late", lambda *_, **__: False)
+    monkeypatch.setattr(offloaded_states, "may_defer", lambda *_, **__: False)
 
 
 at_once = pytest.mark.usefixtures("_at_once")
@@ -265,7 +265,7 @@ def test_an_error_of_another_kind_says_it_too(tmp_path: Path, monkeypatch: pytes
         backward(model, 2)
     for moment, said in (("begin", "nothing is updated yet"), ("finish", "ended in the middle")):
         with monkeypatch.context() as patch:
-            patch.setattr(offloaded_states.StreamedStates, moment, lambda *_: {}["nowhere"])
+            patch.setattr(offloaded_states.OffloadedStates, moment, lambda *_: {}["nowhere"])
             with pytest.raises(StepFailedError, match=f"{said}.*Cause: 'nowhere'") as raised:
                 optimizer.step()
         assert isinstance(raised.value.__cause__, KeyError)

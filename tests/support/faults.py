@@ -25,15 +25,15 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     if kind == "parameter":
         store = parameter._zinf_unit.home.shelf.store
         for states in state_dict_hooks._streamed.get(optimizer, []) if optimizer else []:
-            states._slots.settle()
+            states.transfers.settle()
     elif kind == "gradient of":
         parameter.grad.away.settle()
         store = parameter.grad.away.home.shelf.store
     else:
         assert optimizer is not None
         (states,) = state_dict_hooks._streamed[optimizer]
-        states._slots.settle()
-        store = states.store
+        states.transfers.settle()
+        store = states.transfers.store
     assert isinstance(store, Store)
     store._io.drain()  # type: ignore[union-attr]
     return store

@@ -95,7 +95,7 @@ def context_of(model: nn.Module) -> Context:
 
 def let_steps_end() -> None:
     """Return when nothing is left to do of any step; what failed is told to those who need it."""
-    for late in list(deferred_step._late.values()):
+    for late in list(deferred_step._deferred.values()):
         late.pending.wait()
 
 

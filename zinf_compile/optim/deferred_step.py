@@ -19,8 +19,8 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.units.pending_updates import Span, Updates
 from zinf_compile.runtime.units.unit import Unit
 
-from .chunk_step import ChunkStep
-from .offloaded_states import StreamedStates, tear, torn
+from .chunk_step import ChunkStep, chunk_steps
+from .offloaded_states import OffloadedStates, tear, torn
 
 _log = logging.getLogger("zinf_compile")
 
@@ -28,19 +28,19 @@ Settings = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups, and what they are after a step."""
 
 
-class LateStep:
+class DeferredStep:
     """Chunks that are updated by a thread of their own, from the settings and gradients that were there at `step()`.
 
     Parameters and gradients are safe to use meanwhile: what reads a parameter waits for its update, or is handed it. What needs
-    the states calls `finish_late` first.
+    the states calls `finish_deferred` first.
     """
 
     def __init__(
-        self, optimizer: Optimizer, sources: Sequence[StreamedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
+        self, optimizer: Optimizer, sources: Sequence[OffloadedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._sources = list(sources)
-        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in source.chunk_steps(optimizer))
+        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in chunk_steps(source, optimizer))
         self.done: list[ChunkStep] = []
         """Chunks that are updated; they count all together, when the last one is."""
         self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
@@ -66,7 +66,7 @@ class LateStep:
         self._due = []
         updates = self._updates = Updates(spans)
         assert self._optimizer is not None, "it starts once"
-        if any(state for chunk in self.done for state in chunk.left.values()):
+        if any(state for chunk in self.done for state in chunk.scalar_states.values()):
             for source in self._sources:  # now: who takes one out of `optimizer.state` meanwhile resets it
                 source.count_states(self._optimizer)
         try:
@@ -75,7 +75,7 @@ class LateStep:
             for chunk in self.done:
                 for unit, piece, value in chunk.updated():
                     updates.updated(unit, piece.start, piece.end, value)
-            _late[self._optimizer] = self
+            _deferred[self._optimizer] = self
             self.pending = self._sources[0].context.update_lane.submit(self._run)
         except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
             text, cause = torn[self._optimizer], error
@@ -120,7 +120,7 @@ class LateStep:
                 updates.updated(unit, piece.start, piece.end, value)
             self.done.append(chunk)
         for chunk in self.done:
-            chunk.settle(optimizer)
+            chunk.commit(optimizer)
         _merge(self._groups, self._frozen.param_groups, settings)
         for source in self._sources:
             source.finish(optimizer)
@@ -128,20 +128,20 @@ class LateStep:
         del torn[optimizer]
 
 
-_late: weakref.WeakKeyDictionary[Optimizer, LateStep] = weakref.WeakKeyDictionary()
+_deferred: weakref.WeakKeyDictionary[Optimizer, DeferredStep] = weakref.WeakKeyDictionary()
 
 
-def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
+def finish_deferred(optimizer: Optimizer, *, tell: bool = True) -> None:
     """Return when the optimizer's last step is over; where it failed and nobody was told, raise `StepFailedError`.
 
     `tell=False`, where the states are about to be replaced: then whoever next reads a parameter that isn't replaced too is told.
     """
-    late = _late.get(optimizer)
-    if late is not None:
-        late.pending.wait()  # an interrupt here leaves it known
-        del _late[optimizer]
+    deferred = _deferred.get(optimizer)
+    if deferred is not None:
+        deferred.pending.wait()  # an interrupt here leaves it known
+        del _deferred[optimizer]
         if tell:
-            late.tell()
+            deferred.tell()
 
 
 def synchronize() -> None:
@@ -151,16 +151,16 @@ def synchronize() -> None:
     waits by itself: call this to time steps, or to have a step's error here and now. Raises `StepFailedError` for a step that
     failed, unless somebody was told already.
     """
-    for optimizer in list(_late):
-        finish_late(optimizer)
+    for optimizer in list(_deferred):
+        finish_deferred(optimizer)
 
 
 def _forked() -> None:
     """In a child process nobody ends the steps that were under way when it was made."""
-    for late in list(_late.values()):
-        late.pending = Done()
-        if late._updates is not None:
-            late._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+    for deferred in list(_deferred.values()):
+        deferred.pending = Done()
+        if deferred._updates is not None:
+            deferred._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -31,12 +31,12 @@ from zinf_compile.sharded.unpartitioned import is_averaged
 from zinf_compile.sharded.unpartitioned_report import bytes_of_states, report_whole
 from zinf_compile.stats import log_first_step
 
-from .chunk_step import ChunkStep
+from .chunk_step import ChunkStep, chunk_steps
 from .closure_step import Closure, closure_of, enter, has_entered, hollow_of, with_closure
-from .deferred_step import LateStep, finish_late
+from .deferred_step import DeferredStep, finish_deferred
 from .elementwise_probe import check_elementwise, states_kept
 from .fused_kernels import fused_settings
-from .offloaded_states import StreamedStates, spoil, tear, torn
+from .offloaded_states import OffloadedStates, spoil, tear, torn
 from .precision import warn_of_short_updates
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep, join_states, split_units
@@ -74,10 +74,10 @@ class _Streamed:
 
     chunks: list[ChunkStep]
     """In the order of their updates; the stand-in updates the last one, after all others."""
-    sources: Sequence[StreamedStates]
+    sources: Sequence[OffloadedStates]
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
     """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
-    late: LateStep | None = None
+    deferred: DeferredStep | None = None
     """What is left for the time of the next forward."""
 
 
@@ -114,11 +114,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return args, kwargs
 
 
-def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[StreamedStates]:
+def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[OffloadedStates]:
     """Check that the optimizer can step; return the chunks of what is updated in chunks."""
     if hollow:
         with hollow[0]._zinf_unit.context.meter.waiting():
-            finish_late(optimizer)
+            finish_deferred(optimizer)
         check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
         _warn_of_local_gradients(optimizer, hollow[0])
     join_states(optimizer, hollow)
@@ -130,7 +130,7 @@ def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[Streame
 
 
 def _begin(
-    optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[StreamedStates], *, by_closure: bool = False
+    optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[OffloadedStates], *, by_closure: bool = False
 ) -> _StandIn:
     """Update all but what the caller's own step is to update; return what that runs on. `by_closure`: it makes the gradients."""
     due = settings_of_step(optimizer, by_closure=by_closure)
@@ -283,7 +283,7 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     return with_closure(args, kwargs, lambda: loss)
 
 
-def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _Streamed | None:
+def _step_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> _Streamed | None:
     """Update all chunks but the last, which the caller's own step does; None where there is none."""
     if not sources:
         return None
@@ -296,15 +296,15 @@ def _step_chunks(optimizer: Optimizer, sources: Sequence[StreamedStates]) -> _St
             source.begin(optimizer)
         now = [source for source in sources if not source.follows]
         due = sum(source.chunks_due for source in now)
-        for chunk in itertools.chain.from_iterable(source.chunk_steps(optimizer) for source in now):
+        for chunk in itertools.chain.from_iterable(chunk_steps(source, optimizer) for source in now):
             chunks.append(chunk)
             if len(chunks) < due:
                 tear(optimizer, len(chunks))
                 streamed.settings += _step_one(optimizer, chunk)
         if len(now) < len(sources):
-            streamed.late = LateStep(optimizer, [source for source in sources if source.follows], _step_one)
+            streamed.deferred = DeferredStep(optimizer, [source for source in sources if source.follows], _step_one)
             if not chunks:
-                chunks.append(streamed.late.take_first())
+                chunks.append(streamed.deferred.take_first())
     if not chunks:
         return None
     tear(optimizer, len(chunks))
@@ -333,17 +333,17 @@ def _finish_chunks(optimizer: Optimizer, streamed: _Streamed, stand_in: Optimize
     last.finish(stand_in.state)
     for mine, changed in streamed.settings:
         mine.update(changed)
-    late = streamed.late
+    deferred = streamed.deferred
     for chunk in streamed.chunks:
-        if late is None or chunk not in late.done:
-            chunk.settle(optimizer)
+        if deferred is None or chunk not in deferred.done:
+            chunk.commit(optimizer)
     for parameter in {p for source in streamed.sources for p in source.due}:
         torch.autograd.graph.increment_version(parameter)
     for source in streamed.sources:
         if not source.follows:
             source.finish(optimizer)
-    if late is not None:
-        late.start()
+    if deferred is not None:
+        deferred.start()
     else:
         del torn[optimizer]
 

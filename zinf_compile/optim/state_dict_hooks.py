@@ -12,18 +12,18 @@ from torch.optim import Optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Kept
-from .deferred_step import finish_late
+from .deferred_step import finish_deferred
 from .elementwise_probe import check_pieces, states_kept
-from .offloaded_states import StreamedStates, torn
+from .offloaded_states import OffloadedStates, torn
 from .precision import keep_precision, warn_of_rounding
 from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
 
-_streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
+_streamed: weakref.WeakKeyDictionary[Optimizer, list[OffloadedStates]] = weakref.WeakKeyDictionary()
 
 
-def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[StreamedStates]:
+def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
     """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
     known = _streamed.get(optimizer, [])
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -53,7 +53,7 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
     for rows in fresh.values():
-        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows], finish_late))
+        known.append(OffloadedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows], finish_deferred))
         for p, kept in rows:
             if p in optimizer.state and kept.keys() & in_memory(optimizer.state[p]).keys():
                 warn_of_rounding(optimizer, p, kept)
@@ -69,11 +69,11 @@ def drive_bytes(optimizer: Optimizer) -> int:
 
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
-    finish_late(optimizer)
+    finish_deferred(optimizer)
     known = _streamed.get(optimizer, [])
     try:
         for states in known:
-            bring(states, optimizer)
+            bring(states.table, optimizer)
     except BaseException:
         _after_state_dict(optimizer, {})
         raise
@@ -81,14 +81,14 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for states in _streamed.get(optimizer, []):
-        drop(states, optimizer)
+        drop(states.table, optimizer)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     given = state_dict.get("state", {})
     parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
     check_layouts(optimizer, [(p, given[i]) for i, p in parameters if isinstance(p, ShardedParameter) and i in given])
-    finish_late(optimizer, tell=False)
+    finish_deferred(optimizer, tell=False)
 
 
 @torch.no_grad()

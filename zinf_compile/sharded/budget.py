@@ -22,7 +22,7 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Claim, Sides
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
+from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, Headroom, find_caps, held_bytes
@@ -128,7 +128,7 @@ class GraphBudget:
         if self._measuring:
             return standing
         room = Headroom(device.spare, None if context.bridge.unified else host.spare)
-        slots = 1 + room.take(SLOTS - 1, resident.slot_device, resident.slot_host)
+        slots = 1 + room.take(CHUNK_BUFFERS - 1, resident.slot_device, resident.slot_host)
         next_gathered, next_on_the_way = self._one_ahead(graph, widening)
         widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))
         wish = _Wish(
@@ -163,11 +163,11 @@ class GraphBudget:
             least=Sides(device.passing, host.passing),
             works=Sides(device.works, host.works),
             wish=Sides(
-                (SLOTS - 1) * (resident.slot_device + (resident.slot_host if context.bridge.unified else 0))
+                (CHUNK_BUFFERS - 1) * (resident.slot_device + (resident.slot_host if context.bridge.unified else 0))
                 + math.ceil(wish.ahead * share)
                 + wish.flight
                 + (wish.staging if context.bridge.unified else 0),
-                (SLOTS - 1) * resident.slot_host + math.ceil(wish.ahead * from_drive) + wish.staging,
+                (CHUNK_BUFFERS - 1) * resident.slot_host + math.ceil(wish.ahead * from_drive) + wish.staging,
             ),
         )
         self._claims.append(claim)
