@@ -56,7 +56,7 @@ CIRCLES_LEFT = [
 """Modules that still import each other in a circle, most of them for their types. No other circle may come up."""
 
 LONG_LEFT = {
-    "optim.optimizer",
+    "optim.step_hooks",
 }
 """Files that are still of more than 400 lines."""
 

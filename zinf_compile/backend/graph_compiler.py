@@ -20,7 +20,7 @@ from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.ir.program import Program, Reduce, Slot
 from zinf_compile.ir.tiers import way_in
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
 from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_alone
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs

@@ -19,7 +19,7 @@ from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.program import Slot
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_free_memory

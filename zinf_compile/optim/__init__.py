@@ -19,7 +19,6 @@ load_states — States that were loaded, replaced, changed or taken out of `opti
     they live.
 offloaded_states — Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead,
     writing behind.
-optimizer — Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
 precision — States in fp32 of parameters in 16 bits: kept as they are where PyTorch would round them.
 shard_state — Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on.
 split_states — ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
@@ -34,6 +33,7 @@ state_table — Which states the parameters of one optimizer have, and what `opt
     drives.
 step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
     don't reach it.
+step_hooks — Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
 step_records — Notes each step of an optimizer on the units that it updated, for the ranks to compare
     (`runtime/comm/steps_done.py`).
 step_under_way — Optimizers whose `step(closure)` makes the first compiled call of a model: their step began on whole
