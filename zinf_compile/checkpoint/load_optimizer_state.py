@@ -13,7 +13,7 @@ from zinf_compile._torch import tree_map
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
-from zinf_compile.optim.offloaded_states import torn
+from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
 from zinf_compile.optim.state_dict_hooks import absorb_loaded
 from zinf_compile.optim.state_layout import LAYOUT, note
@@ -68,7 +68,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
 
     small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
     optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
-    torn[optimizer] = f"loading the states of {type(optimizer).__name__} ended in its middle: load them again"
+    record_of(optimizer).mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
     waiting, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for key, (parameter, group) in enumerate(rows):
         unit, names = units[key], plan["state"].get(key)
@@ -90,7 +90,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
             absorb_loaded(optimizer)
             waiting = 0
     absorb_loaded(optimizer)
-    torn.pop(optimizer, None)
+    record_of(optimizer).mark_whole()
 
 
 def _mismatches(optimizer: Optimizer, units: list[Unit | None], state: Mapping[str, Any] | None) -> list[str]:

@@ -5,6 +5,7 @@ chunk_step — One chunk in a step of the optimizer: what stands in for its para
     and states.
 chunk_transfers — Chunks between memory and drives: the states that live there are read ahead of a chunk's update and
     written behind it.
+chunked_step — The part of a step that is done chunk by chunk: at once, or left to the next forward.
 chunks — Which pieces of an optimizer's parameters are updated together, and what each of them consists of.
 closure_step — Steps whose closure partitions the model, at its first compiled call: shards take the parameters' place once
     it has run.
@@ -20,8 +21,15 @@ load_states — States that were loaded, replaced, changed or taken out of `opti
 offloaded_states — Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead,
     writing behind.
 precision — States in fp32 of parameters in 16 bits: kept as they are where PyTorch would round them.
+record — What this package knows of an optimizer, from its first step for as long as it lives: one record for each.
+running_step — A step that has begun: the stand-in on which the optimizer's own `step` runs, and what stands there for each
+    parameter.
 shard_state — Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on.
 split_states — ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
+stand_in — A stand-in for an optimizer: an object of its class and attributes, whose groups hold what one step, or one
+    chunk, updates.
+state_accounts — What an optimizer's states take: checked against the caps before the first step makes them, and told to the
+    ledgers.
 state_dict_hooks — Which optimizers are stepped chunk by chunk, and their hooks: states are whole while `state_dict` is
     taken.
 state_entry — What `optimizer.state` has of a parameter whose states live on a drive: a dict that reads a value when it is

@@ -6,7 +6,6 @@ import collections
 import copy
 import logging
 import os
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -20,9 +19,12 @@ from zinf_compile.runtime.units.pending_updates import Span, Updates
 from zinf_compile.runtime.units.unit import Unit
 
 from .chunk_step import ChunkStep, chunk_steps
-from .offloaded_states import OffloadedStates, tear, torn
+from .offloaded_states import OffloadedStates
+from .record import OptimizerRecord, all_records, record_of
 
 _log = logging.getLogger("zinf_compile")
+
+_ENDED = "a step ended in the middle"
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups, and what they are after a step."""
@@ -66,6 +68,8 @@ class DeferredStep:
         self._due = []
         updates = self._updates = Updates(spans)
         assert self._optimizer is not None, "it starts once"
+        record = record_of(self._optimizer)
+        record.mark_deferred()
         if any(state for chunk in self.done for state in chunk.scalar_states.values()):
             for source in self._sources:  # now: who takes one out of `optimizer.state` meanwhile resets it
                 source.count_states(self._optimizer)
@@ -75,10 +79,11 @@ class DeferredStep:
             for chunk in self.done:
                 for unit, piece, value in chunk.updated():
                     updates.updated(unit, piece.start, piece.end, value)
-            _deferred[self._optimizer] = self
+            record.deferred = self
             self.pending = self._sources[0].context.update_lane.submit(self._run)
         except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
-            text, cause = torn[self._optimizer], error
+            record.mark_ended()
+            text, cause = record.incomplete or _ENDED, error
             updates.fail(lambda: _failed(text, cause))
             self._chunks.close()  # now: the error keeps this object, and later that would end another step's chunks
             raise
@@ -88,17 +93,25 @@ class DeferredStep:
         if self._updates is not None:
             self._updates.wait()
 
+    def abandon(self) -> None:
+        """Let nobody wait for it, in a forked process: the thread that works on it is not there."""
+        self.pending = Done()
+        if self._updates is not None:
+            self._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+
     def _run(self) -> None:
         optimizer, updates = self._optimizer, self._updates
         assert optimizer is not None
         assert updates is not None
+        record = record_of(optimizer)
         try:
             if torch.get_num_threads() != self._threads:  # part of the compute shape
                 torch.set_num_threads(self._threads)
-            self._update(optimizer, updates)
+            self._update(optimizer, record, updates)
         except BaseException as error:  # raised by whoever needs what was to be updated
             _log.debug("a step failed", exc_info=error)
-            cause, text = _without_frames(error), torn.get(optimizer, "a step ended in the middle")
+            record.mark_ended()
+            cause, text = _without_frames(error), record.incomplete or _ENDED
             for unit in updates.units():
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
@@ -107,14 +120,14 @@ class DeferredStep:
             self._chunks.close()
             self._sources, self._groups, self.done = [], [], []
 
-    def _update(self, optimizer: Optimizer, updates: Updates[Unit]) -> None:
+    def _update(self, optimizer: Optimizer, record: OptimizerRecord, updates: Updates[Unit]) -> None:
         settings: Settings = []
         assert self._frozen is not None
         for chunk in self._chunks:
             if self._sources[0].context.ending:
                 raise StepFailedError("the process ends")
             with compile_lock:  # meanwhile `torch.compiler.is_compiling()` is true in all threads, and optimizers go by that
-                tear(optimizer, len(self.done) + 1)
+                record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
                 settings += self._step_one(self._frozen, chunk)
             for unit, piece, value in chunk.updated():
                 updates.updated(unit, piece.start, piece.end, value)
@@ -125,10 +138,7 @@ class DeferredStep:
         for source in self._sources:
             source.finish(optimizer)
         updates.close()
-        del torn[optimizer]
-
-
-_deferred: weakref.WeakKeyDictionary[Optimizer, DeferredStep] = weakref.WeakKeyDictionary()
+        record.mark_whole()
 
 
 def finish_deferred(optimizer: Optimizer, *, tell: bool = True) -> None:
@@ -136,10 +146,11 @@ def finish_deferred(optimizer: Optimizer, *, tell: bool = True) -> None:
 
     `tell=False`, where the states are about to be replaced: then whoever next reads a parameter that isn't replaced too is told.
     """
-    deferred = _deferred.get(optimizer)
+    record = record_of(optimizer)
+    deferred: DeferredStep | None = record.deferred
     if deferred is not None:
         deferred.pending.wait()  # an interrupt here leaves it known
-        del _deferred[optimizer]
+        record.deferred = None
         if tell:
             deferred.tell()
 
@@ -151,16 +162,16 @@ def synchronize() -> None:
     waits by itself: call this to time steps, or to have a step's error here and now. Raises `StepFailedError` for a step that
     failed, unless somebody was told already.
     """
-    for optimizer in list(_deferred):
-        finish_deferred(optimizer)
+    for optimizer, record in all_records():
+        if record.deferred is not None:
+            finish_deferred(optimizer)
 
 
 def _forked() -> None:
     """In a child process nobody ends the steps that were under way when it was made."""
-    for deferred in list(_deferred.values()):
-        deferred.pending = Done()
-        if deferred._updates is not None:
-            deferred._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+    for _, record in all_records():
+        if record.deferred is not None:
+            record.deferred.abandon()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -27,6 +26,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunk_transfers import ChunkTransfers
 from .chunks import GRADIENT, VALUE, Kept, part_of, plan_chunks
 from .load_states import absorb
+from .record import record_of
 from .shard_state import kept_state, shard_state
 from .state_entry import states_of
 from .state_exchange import lend
@@ -268,7 +268,7 @@ class OffloadedStates:
         try:
             self.transfers.settle(but=self._ahead)
         except StoreError:
-            torn[optimizer] = (
+            record_of(optimizer).mark_ended(
                 f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
                 "checkpoint of model and optimizer, both from before that step, and go on from there"
             )
@@ -342,23 +342,3 @@ def _at_home(home: Home, start: int, end: int) -> Place:
 
 def _cut(rooms: Rooms, piece: Piece) -> Rooms:
     return Rooms(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
-
-
-torn: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
-"""Optimizers of which a step ended in the middle of its chunks, and what to say of them."""
-
-
-def tear(optimizer: Optimizer, chunks: int) -> None:
-    """Note that from now on, until the step is over, some of it is done and some is not."""
-    torn[optimizer] = (
-        f"a step of {type(optimizer).__name__} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
-        "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
-    )
-
-
-def spoil(optimizer: Optimizer) -> None:
-    """A step ended in its middle: nobody may compute with what it was to update, until that is loaded."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, ShardedParameter) and parameter.grad is not None:
-                parameter._zinf_unit.spoil(torn[optimizer])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,18 +13,18 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import MASTER, Kept
 from .deferred_step import finish_deferred
 from .elementwise_probe import check_pieces, states_kept
-from .offloaded_states import OffloadedStates, torn
+from .offloaded_states import OffloadedStates
 from .precision import keep_precision, warn_of_rounding
+from .record import record_of
 from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
 
-_streamed: weakref.WeakKeyDictionary[Optimizer, list[OffloadedStates]] = weakref.WeakKeyDictionary()
 
-
-def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
+def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
     """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
-    known = _streamed.get(optimizer, [])
+    record = record_of(optimizer)
+    known: list[OffloadedStates] = record.offloaded or []
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
@@ -45,8 +44,8 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
             kept = {**kept, MASTER: master}
         if kept or converts or unit.placement.streams_values(unified=unified):
             fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
-    if fresh and optimizer not in _streamed:
-        _streamed[optimizer] = known
+    if fresh and record.offloaded is None:
+        record.offloaded = known
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_state_dict_post_hook(_after_state_dict)
         keep_precision(optimizer)
@@ -64,13 +63,13 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
 
 def drive_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of the optimizer's states that live on drives."""
-    return sum(states.drive_bytes for states in _streamed.get(optimizer, []))
+    return sum(states.drive_bytes for states in record_of(optimizer).offloaded or [])
 
 
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
     finish_deferred(optimizer)
-    known = _streamed.get(optimizer, [])
+    known: list[OffloadedStates] = record_of(optimizer).offloaded or []
     try:
         for states in known:
             bring(states.table, optimizer)
@@ -80,7 +79,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for states in _streamed.get(optimizer, []):
+    for states in record_of(optimizer).offloaded or []:
         drop(states.table, optimizer)
 
 
@@ -93,8 +92,8 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _after_load(optimizer: Optimizer) -> None:
-    torn.pop(optimizer, None)
-    for states in _streamed.get(optimizer, []):
+    record_of(optimizer).mark_whole()
+    for states in record_of(optimizer).offloaded or []:
         states.forget_step()
     absorb_loaded(optimizer)
 
@@ -102,5 +101,5 @@ def _after_load(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def absorb_loaded(optimizer: Optimizer) -> None:
     """Move states that were just loaded to where they live."""
-    for states in _streamed.get(optimizer, []):
+    for states in record_of(optimizer).offloaded or []:
         states.absorb(optimizer)
