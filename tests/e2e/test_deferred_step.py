@@ -86,7 +86,7 @@ def is_late(optimizer: Optimizer) -> bool:
 
 def delay(model: nn.Module) -> None:
     """Let what is left of the next step begin a little later."""
-    context_of(model).update_lane.submit(lambda: time.sleep(0.05))
+    context_of(model).lanes.update.submit(lambda: time.sleep(0.05))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -148,7 +148,7 @@ def test_a_forward_is_handed_what_is_updated(on_drive: Compile, monkeypatch: pyt
     def wait_for_the_forward() -> None:
         assert asked.wait(60)
 
-    context_of(model).update_lane.submit(wait_for_the_forward)
+    context_of(model).lanes.update.submit(wait_for_the_forward)
     step_on(sides, 1)
     updates = next(p._zinf_unit for p in model.parameters()).updates  # type: ignore[union-attr,attr-defined]
     assert updates._left

@@ -276,12 +276,12 @@ def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool,
         loss_of(model(*tokens(0))).backward()
         optimizer.step()
         context = next(iter(model.parameters()))._zinf_unit.context  # type: ignore[attr-defined]
-        states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.host_ledger.total()[0]
+        states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.memory.host_ledger.total()[0]
         optimizer.state_dict()
-        context.claims.declare(device=None, host=held + states - 1)
+        context.memory.reservations.declare(device=None, host=held + states - 1)
         with pytest.raises(BudgetError, match=BEYOND.format(f"{states - 1:,}")):
             optimizer.state_dict()
-        context.claims.declare(device=None, host=held + states)
+        context.memory.reservations.declare(device=None, host=held + states)
         optimizer.state_dict()
 
 

@@ -244,4 +244,4 @@ def _synchronise(buffer: torch.Tensor, context: Context) -> None:
     key = id(buffer)
     _synchronised[key] = weakref.ref(buffer, lambda _: _synchronised.pop(key, None))
     with torch.inference_mode(False), torch.no_grad():
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")
+        context.finish(context.lanes.gather.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")

@@ -140,7 +140,7 @@ class GraphCompiler:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
-        context.claims.tiles_follow = default_tile
+        context.memory.reservations.tiles_follow = default_tile
         measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
         self._budget.check(measure=measure)
         if self.unified:
@@ -199,7 +199,7 @@ class GraphCompiler:
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
         budget = GraphBudget(self.config, slots, inputs, context, together=is_first_variant())
-        context.claims.declare(
+        context.memory.reservations.declare(
             device=None if self.config.device_memory is None else budget.caps.device,
             host=None if self.config.host_memory is None else budget.caps.host,
         )

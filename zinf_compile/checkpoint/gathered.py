@@ -239,7 +239,7 @@ def broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Co
     with torch.no_grad():
         if value is not None:
             target.copy_(value)
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), what)
+        context.finish(context.lanes.gather.submit(lambda: context.gathers.broadcast(target)), what)
 
 
 def state_names(model: nn.Module) -> dict[str, torch.Tensor]:

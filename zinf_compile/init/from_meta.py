@@ -88,7 +88,7 @@ def partition(
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
         nursery = Nursery(
-            context.host_ledger,
+            context.memory.host_ledger,
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
             promises=_promises(
@@ -116,7 +116,7 @@ def partition(
         for birth, newborn, unit in zip(births, newborns, units, strict=True):
             born(newborn, unit)
             birth.done = True
-        context.gather_memory.clear()  # see `sharded.partition`
+        context.memory.gather_memory.clear()  # see `sharded.partition`
     return model
 
 
@@ -184,7 +184,7 @@ def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, r
     if not all(context.ranks.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
-    return Promises(context.host_ledger, most_bytes=room, at_once=at_once)
+    return Promises(context.memory.host_ledger, most_bytes=room, at_once=at_once)
 
 
 def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
@@ -290,7 +290,7 @@ def born(newborn: Newborn, unit: Unit) -> None:
     with no_torch_function():
         hollow_out(parameter, unit)
     if unit.home is None:
-        unit.context.ledger.track("params", unit.shard)
+        unit.context.memory.ledger.track("params", unit.shard)
 
 
 def _take_replaced(root: nn.Module, births: Sequence[_Expected]) -> None:

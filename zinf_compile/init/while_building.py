@@ -76,7 +76,7 @@ class _Building:
         self._config, self._host = config, host
         folders = config.placement().nvme if config.params == "nvme" else ()
         self._notebook = Notebook(folders[0]) if folders else None
-        self._nursery = Nursery(host.host_ledger, compare=host.size > 1)
+        self._nursery = Nursery(host.memory.host_ledger, compare=host.size > 1)
         self._nursery.enlist = self._enlist
         self._newborns: dict[int, weakref.ref[Newborn]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -118,7 +118,7 @@ class _Building:
         context.ranks.agree(compared, what="comparing the ranks' models, which every rank builds alike")
         for newborn, unit in born_with:
             born(newborn, unit)
-        context.gather_memory.clear()  # see `sharded.partition`
+        context.memory.gather_memory.clear()  # see `sharded.partition`
         for root, _ in models:
             for module in root.modules():
                 for name, buffer in module._buffers.items():

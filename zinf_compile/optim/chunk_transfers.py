@@ -45,8 +45,8 @@ class ChunkTransfers:
         self.store = self._lay_out(placement.nvme) if on_drive else None
         self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
-        context.host_ledger.add("states", self.buffers.host_bytes)
-        context.ledger.add("staged", self.buffers.device_bytes)
+        context.memory.host_ledger.add("states", self.buffers.host_bytes)
+        context.memory.ledger.add("staged", self.buffers.device_bytes)
         weakref.finalize(optimizer, _close, self.store, self.buffers, context).atexit = False  # the kernel frees files
 
     @property
@@ -120,12 +120,12 @@ class ChunkTransfers:
                 buffer.under_way.append(pending)
 
     def _reader(self, key: str) -> Callable[[torch.Tensor], Pending]:
-        store, meter = self.store, self.context.meter
+        store, meter = self.store, self.context.lanes.meter
         assert store is not None
         return lambda into: meter.follow(READ, into.nbytes, store.read(key, into))
 
     def _writer(self, key: str) -> Callable[[torch.Tensor], Pending]:
-        store, meter = self.store, self.context.meter
+        store, meter = self.store, self.context.lanes.meter
         assert store is not None
         return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source))
 
@@ -140,7 +140,7 @@ def _key(chunk: Chunk, state: str) -> str:
 
 
 def _close(store: Store | None, buffers: ChunkBuffers, context: Context) -> None:
-    context.host_ledger.add("states", -buffers.host_bytes)
-    context.ledger.add("staged", -buffers.device_bytes)
+    context.memory.host_ledger.add("states", -buffers.host_bytes)
+    context.memory.ledger.add("staged", -buffers.device_bytes)
     if store is not None:
         store.close()

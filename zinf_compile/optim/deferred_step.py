@@ -80,7 +80,7 @@ class DeferredStep:
                 for unit, piece, value in chunk.updated():
                     updates.updated(unit, piece.start, piece.end, value)
             record.deferred = self
-            self.pending = self._sources[0].context.update_lane.submit(self._run)
+            self.pending = self._sources[0].context.lanes.update.submit(self._run)
         except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
             record.mark_ended()
             text, cause = record.incomplete or _ENDED, error

@@ -50,7 +50,7 @@ class OffloadedStates:
         self.tier = placement.optimizer
         self.context = context
         self.kept = dict(zip(parameters, kept, strict=True))
-        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.swap_lane)
+        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
         self._forward = True
         self._defers = may_defer(placement, kept, unified=context.bridge.unified)
         self._first: list[int] = []
@@ -93,7 +93,7 @@ class OffloadedStates:
 
     def begin(self, optimizer: Optimizer) -> None:
         """A step begins: take the gradients. What goes wrong here is an error before anything is updated."""
-        with self.context.meter.waiting():
+        with self.context.lanes.meter.waiting():
             self._check_last_step(optimizer)
             for parameter in self.kept:
                 parameter._zinf_unit.settle()  # it may be another optimizer's as well
@@ -128,7 +128,7 @@ class OffloadedStates:
         self._ahead.clear()
         try:
             for number, following in itertools.zip_longest(due, due[1:]):
-                with self.context.meter.waiting():
+                with self.context.lanes.meter.waiting():
                     buffer = self._prepare(number, optimizer)
                     if following is not None and len(self.transfers.buffers) > 1:
                         self._prepare(following, optimizer)
@@ -154,7 +154,7 @@ class OffloadedStates:
 
         Read the states that the next step begins with, where that is known: while forward and backward run there is time.
         """
-        with self.context.meter.waiting():
+        with self.context.lanes.meter.waiting():
             if self._defers:
                 self._check_last_step(optimizer)
                 if self.transfers.store is not None:
@@ -203,13 +203,13 @@ class OffloadedStates:
         self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Rooms, optimizer: Optimizer
     ) -> Pending | None:
         """Start to bring one updated column of a piece back."""
-        with self.context.meter.waiting():
+        with self.context.lanes.meter.waiting():
             return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start to write a chunk's states that were changed."""
         if self.transfers.store is not None:
-            with self.context.meter.waiting():
+            with self.context.lanes.meter.waiting():
                 self.transfers.write(number, buffer)
             self._refresh(number, buffer)
         buffer.filled, buffer.held, buffer.brought = False, False, {}  # gradients in memory go when the caller lets go of them
@@ -290,7 +290,7 @@ class OffloadedStates:
     def _buffers_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
         self._check_gradients()  # what is still on its way from the device would be counted there
-        most = min(self.context.claims.slots or CHUNK_BUFFERS, len(shapes))
+        most = min(self.context.memory.reservations.slots or CHUNK_BUFFERS, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
                 self._check_budget(optimizer, shapes, count)

@@ -54,9 +54,9 @@ def account_states(optimizer: Optimizer) -> None:
         for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
                 on_host = parameter._zinf_unit.placement.optimizer == "host"
-                held[context.host_ledger if on_host else context.ledger] += value.numel() * value.element_size()
+                held[context.memory.host_ledger if on_host else context.memory.ledger] += value.numel() * value.element_size()
     for whole, unit in split_units(optimizer).items():
-        held[unit.context.ledger] += bytes_of_states(optimizer, whole)
+        held[unit.context.memory.ledger] += bytes_of_states(optimizer, whole)
     record = record_of(optimizer)
     if record.state_bytes is None:
         record.state_bytes = {}
@@ -81,7 +81,7 @@ def report_step(optimizer: Optimizer) -> None:
         context.end_step()
         if first and hollow:
             held = record.state_bytes or {}
-            in_memory = sum(held.get(ledger, 0) for ledger in {context.ledger, context.host_ledger})
+            in_memory = sum(held.get(ledger, 0) for ledger in {context.memory.ledger, context.memory.host_ledger})
             units = split_units(optimizer).items()
             split_bytes = sum(bytes_of_states(optimizer, p) for p, unit in units if unit.context is context)
             log_first_step(context, optimizer, hollow, in_memory - split_bytes + drive_bytes(optimizer))

@@ -27,7 +27,7 @@ def lend(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
             f"state {name!r} of {unit.name} can't be read now: a step of {states.optimizer_name} is under way, as in a hook of "
             "it, or ended in its middle. Read states once step() has returned; where it has failed, load a checkpoint first"
         )
-    with states.transfers.context.meter.waiting(), torch.no_grad():
+    with states.transfers.context.lanes.meter.waiting(), torch.no_grad():
         put_back(states)
         dtype = states.kept[entry.parameter][name]
         needed = unit.shard_numel * dtype.itemsize

@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[OffloadedStates]:
     """Check that the optimizer can step; return the chunks of what is updated in chunks."""
     if hollow:
-        with hollow[0]._zinf_unit.context.meter.waiting():
+        with hollow[0]._zinf_unit.context.lanes.meter.waiting():
             finish_deferred(optimizer)
         check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
         warn_of_local_gradients(optimizer, hollow[0])

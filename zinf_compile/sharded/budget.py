@@ -19,7 +19,7 @@ from zinf_compile.passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import Claim, Sides
+from zinf_compile.runtime.memory.reservations import Reservation, Sides
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
@@ -94,9 +94,9 @@ class GraphBudget:
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
         born = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
-        self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
+        self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
-        self._claims: list[Claim] = []
+        self._claims: list[Reservation] = []
         """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
         self._measuring = measuring
@@ -140,7 +140,7 @@ class GraphBudget:
         flight = room.take(wish.flight, 1)
         staging = room.take(wish.staging, 0, 1)
         ahead += room.take(wish.ahead - ahead, share, from_drive)
-        claims = context.claims
+        claims = context.memory.reservations
         besides = flight + (staging if context.bridge.unified else 0)
         if size > 1:  # what ranks send each other follows from it: one that compiles again alone goes by what all had before
             known = claims.ahead.setdefault((self._signature, ahead_key(graph)), ahead)
@@ -153,7 +153,7 @@ class GraphBudget:
                 ahead = claims.ahead[self._signature, ahead_key(graph)] = least_of_ranks(context, ahead, what="room to run ahead")
         passing = math.ceil(ahead * share) + besides
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
-        claim = Claim(
+        claim = Reservation(
             passing=device.passing + passing,
             left=left,
             reduced=reduced + flight,
@@ -172,8 +172,8 @@ class GraphBudget:
         )
         self._claims.append(claim)
         claims.add(claim)
-        context.gradient_room.limit = claims.on_the_way
-        context.staging.limit(claims.staging or STAGING_BYTES)
+        context.memory.inflight_gradients.limit = claims.on_the_way
+        context.memory.staging.limit(claims.staging or STAGING_BYTES)
         if not gathered:  # what is used is held anyway
             return standing
         return min(int((full + ahead) / widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), full + ahead
@@ -204,7 +204,7 @@ class GraphBudget:
         besides = passage.read if unified else passage.on_device
         passing = max(gathered + reduced, besides) + (passage.staging if unified else 0)
         here = resident.device + slot + passing
-        least = here + self._held(context.ledger, here, cap)
+        least = here + self._held(context.memory.ledger, here, cap)
         self._note(
             Need(
                 side="device",
@@ -230,7 +230,7 @@ class GraphBudget:
             return _Side(cap, 0, 0, 0)
         passing = max(read + leaving, passage.read) + passage.staging
         here = resident.host + resident.slot_host + passing
-        least = here + self._held(context.host_ledger, here, cap)
+        least = here + self._held(context.memory.host_ledger, here, cap)
         fixed = least - resident.slot_host - passing
         self._note(
             Need(
@@ -293,7 +293,7 @@ class GraphBudget:
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self._measuring else cap  # what nobody uses went before
-        return held_bytes(ledger, more, cap, self._context.gradient_room)
+        return held_bytes(ledger, more, cap, self._context.memory.inflight_gradients)
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)

@@ -23,14 +23,14 @@ from .shortage import advice_at_birth, gradient_bytes, name_cap
 def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
-    caps = find_caps(config, context, held=context.ledger.total()[0])
+    caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     resident = measure_resident(slots, config.placement(), context, size=context.size)
     largest = max(slots, key=lambda slot: slot.bytes)
     unified = context.bridge.unified
     cap = min(caps.device, caps.host) if unified else caps.device
     staging = measure_passage(slots, config.placement(), size=context.size, unified=unified).staging
     here = resident.device + (largest.bytes + staging if unified else 0)
-    needed = here + held_bytes(context.ledger, here, cap)
+    needed = here + held_bytes(context.memory.ledger, here, cap)
     if needed > cap:
         raise BudgetError(
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
@@ -39,7 +39,7 @@ def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> Non
             + advice_at_birth(config.placement(), unified=unified, side="device")
         )
     here = resident.host + largest.bytes + staging
-    host = here + (0 if unified else held_bytes(context.host_ledger, here, caps.host))
+    host = here + (0 if unified else held_bytes(context.memory.host_ledger, here, caps.host))
     if not unified and host > caps.host:
         raise BudgetError(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
@@ -47,8 +47,8 @@ def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> Non
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
             + advice_at_birth(config.placement(), unified=False, side="host")
         )
-    if staging and not context.claims.staging:
-        context.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
+    if staging and not context.memory.reservations.staging:
+        context.memory.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
 
 
 def _blocks(staging: int) -> str:
@@ -57,13 +57,15 @@ def _blocks(staging: int) -> str:
 
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
     """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
-    claims = context.claims
+    claims = context.memory.reservations
     on_device = on_device or context.bridge.unified
-    ledger, cap = (context.ledger, claims.device_cap) if on_device else (context.host_ledger, claims.host_cap)
+    ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
     if cap is None:
         return
     side = "device" if on_device else "host"
-    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.gradient_room)
+    held = held_bytes(
+        ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory.inflight_gradients
+    )
     passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
     needed = held + slots + states + passing
     if needed > cap:
@@ -82,16 +84,16 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
     """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
-    claims = context.claims
+    claims = context.memory.reservations
     sides = (
-        ("device", context.ledger, claims.device_cap, claims.passing),
-        ("host", context.host_ledger, claims.host_cap, claims.passing_host),
+        ("device", context.memory.ledger, claims.device_cap, claims.passing),
+        ("host", context.memory.host_ledger, claims.host_cap, claims.passing_host),
     )
     lacks = {}
     for side, ledger, cap, passing in sides:
         more = second[side]
         if more and cap is not None:
-            held = held_bytes(ledger, more + passing, cap, context.gradient_room)
+            held = held_bytes(ledger, more + passing, cap, context.memory.inflight_gradients)
             works = claims.works(side, held + more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, claims.planned(side))

@@ -11,7 +11,7 @@ import torch
 from zinf_compile.config import Config, parse_bytes
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import ByteRoom
+from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
 
@@ -34,16 +34,16 @@ class Caps:
 
 def agree_on_memory(context: Context) -> None:
     """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
-    if context.size > 1 and context.usable is None:
+    if context.size > 1 and context.memory.usable is None:
         mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
         device, host = context.ranks.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
-        context.usable = int(device), int(host)
+        context.memory.usable = int(device), int(host)
 
 
 def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
     device = context.device
-    usable_device, usable_host = context.usable or usable_bytes(device)
+    usable_device, usable_host = context.memory.usable or usable_bytes(device)
     declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
     of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
     host = usable_host + held if of_node is None else of_node // ranks_of_node()
@@ -55,7 +55,7 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     return Caps(usable_device + held, host, "what this process may use", host_source)
 
 
-def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: ByteRoom | None = None) -> int:
+def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: InflightLimit | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
     Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are

@@ -71,7 +71,7 @@ class ShardedGradient(torch.Tensor):
         self._pending.wait()
         if not isinstance(self._shard, AwayGradient):
             return self._shard
-        with self._unit.context.meter.waiting():
+        with self._unit.context.lanes.meter.waiting():
             return self._shard.load()
 
     def valid_parts(self) -> Iterator[torch.Tensor]:
@@ -88,7 +88,7 @@ class ShardedGradient(torch.Tensor):
         away = self.away
         if away is None:
             return tile.part(self.local())
-        with tile.context.meter.waiting():
+        with tile.context.lanes.meter.waiting():
             return away.load_part(tile)
 
     def alias(self) -> ShardedGradient:
@@ -98,7 +98,7 @@ class ShardedGradient(torch.Tensor):
     def prepare(self, *, early: bool = False) -> None:
         """Start to bring the shard for the next `local`; with `early`, only where there is room besides."""
         if isinstance(self._shard, AwayGradient):
-            with self._unit.context.meter.waiting():
+            with self._unit.context.lanes.meter.waiting():
                 self._shard.prepare(early=early)
 
     def state(self) -> tuple[object, int]:
@@ -124,7 +124,7 @@ class ShardedGradient(torch.Tensor):
         shard = self.local()
         there = shard.to(self._unit.device)
         if there is not shard:
-            self._unit.context.ledger.track("staged", there)
+            self._unit.context.memory.ledger.track("staged", there)
         return self._unit.logical(there)
 
     def full_tensor(self) -> torch.Tensor:

@@ -200,7 +200,7 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype, *, on_device: bool = False) -> ShardedGradient:
     """Return what is made of a gradient: where gradients live or, as suits what is soon dropped, `on_device`."""
     shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
-    unit.context.ledger.track("grads", shard)
+    unit.context.memory.ledger.track("grads", shard)
     leaves = shard.dtype == unit.reduce_dtype and not on_device  # its place is made for that type
     return ShardedGradient(unit, *(take_away(unit, shard, Done()) if leaves else (shard, Done())), dtype)
 

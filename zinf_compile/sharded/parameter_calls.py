@@ -163,7 +163,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         unit: Unit = ctx.unit
         shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
-        unit.context.ledger.track("grads", shard)
+        unit.context.memory.ledger.track("grads", shard)
         return ShardedGradient(unit, *take_away(unit, shard, Done()))
 
 

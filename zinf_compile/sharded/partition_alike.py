@@ -75,7 +75,7 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     with torch.no_grad(), no_torch_function():
         flat = Dense(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None
         resident = values.resident
-        shard = context.staged_buffer(unit.shard_numel, dtype) if resident is None else resident
+        shard = context.memory.staged_buffer(unit.shard_numel, dtype) if resident is None else resident
         scatter_whole(unit, flat, shard, what)
         for start, end in pieces_of(unit) if resident is None else ():
             values.write(start, shard[start:end].cpu()).wait()

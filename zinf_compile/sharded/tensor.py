@@ -79,8 +79,8 @@ class ShardedTensor(torch.Tensor):
         if resident is not None:
             return resident
         context = self._unit.context
-        shard = context.staged_buffer(self._unit.shard_numel, self.dtype)
-        with context.meter.waiting(), torch.no_grad():
+        shard = context.memory.staged_buffer(self._unit.shard_numel, self.dtype)
+        with context.lanes.meter.waiting(), torch.no_grad():
             for start, end in pieces_of(self._unit):
                 shard[start:end].copy_(self._shard_values.fetch(start, end)())
         return shard.to(self._unit.device)

@@ -20,7 +20,7 @@ def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tens
     """Change a gradient in place, given each tile and this rank's elements of it."""
     away = gradient.away
     assert away is not None, "it comes in parts"
-    with gradient.unit.context.meter.waiting():
+    with gradient.unit.context.lanes.meter.waiting():
         gradient.unit.settle()  # a step may still have to read the old one
         for tile in gradient.unit.tiles:
             part = away.load_part(tile)

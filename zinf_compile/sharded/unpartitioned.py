@@ -83,7 +83,7 @@ class _Average:
                     f"compile all of the model. {error}"
                 ) from None
         mean = grad.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
+        context.finish(context.lanes.reduce.submit(_all_reduce(mean, context)), what)
         return mean.to(grad.dtype)
 
 
