@@ -23,8 +23,11 @@ from .step_records import Due
 
 @dataclasses.dataclass(slots=True)
 class RunningStep:
+    """One step of an optimizer."""
+
     owner: weakref.ref[Optimizer]
     optimizer: Optimizer
+    """The stand-in."""
     groups: list[dict[str, Any]]
     """The owner's group behind each of the stand-in's."""
     shards: list[tuple[ShardedParameter, torch.Tensor]]
@@ -67,6 +70,7 @@ def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, An
 
 
 def _fill(optimizer: Optimizer, running: RunningStep) -> None:
+    """Give the stand-in gradients and states."""
     partitioned = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
     partitioned |= running.split.members().keys()
     for key, state in optimizer.state.items():
