@@ -51,7 +51,7 @@ def execute(
     program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any], make_gradient: GradientMaker
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
-    context.meter.begin()
+    context.lanes.meter.begin()
     run = Run(program, units, context, args)
     args.clear()
     registers = run.registers
@@ -80,7 +80,7 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
 
 def _cast(gathered: GatherHandle, context: Context) -> torch.Tensor:
     full = gathered.full.to(gathered.dtype)
-    context.ledger.track("gathered", full)
+    context.memory.ledger.track("gathered", full)
     return full
 
 
@@ -138,7 +138,7 @@ def _gather(step: Gather, run: Run) -> None:
         return
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
-    context.make_room(context.ledger, sum(unit.numel for unit in members) * step.dtype.itemsize)
+    context.memory.make_room(context.memory.ledger, sum(unit.numel for unit in members) * step.dtype.itemsize)
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
     count = (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize
@@ -146,14 +146,14 @@ def _gather(step: Gather, run: Run) -> None:
     def gather() -> None:
         for pending in before:
             pending.wait()
-        with moving([context.meter], "from ranks", count):
+        with moving([context.lanes.meter], "from ranks", count):
             context.gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
-    pending = context.start(context.gather_lane, gather)
-    context.meter.moved("from ranks", count)
+    pending = context.lanes.start(context.lanes.gather, gather)
+    context.lanes.meter.moved("from ranks", count)
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)
-        context.ledger.track("gathered", full)
+        context.memory.ledger.track("gathered", full)
         registers[out] = GatherHandle(full, pending, what)
 
 
@@ -170,7 +170,7 @@ def _reduce(step: Reduce, run: Run) -> None:
                 del value
             else:
                 shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
-                context.ledger.track("grads", shard)
+                context.memory.ledger.track("grads", shard)
             registers[out] = ReduceHandle(unit, shard, _DONE, whole)
         return
     grads = _full_gradients(step, members, registers, context)
@@ -184,26 +184,26 @@ def _reduce(step: Reduce, run: Run) -> None:
 
     def reduce() -> None:
         try:
-            with moving([context.meter], "to ranks", count):
+            with moving([context.lanes.meter], "to ranks", count):
                 context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
         finally:
             if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
                 grads.clear()
                 parts.clear()
-            context.gradient_room.leave(held)
+            context.memory.inflight_gradients.leave(held)
 
-    with context.meter.waiting():
+    with context.lanes.meter.waiting():
         try:
-            pending = context.start(context.reduce_lane, reduce)
+            pending = context.lanes.start(context.lanes.reduce, reduce)
         except BaseException:  # an interrupt while the lane is busy
-            context.gradient_room.leave(held)
+            context.memory.inflight_gradients.leave(held)
             raise
-    context.meter.moved("to ranks", count)
+    context.lanes.meter.moved("to ranks", count)
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     reduction = Reduction(pending, context, what)
     for unit, (_, _, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
         if whole is None:
-            context.ledger.track("grads", shard)
+            context.memory.ledger.track("grads", shard)
         else:
             whole.reduced(reduction)
         registers[out] = ReduceHandle(unit, shard, reduction, whole)
@@ -215,19 +215,19 @@ def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: lis
     values = [registers[grad] for grad, *_ in step.members]
     converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast
     del values
-    with context.meter.waiting():
-        context.gradient_room.enter(held + converted)
+    with context.lanes.meter.waiting():
+        context.memory.inflight_gradients.enter(held + converted)
     grads: list[torch.Tensor] = []
     try:
         for unit, (grad, _, _, alias) in zip(members, step.members, strict=True):
             grads.append(_take_gradient(registers, grad, unit, step.dtype, alias, copy=alias == GradAlias.CALLER))
-            context.ledger.track("staged", grads[-1])
+            context.memory.ledger.track("staged", grads[-1])
     except BaseException:
-        context.gradient_room.leave(held)
+        context.memory.inflight_gradients.leave(held)
         raise
     finally:
         if converted:
-            context.gradient_room.leave(converted)
+            context.memory.inflight_gradients.leave(converted)
     return grads
 
 

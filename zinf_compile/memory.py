@@ -16,6 +16,6 @@ def memory(model: nn.Module) -> dict[str, dict[str, int]]:
     """
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):
-            ledger = parameter._zinf_unit.context.ledger
+            ledger = parameter._zinf_unit.context.memory.ledger
             return {"now": ledger.now(), "peak": ledger.peak()}
     return {"now": {}, "peak": {}}

@@ -37,10 +37,14 @@ def stats(model: nn.Module) -> dict[str, Any]:
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
         return {}
-    accounts = {"device": context.ledger} if context.bridge.unified else {"device": context.ledger, "host": context.host_ledger}
+    accounts = (
+        {"device": context.memory.ledger}
+        if context.bridge.unified
+        else {"device": context.memory.ledger, "host": context.memory.host_ledger}
+    )
     return {
-        "steps": context.meter.steps,
-        "links": context.meter.report(),
+        "steps": context.lanes.meter.steps,
+        "links": context.lanes.meter.report(),
         "memory": {
             side: {
                 "now": {**ledger.now(), "all": ledger.total()[0]},
@@ -49,7 +53,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
             }
             for side, ledger in accounts.items()
         },
-        "caps": {"device_memory": context.claims.device_cap, "host_memory": context.claims.host_cap},
+        "caps": {"device_memory": context.memory.reservations.device_cap, "host_memory": context.memory.reservations.host_cap},
     }
 
 
@@ -57,7 +61,7 @@ def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[
     """Log, on the first rank, what lives where and what a step writes to drives."""
     if context.rank == 0 and _log.isEnabledFor(logging.INFO):
         units = [p._zinf_unit for p in parameters if p._zinf_unit.context is context]
-        _log.info("%s", first_line(units, type(optimizer).__name__, states_bytes, context.meter.last_step()))
+        _log.info("%s", first_line(units, type(optimizer).__name__, states_bytes, context.lanes.meter.last_step()))
 
 
 def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple[int, float]) -> str:

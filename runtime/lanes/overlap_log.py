@@ -75,9 +75,7 @@ class Recorded(Protocol):
     """Whose lanes and waits are noted: a `Context`."""
 
     device: torch.device
-    gather_lane: Any
-    reduce_lane: Any
-    waits: Spans | None
+    lanes: Any
 
 
 @contextlib.contextmanager
@@ -93,11 +91,12 @@ def recorded(context: Recorded) -> Iterator[Log]:
     if context.device.type != "cpu":
         raise ValueError(f"transfers of {context.device} run on streams and are not logged; use torch.profiler there")
     log = Log()
-    context.gather_lane.log, context.reduce_lane.log, context.waits = log.gathers, log.reductions, log.waits
+    lanes = context.lanes
+    lanes.gather.log, lanes.reduce.log, lanes.waits = log.gathers, log.reductions, log.waits
     try:
         yield log
     finally:
-        context.gather_lane.log = context.reduce_lane.log = context.waits = None
+        lanes.gather.log = lanes.reduce.log = lanes.waits = None
 
 
 def overlapped_s(transfers: Iterable[Span], waits: Iterable[Span]) -> float:

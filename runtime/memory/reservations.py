@@ -23,7 +23,7 @@ _NONE = Sides(0, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Claim:
+class Reservation:
     """What one graph may hold, in bytes."""
 
     passing: int
@@ -46,7 +46,7 @@ class Claim:
     """What it takes beside that where there is room: transfers further ahead, more chunks."""
 
 
-class Claims:
+class Reservations:
     """Those of all compiled graphs on one rank. What a claim covers is never exceeded while the schedule runs."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Claims:
         """The sizes of tiles follow from `declared_device`."""
         self.ahead: dict[Hashable, int] = {}
         """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
-        self._made: weakref.WeakSet[Claim] = weakref.WeakSet()
+        self._made: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:
         """Note caps that options name; None: they name none."""
         self.declared_device = self.declared_device if device is None else device
         self.declared_host = self.declared_host if host is None else host
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: Reservation) -> None:
         """Count a claim for as long as the graph lives that keeps it."""
         self._made.add(claim)
 
@@ -109,7 +109,7 @@ class Claims:
         return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)
 
 
-class ByteRoom:
+class InflightLimit:
     """Admits transfers while what they hold stays within a limit; one alone is always admitted."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .move import Rooms
 
-SLOTS = 3
+CHUNK_BUFFERS = 3
 """Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
 
 _PAGE = 4096
@@ -21,14 +21,14 @@ _PAGE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What a slot has room for: `numel` elements, on the sides where they are needed."""
+    """What a buffer has room for: `numel` elements, on the sides where they are needed."""
 
     dtype: torch.dtype
     host: bool
     device: bool
 
 
-class Slot:
+class ChunkBuffer:
     """Room for one chunk."""
 
     def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
@@ -59,7 +59,7 @@ class Slot:
         return rooms
 
     def settle(self) -> None:
-        """Wait until nothing moves to or from the slot; where that failed, what it holds counts for nothing."""
+        """Wait until nothing moves to or from the buffer; where that failed, what it holds counts for nothing."""
         try:
             wait_for_all(transfer.wait for transfer in self.under_way)
         except Exception:
@@ -68,16 +68,16 @@ class Slot:
         self.under_way = []  # not before: after an interrupt they move still
 
 
-class ChunkSlots:
-    """Hands out slots to chunks. The chunks used last keep theirs until the room is needed."""
+class ChunkBuffers:
+    """Hands out buffers to chunks. The chunks used last keep theirs until the room is needed."""
 
     def __init__(
-        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool, most: int = SLOTS
+        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool, most: int = CHUNK_BUFFERS
     ) -> None:
-        host, device = slot_bytes(chunks)
+        host, device = buffer_bytes(chunks)
         count = min(most, len(chunks))
-        self._slots = [  # the one used last at the end
-            Slot(
+        self._buffers = [  # the one used last at the end
+            ChunkBuffer(
                 aligned_buffer(host, pinned=pinned) if host else None,
                 bridge.device_buffer(device, torch.uint8) if device else None,
             )
@@ -87,43 +87,43 @@ class ChunkSlots:
 
     def __len__(self) -> int:
         """Return how many chunks may be in memory at a time."""
-        return len(self._slots)
+        return len(self._buffers)
 
     def begin(self) -> None:
         """A step begins: what an earlier one brought of parameters and gradients counts no more."""
-        for slot in self._slots:
-            slot.filled, slot.held = False, False
+        for buffer in self._buffers:
+            buffer.filled, buffer.held = False, False
 
     @property
     def held(self) -> bool:
         """Whether a step is updating one."""
-        return any(slot.held for slot in self._slots)
+        return any(buffer.held for buffer in self._buffers)
 
-    def find(self, number: int) -> Slot | None:
-        """Return the slot that holds a chunk."""
-        return next((slot for slot in self._slots if slot.chunk == number), None)
+    def find(self, number: int) -> ChunkBuffer | None:
+        """Return the buffer that holds a chunk."""
+        return next((buffer for buffer in self._buffers if buffer.chunk == number), None)
 
-    def slot_for(self, number: int) -> tuple[Slot, bool]:
-        """Return a chunk's slot, and whether it is a new one, in which nothing is defined.
+    def buffer_for(self, number: int) -> tuple[ChunkBuffer, bool]:
+        """Return a chunk's buffer, and whether it is a new one, in which nothing is defined.
 
-        A new one is the chunk's once the caller, who started to fill it, says so in `Slot.chunk`.
+        A new one is the chunk's once the caller, who started to fill it, says so in `ChunkBuffer.chunk`.
         """
-        slot, new = self.find(number), False
-        if slot is None:
-            slot, new = next((slot for slot in self._slots if not slot.held), self._slots[0]), True
-            slot.settle()
-            slot.chunk, slot.filled = None, False
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot, new
+        buffer, new = self.find(number), False
+        if buffer is None:
+            buffer, new = next((buffer for buffer in self._buffers if not buffer.held), self._buffers[0]), True
+            buffer.settle()
+            buffer.chunk, buffer.filled = None, False
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+        return buffer, new
 
     def settle(self, *, but: Container[int | None] = ()) -> None:
         """Wait until nothing moves, but for some chunks; then raise the first error."""
-        wait_for_all(slot.settle for slot in self._slots if slot.chunk not in but)
+        wait_for_all(buffer.settle for buffer in self._buffers if buffer.chunk not in but)
 
 
-def slot_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
-    """Return the bytes of one slot for any of these chunks: on the host, on the device."""
+def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
+    """Return the bytes of one buffer for any of these chunks: on the host, on the device."""
     host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
     return host, max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
 

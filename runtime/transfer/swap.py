@@ -8,7 +8,7 @@ import torch
 
 from zinf_compile.ir.tiers import way_in
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.memory.reservations import ByteRoom
+from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.units.backing import Home, HostHome
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -38,17 +38,17 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> 
         if resident is not None:
             return Arriving(unit, resident)
         if dst == "host":
-            host = context.staged_buffer(unit.shard_numel, unit.dtype)
+            host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
-            context.make_room(context.ledger, unit.shard_numel * unit.dtype.itemsize)
+            context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
-            context.ledger.track("gathered", host)
+            context.memory.ledger.track("gathered", host)
         return Arriving(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
-    context.make_room(context.ledger, unit.shard_numel * unit.dtype.itemsize)
+    context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
-    context.ledger.track("gathered", device)
+    context.memory.ledger.track("gathered", device)
     return Arriving(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
 
 
@@ -61,9 +61,9 @@ def swap_out(
         return shard, reduction
     if dst == "host":
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
-        context.make_room(context.host_ledger, shard.nbytes)
+        context.memory.make_room(context.memory.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
-        context.host_ledger.track("grads", host)
+        context.memory.host_ledger.track("grads", host)
         away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == "host"
         away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
@@ -81,13 +81,13 @@ def swap_out(
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
     size = shard.nbytes
-    with context.meter.waiting():
-        context.gradient_room.enter(size)
+    with context.lanes.meter.waiting():
+        context.memory.inflight_gradients.enter(size)
         try:
             copying = context.bridge.to_host(shard, host, reduction)
-            context.start(context.swap_lane, _Arrive(copying, context.gradient_room, size))
+            context.lanes.start(context.lanes.swap, _Arrive(copying, context.memory.inflight_gradients, size))
         except BaseException:  # an interrupt while the lane is busy
-            context.gradient_room.leave(size)
+            context.memory.inflight_gradients.leave(size)
             raise
     return copying
 
@@ -99,12 +99,12 @@ def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, 
         host_memory = shard.home.resident
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Settled(shard), host_memory
-    with context.meter.waiting():
-        context.gradient_room.enter(shard.nbytes)
+    with context.lanes.meter.waiting():
+        context.memory.inflight_gradients.enter(shard.nbytes)
         try:
-            return context.start(context.swap_lane, _Leave(home, shard, before, context.gradient_room, start))
+            return context.lanes.start(context.lanes.swap, _Leave(home, shard, before, context.memory.inflight_gradients, start))
         except BaseException:  # an interrupt while the lane is busy
-            context.gradient_room.leave(shard.nbytes)
+            context.memory.inflight_gradients.leave(shard.nbytes)
             raise
 
 
@@ -127,7 +127,7 @@ class _Settled:
 class _Leave:
     """Writes a shard once it is there, and holds it until it is written."""
 
-    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: ByteRoom, start: int) -> None:
+    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
         self._home, self._shard, self._before, self._room, self._start = home, shard, before, room, start
 
     def __call__(self) -> None:
@@ -143,7 +143,7 @@ class _Leave:
 class _Arrive:
     """Counts a shard that is copied among those on their way until it is there."""
 
-    def __init__(self, copying: Pending, room: ByteRoom, size: int) -> None:
+    def __init__(self, copying: Pending, room: InflightLimit, size: int) -> None:
         self._copying, self._room, self._size = copying, room, size
 
     def __call__(self) -> None:

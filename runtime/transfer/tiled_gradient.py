@@ -40,11 +40,11 @@ class TileGradients:
         unit = self._unit
         if not self.stays:
             shard = torch.empty(tile.shard_numel, dtype=dtype, device=unit.device)
-            unit.context.ledger.track("grads", shard)
+            unit.context.memory.ledger.track("grads", shard)
             return shard
         if self._shard is None:
             self._shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
-            unit.context.ledger.track("grads", self._shard)
+            unit.context.memory.ledger.track("grads", self._shard)
         assert isinstance(self._shard, torch.Tensor), "what stays is never away"
         return tile.part(self._shard)
 
@@ -84,7 +84,7 @@ class TileGradients:
 
     def _wait_for_room(self) -> None:
         """Return when few tiles' shards are on the device: there are more of them than a device can hold."""
-        with self._unit.context.meter.waiting():
+        with self._unit.context.lanes.meter.waiting():
             while len(self._leaving) >= MOST_LEAVING:
                 self._leaving.popleft().wait()
 
@@ -100,7 +100,7 @@ class TileGradients:
         if self._shard is None:
             unit = self._unit
             host = unit.context.bridge.host_buffer(unit.shard_numel, dtype)
-            unit.context.host_ledger.track("grads", host)
+            unit.context.memory.host_ledger.track("grads", host)
             self._shard = AwayGradient(unit, HostHome(host), unit.shard_numel, dtype)
         assert isinstance(self._shard, AwayGradient), "it never stays"
         return self._shard

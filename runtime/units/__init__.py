@@ -5,7 +5,6 @@ companion_memory — Room for tensors that are partitioned like a parameter, on 
 create — New units for parameters that are about to be partitioned, with room for their shards and gradients where these
     will live.
 dense — What lies in one stretch of memory, in some order of dimensions.
-fail_together — What fails on one rank fails on all of them, rather than leave the others waiting for it.
 fetch — The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
 gather_rows — Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up.
 nvme_gradient_pool — Room on drives for gradients, laid out for a row of units at a time.

@@ -32,8 +32,8 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     context, size = unit.context, unit.shard_numel * dtype.itemsize
     if unit.home is None:
         return DeviceShard(unit, on_device(unit, dtype, "staged"))
-    if not lasting and unit.home.tier == "nvme" and context.has_room(context.host_ledger, size):
-        shard = context.staged_buffer(unit.shard_numel, dtype)
+    if not lasting and unit.home.tier == "nvme" and context.memory.has_room(context.memory.host_ledger, size):
+        shard = context.memory.staged_buffer(unit.shard_numel, dtype)
         return DeviceShard(unit, shard) if context.bridge.unified else HomeShard(unit, HostHome(shard), dtype)
     return HomeShard(unit, home_like(unit, dtype, "staged"), dtype)
 
@@ -44,7 +44,7 @@ def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:
     check_room(unit, dtype)
     with torch.inference_mode(False), torch.no_grad():
         shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
-    context.ledger.track(kind, shard)
+    context.memory.ledger.track(kind, shard)
     return shard
 
 
@@ -54,7 +54,7 @@ def home_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> Home:
     if unit.home.tier == "host":
         check_room(unit, dtype, on_host=True)
         buffer = aligned_buffer(unit.shard_numel * dtype.itemsize, pinned=unit.device.type == "cuda").view(dtype)
-        unit.context.host_ledger.track(kind, buffer)
+        unit.context.memory.host_ledger.track(kind, buffer)
         return HostHome(buffer)
     shelves, numbers = _shelves_of(unit, dtype)
     index = numbers[_root(unit.serial)]
@@ -67,15 +67,15 @@ def home_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> Home:
 def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None:
     """Raise `BudgetError` where a shard like a unit's exceeds the cap on memory of the device or of the host."""
     context, size = unit.context, unit.shard_numel * dtype.itemsize
-    ledger = context.host_ledger if on_host else context.ledger
-    context.make_room(ledger, size)
-    if not context.has_room(ledger, size):
+    ledger = context.memory.host_ledger if on_host else context.memory.ledger
+    context.memory.make_room(ledger, size)
+    if not context.memory.has_room(ledger, size):
         gc.collect()
-    if not context.has_room(ledger, size):
+    if not context.memory.has_room(ledger, size):
         option = "host_memory (for each rank of a node)" if on_host and not context.bridge.unified else "device_memory"
         raise BudgetError(
             f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
-            f"{context.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
+            f"{context.memory.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
             'params="nvme"), where such tensors then live too'
         )
 
@@ -91,7 +91,7 @@ def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[
         places = [ShelfPlace(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
         shelves = NvmeGradientPool(
-            folders, places, context.engine, context.meter, context.staging, kind="tensor partitioned like"
+            folders, places, context.engine, context.lanes.meter, context.memory.staging, kind="tensor partitioned like"
         )
         found = known[family, dtype] = shelves, {_root(u.serial): number for number, u in enumerate(members)}
     return found

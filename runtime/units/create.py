@@ -57,13 +57,13 @@ def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
 
 def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Placement) -> Sequence[Home | None]:
     if placement.params == "nvme" and places:
-        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.meter, context.staging)
+        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.lanes.meter, context.memory.staging)
         return [DriveHome(shelf, index) for index in range(len(places))]
     if placement.params == "host" and not context.bridge.unified:
         pinned = context.device.type == "cuda"
         kept = [aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype) for p in places]
         for shard in kept:
-            context.host_ledger.track("params", shard)
+            context.memory.host_ledger.track("params", shard)
         return [HostHome(shard) for shard in kept]
     return [None] * len(places)
 
@@ -74,6 +74,6 @@ def _make_rooms(
     trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
     if placement.grads != "nvme" or not trained:
         return [None] * len(parameters)
-    shelves = NvmeGradientPool(placement.nvme, trained, context.engine, context.meter, context.staging)
+    shelves = NvmeGradientPool(placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging)
     numbers = iter(range(len(trained)))
     return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -33,12 +33,12 @@ def fetch(unit: Unit) -> torch.Tensor:
     context = unit.context
     if not context.bridge.unified:
         if unit.resident is None:
-            _reserve(unit, context.host_ledger)
-        _reserve(unit, context.ledger)
+            _reserve(unit, context.memory.host_ledger)
+        _reserve(unit, context.memory.ledger)
         value = unit.load()
-        context.ledger.track("staged", value)
+        context.memory.ledger.track("staged", value)
         return value
-    _reserve(unit, context.ledger)
+    _reserve(unit, context.memory.ledger)
     return unit.load()
 
 
@@ -49,17 +49,17 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
         return fetch(unit)
     if unit.resident is not None:
         return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
-    _reserve(unit, context.host_ledger)
-    host = context.staged_buffer(unit.shard_numel, unit.dtype)
+    _reserve(unit, context.memory.host_ledger)
+    host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
     unit.read(host).wait()
     return host
 
 
 def blank(unit: Unit) -> torch.Tensor:
     """Return memory to be filled with a new value and then kept by `Unit.save`. Raises as `fetch`."""
-    _reserve(unit, unit.context.ledger)
+    _reserve(unit, unit.context.memory.ledger)
     value = unit.blank()
-    unit.context.ledger.track("staged", value)
+    unit.context.memory.ledger.track("staged", value)
     return value
 
 
@@ -75,8 +75,8 @@ class PinnedValue:
         context, home = unit.context, unit.home
         value = fetch(unit)
         if isinstance(home, DriveHome) and context.bridge.unified:
-            beside = max(largest_bytes(context), context.claims.passing)
-            if not context.has_room(context.ledger, beside):
+            beside = max(largest_bytes(context), context.memory.reservations.passing)
+            if not context.memory.has_room(context.memory.ledger, beside):
                 value = map_copy(value, unit.placement.nvme[0])
         self._value = value
 
@@ -106,13 +106,13 @@ def largest_bytes(context: Context) -> int:
 def shortage(unit: Unit, ledger: Ledger) -> str:
     """Say what a value lacks of an account's cap; empty where it fits."""
     context = unit.context
-    if context.has_room(ledger, unit.bytes):
+    if context.memory.has_room(ledger, unit.bytes):
         return ""
-    on_device = ledger is context.ledger
-    cap = context.claims.device_cap if on_device else context.claims.host_cap
+    on_device = ledger is context.memory.ledger
+    cap = context.memory.reservations.device_cap if on_device else context.memory.reservations.host_cap
     held = ledger.total()[0]
     option = "device_memory" if on_device else "host_memory (for each rank of a node)"
-    least = context.least_cap(ledger, unit.bytes)
+    least = context.memory.least_cap(ledger, unit.bytes)
     return (
         f"parameter {unit.name} takes {unit.bytes:,} bytes whole; {held:,} are held beside it and {cap:,} are allowed. The "
         f"smallest {option} that works is {least:,}"
@@ -122,8 +122,8 @@ def shortage(unit: Unit, ledger: Ledger) -> str:
 def _reserve(unit: Unit, ledger: Ledger) -> None:
     """Make room for one value."""
     context = unit.context
-    context.make_room(ledger, unit.bytes)
-    if context.has_room(ledger, unit.bytes):
+    context.memory.make_room(ledger, unit.bytes)
+    if context.memory.has_room(ledger, unit.bytes):
         return
     unit.settle()  # a step that goes on holds chunks
     gc.collect()

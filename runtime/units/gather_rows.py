@@ -36,7 +36,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     ends = torch.searchsorted(distinct, borders).tolist()
     outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows
     counts = torch.tensor([int(outside), *(end - start for start, end in itertools.pairwise(ends))], dtype=torch.float64)
-    asked = unit.context.exchange(counts, what=f"rows of {unit.name} asked for")
+    asked = unit.context.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
     if asked[:, 0].any():
         raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
     unit.settle()
@@ -79,9 +79,9 @@ class _Round:
     def run(self, what: str) -> torch.Tensor:
         """Return the rows this rank wants, one after the other."""
         context, unit = self._context, self._unit
-        context.make_room(context.ledger, self._wanted.numel() * self._columns * unit.dtype.itemsize)
+        context.memory.make_room(context.memory.ledger, self._wanted.numel() * self._columns * unit.dtype.itemsize)
         rows = context.gather_buffer(self._wanted.numel() * self._columns, unit.dtype, unit.device)
-        context.ledger.track("gathered", rows)
+        context.memory.ledger.track("gathered", rows)
         window, blocks = self._make_window()
 
         def move() -> None:
@@ -90,11 +90,11 @@ class _Round:
             sent = [self._pick(own, ids) for ids in requests]
             received = [rows[slice(*self._place(peer))] for peer in range(context.size)]
             count = sum(part.nbytes for peer, part in enumerate(received) if peer != context.rank)
-            with moving([context.meter], "from ranks", count):
+            with moving([context.lanes.meter], "from ranks", count):
                 context.gathers.exchange(sent, received)
-            context.meter.moved("from ranks", count)
+            context.lanes.meter.moved("from ranks", count)
 
-        context.finish(context.start(context.gather_lane, move), what)
+        context.finish(context.lanes.start(context.lanes.gather, move), what)
         return rows.view(-1, self._columns)
 
     def _part_of(self, rank: int) -> Span:
@@ -146,10 +146,10 @@ class _Round:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
         if not context.bridge.unified:
-            return context.staged_buffer(size, unit.dtype), blocks
-        context.make_room(context.ledger, size * unit.dtype.itemsize)
+            return context.memory.staged_buffer(size, unit.dtype), blocks
+        context.memory.make_room(context.memory.ledger, size * unit.dtype.itemsize)
         buffer = context.bridge.host_buffer(size, unit.dtype)
-        context.ledger.track("gathered", buffer)
+        context.memory.ledger.track("gathered", buffer)
         return buffer, blocks
 
     def _read(self, buffer: torch.Tensor, blocks: list[Span], ids: torch.Tensor) -> torch.Tensor:
@@ -182,9 +182,9 @@ class _Round:
         body = whole.index_select(0, (ids[lo:hi] - first).to(own.device)).view(-1)
         picked = torch.cat([*edges[0], body, *edges[1]]) if edges[0] or edges[1] else body
         if picked.device != self._unit.device:
-            self._context.meter.moved("host to device", picked.nbytes)
+            self._context.lanes.meter.moved("host to device", picked.nbytes)
             picked = picked.to(self._unit.device)
-        self._context.ledger.track("gathered", picked)
+        self._context.memory.ledger.track("gathered", picked)
         return picked
 
 

@@ -57,9 +57,9 @@ class AwayGradient:
     def prepare(self, *, early: bool = False) -> None:
         """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
         context, size = self.unit.context, self.numel * self.dtype.itemsize
-        if self._reading is None and not (early and not context.has_room(context.host_ledger, size)):
+        if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.settle()
-            self._reading = (buffer := context.staged_buffer(self.numel, self.dtype)), self.home.read(buffer)
+            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.home.read(buffer)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -91,7 +91,7 @@ class AwayGradient:
         resident = self.home.resident
         if resident is not None:
             return resident[start:end]
-        buffer = self.unit.context.staged_buffer(end - start, self.dtype)
+        buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
         self.home.read(buffer, start).wait()
         self.apply(buffer)
         return buffer

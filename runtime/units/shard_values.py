@@ -122,7 +122,7 @@ class HomeShard(_Counted):
         if self.home.resident is not None:
             piece = self.home.resident[start:end]
             return lambda: piece
-        buffer = self.unit.context.staged_buffer(end - start, self.dtype)
+        buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
         reading = self.home.read(buffer, start)
 
         def arrive() -> torch.Tensor:

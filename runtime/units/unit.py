@@ -151,7 +151,7 @@ class Unit(Dense):
         bridge = self.context.bridge
         host = self.home.resident
         if host is None:
-            host = self.context.staged_buffer(self.shard_numel, self.dtype)
+            host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
             self.read(host).wait()
         if bridge.unified:
             return host
@@ -223,7 +223,7 @@ class Unit(Dense):
     def replace(self, shard: torch.Tensor) -> None:
         """On a single rank, where the shard is on the device: let other memory be the shard."""
         assert self.at_hand, "only what is at hand can be replaced as a whole"
-        self.context.ledger.track("params", shard)
+        self.context.memory.ledger.track("params", shard)
         self._shard, self._whole = shard, None
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ def gather_whole(unit: Unit, shard: torch.Tensor, full: torch.Tensor, what: str)
     """Fill `full`, which comes from `Context.full_buffer`, on all ranks."""
     shards, fulls = unit.split(shard, full)
     context = unit.context
-    context.finish(context.gather_lane.submit(lambda: context.gathers.all_gather(shards, fulls)), what)
+    context.finish(context.lanes.gather.submit(lambda: context.gathers.all_gather(shards, fulls)), what)
 
 
 def gather_on_first(unit: Unit, shard: torch.Tensor, full: torch.Tensor | None, what: str) -> None:
@@ -23,7 +23,7 @@ def gather_on_first(unit: Unit, shard: torch.Tensor, full: torch.Tensor | None, 
         for part, whole in zip(shards, fulls, strict=True):
             context.gathers.gather(part, None if full is None else whole)
 
-    context.finish(context.gather_lane.submit(gather), what)
+    context.finish(context.lanes.gather.submit(gather), what)
 
 
 def scatter_whole(unit: Unit, full: torch.Tensor | None, shard: torch.Tensor, what: str) -> None:
@@ -35,4 +35,4 @@ def scatter_whole(unit: Unit, full: torch.Tensor | None, shard: torch.Tensor, wh
         for part, whole, stretch in zip(shards, fulls, unit.stretches, strict=True):
             context.gathers.scatter(None if full is None else whole, part, stretch.end - stretch.start)
 
-    context.finish(context.gather_lane.submit(scatter), what)
+    context.finish(context.lanes.gather.submit(scatter), what)

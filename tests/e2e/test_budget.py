@@ -96,16 +96,16 @@ def train(options: dict[str, Any], *, kind: type[nn.Module] = TiedWords) -> None
             assert isinstance(parameter, ShardedParameter)
             context = parameter._zinf_unit.context
             if not (number or micro):  # of other models, over the same ranks
-                context.ledger.forget_peaks()
-                context.host_ledger.forget_peaks()
+                context.memory.ledger.forget_peaks()
+                context.memory.host_ledger.forget_peaks()
             loss.backward()
         finish_step(model, optimizer)
         zinf_compile.synchronize()
-        claims = context.claims
+        claims = context.memory.reservations
         assert claims.device_cap is not None
         assert claims.host_cap is not None
-        assert context.ledger.total()[1] <= claims.device_cap
-        assert context.host_ledger.total()[1] <= claims.host_cap
+        assert context.memory.ledger.total()[1] <= claims.device_cap
+        assert context.memory.host_ledger.total()[1] <= claims.host_cap
     assert losses == eager_losses(kind)
 
 

@@ -21,7 +21,7 @@ from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.sharded.budget import find_caps
+from zinf_compile.sharded.caps import find_caps
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 

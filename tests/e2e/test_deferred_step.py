@@ -29,7 +29,7 @@ from training import accumulating_step, adamw, assert_same, plain_step, twins
 import zinf_compile
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
-from zinf_compile.optim import deferred_step
+from zinf_compile.optim.record import OptimizerRecord, State, record_of
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
@@ -81,12 +81,12 @@ def compare(sides: Sides) -> None:
 
 def is_late(optimizer: Optimizer) -> bool:
     """Say whether the last step left something to be done."""
-    return optimizer in deferred_step._late
+    return record_of(optimizer).deferred is not None
 
 
 def delay(model: nn.Module) -> None:
     """Let what is left of the next step begin a little later."""
-    context_of(model).update_lane.submit(lambda: time.sleep(0.05))
+    context_of(model).lanes.update.submit(lambda: time.sleep(0.05))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -148,7 +148,7 @@ def test_a_forward_is_handed_what_is_updated(on_drive: Compile, monkeypatch: pyt
     def wait_for_the_forward() -> None:
         assert asked.wait(60)
 
-    context_of(model).update_lane.submit(wait_for_the_forward)
+    context_of(model).lanes.update.submit(wait_for_the_forward)
     step_on(sides, 1)
     updates = next(p._zinf_unit for p in model.parameters()).updates  # type: ignore[union-attr,attr-defined]
     assert updates._left
@@ -322,12 +322,16 @@ def test_an_optimizer_may_go_while_its_step_is_left(on_drive: Compile) -> None:
 def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a step that fails after its first chunk, beside whatever comes next."""
 
-    def fail(*_: Any) -> None:
-        raise OSError("no such drive")
+    mark_incomplete = OptimizerRecord.mark_incomplete
+
+    def fail(record: OptimizerRecord, *arguments: Any) -> None:
+        if record.state is State.DEFERRED:
+            raise OSError("no such drive")
+        mark_incomplete(record, *arguments)
 
     zinf_compile.synchronize()
     with monkeypatch.context() as patch:
-        patch.setattr(deferred_step, "tear", fail)
+        patch.setattr(OptimizerRecord, "mark_incomplete", fail)
         optimizer.step()
         let_steps_end()
 

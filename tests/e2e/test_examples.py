@@ -27,7 +27,7 @@ def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
     """By the plain loop from a config, then by the Trainer from what that saved; plain transformers loads both."""
     common = ["--nvme", str(tmp_path), "--length", "64"]
     first, second = tmp_path / "first", tmp_path / "second"
-    for arguments in (["--output", str(first), "--layers", "1"], ["--output", str(second), "--model", str(first), "--trainer"]):
+    for arguments in (["--output", str(first), "--layers", "2"], ["--output", str(second), "--model", str(first), "--trainer"]):
         three_steps("finetune_hf.py", *common, *arguments, folder=tmp_path)
     one, other = (hf.AutoModelForCausalLM.from_pretrained(folder) for folder in (first, second))
     changed = [name for name, value in one.state_dict().items() if not value.equal(other.state_dict()[name])]

@@ -68,7 +68,7 @@ def test_a_model_of_four_times_what_the_device_may_hold(
     options = options_for(away, tmp_path, compute=compute, device_memory=CAP, bucket=CAP // LAYERS)
     with mode(), played_by(device) if device else contextlib.nullcontext():
         found = forwards(compiled(model, options), lambda: moved.append(meter.read(model)))
-        assert 0 < context_of(model).ledger.total()[1] <= CAP
+        assert 0 < context_of(model).memory.ledger.total()[1] <= CAP
         expected = forwards(stack() if compute == "fx" else compiled(stack(), {"compute": compute}))
     for number in range(2):
         assert_same(f"output {number}", expected[number], found[number])

@@ -95,9 +95,9 @@ def train(options: dict[str, Any]) -> tuple[int, int]:
             parameter = model.first.weight
             assert isinstance(parameter, ShardedParameter)
             context = parameter._zinf_unit.context
-            context.ledger.forget_peaks()
+            context.memory.ledger.forget_peaks()
         optimizer.step()
         optimizer.zero_grad()
     zinf_compile.synchronize()
-    assert context.claims.device_cap is not None
-    return context.ledger.total()[1], context.claims.device_cap
+    assert context.memory.reservations.device_cap is not None
+    return context.memory.ledger.total()[1], context.memory.reservations.device_cap

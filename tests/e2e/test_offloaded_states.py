@@ -24,29 +24,29 @@ import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.optim import state_dict_hooks
 from zinf_compile.optim.chunk_step import ChunkStep
-from zinf_compile.optim.offloaded_states import StreamedStates
+from zinf_compile.optim.offloaded_states import OffloadedStates
 from zinf_compile.optim.state_entry import in_memory
 from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
+from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units import pieces
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
 
 
 @pytest.fixture(autouse=True)
-def stores(monkeypatch: pytest.MonkeyPatch) -> list[StreamedStates]:
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedStates]:
     """Cut pieces of 128 elements, each a chunk; return what keeps them."""
-    made: list[StreamedStates] = []
+    made: list[OffloadedStates] = []
 
-    class Noted(StreamedStates):
+    class Noted(OffloadedStates):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             made.append(self)
 
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-    monkeypatch.setattr(state_dict_hooks, "StreamedStates", Noted)
+    monkeypatch.setattr(state_dict_hooks, "OffloadedStates", Noted)
     return made
 
 
@@ -84,7 +84,7 @@ def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, tmp_path: Path, stores: list[StreamedStates]) -> None:
+def test_every_optimizer(name: str, tmp_path: Path, stores: list[OffloadedStates]) -> None:
     sides, models = both(TiedWords, OPTIMIZERS[name], tmp_path)
     for number in range(4):
         train_step_on(sides, models, plain_step, tokens(number), number)
@@ -103,32 +103,32 @@ def test_kinds_of_steps(step: Step, tmp_path: Path) -> None:
     train_both(CASES["tied"], compiled=on_drive(tmp_path), step=step, steps=4)
 
 
-def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[StreamedStates]) -> None:
+def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[OffloadedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     (states,) = stores
     reads: list[str] = []
-    assert states.store is not None
-    really_read = states.store.read
+    assert states.transfers.store is not None
+    really_read = states.transfers.store.read
 
     def read(key: str, into: torch.Tensor) -> Any:
         reads.append(key)
         return really_read(key, into)
 
-    states.store.read = read  # type: ignore[method-assign,assignment]
+    states.transfers.store.read = read  # type: ignore[method-assign,assignment]
     count = len(states.chunks)
     assert count > 5
     for number in range(2, 4):
         reads.clear()
         train_step_on(sides, models, plain_step, tokens(number), number)
         assert len(reads) == 2 * (count - 3), "three chunks of the last step are still in memory"
-    assert states._slots.host_bytes == 3 * 2 * 4096 * 4, "three chunks of two states, of the least size"
+    assert states.transfers.buffers.host_bytes == 3 * 2 * 4096 * 4, "three chunks of two states, of the least size"
     held = zinf_compile.memory(models[1])["now"]["states"]
     sides.clear()
     gc.collect()
     freed = held - zinf_compile.memory(models[1])["now"]["states"]
-    assert freed == states._slots.host_bytes, "no states but the chunks in memory"
+    assert freed == states.transfers.buffers.host_bytes, "no states but the chunks in memory"
 
 
 def test_parameters_come_and_go(tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(tmp_
     assert_same_states(sides[0][1], sides[1][1])
 
 
-def failing(states: StreamedStates, number: int) -> None:
+def failing(states: OffloadedStates, number: int) -> None:
     """Flip a bit of a chunk that the next step doesn't read first."""
     key = f"exp_avg of {states.chunks[number].name}"
-    assert states.store is not None
-    block = states.store.layout.find(key).blocks[0]
-    fd = os.open(f"/proc/self/fd/{states.store.files[0].fd}", os.O_RDWR)
+    assert states.transfers.store is not None
+    block = states.transfers.store.layout.find(key).blocks[0]
+    fd = os.open(f"/proc/self/fd/{states.transfers.store.files[0].fd}", os.O_RDWR)
     try:
         byte = os.pread(fd, 1, block.offset + 5)
         os.pwrite(fd, bytes([byte[0] ^ 8]), block.offset + 5)
@@ -209,13 +209,13 @@ def failing(states: StreamedStates, number: int) -> None:
         os.close(fd)
 
 
-def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[StreamedStates]) -> None:
+def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[OffloadedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     model, optimizer = sides[1]
     saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
-    stores[0]._slots.settle()
+    stores[0].transfers.settle()
     failing(stores[0], 3)
     with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
         plain_step(model, optimizer, tokens(2))
@@ -228,7 +228,7 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, store
     assert_same_states(sides[0][1], optimizer)
 
 
-def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[StreamedStates]) -> None:
+def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[OffloadedStates]) -> None:
     sides, models = both(TiedWords, adamw, tmp_path)
     train_step_on(sides, models, plain_step, tokens(0), 0)
     model, optimizer = sides[1]
@@ -276,12 +276,12 @@ def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool,
         loss_of(model(*tokens(0))).backward()
         optimizer.step()
         context = next(iter(model.parameters()))._zinf_unit.context  # type: ignore[attr-defined]
-        states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.host_ledger.total()[0]
+        states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.memory.host_ledger.total()[0]
         optimizer.state_dict()
-        context.claims.declare(device=None, host=held + states - 1)
+        context.memory.reservations.declare(device=None, host=held + states - 1)
         with pytest.raises(BudgetError, match=BEYOND.format(f"{states - 1:,}")):
             optimizer.state_dict()
-        context.claims.declare(device=None, host=held + states)
+        context.memory.reservations.declare(device=None, host=held + states)
         optimizer.state_dict()
 
 
@@ -325,8 +325,8 @@ def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
     finish = ChunkStep.finish
 
     def noting(self: ChunkStep, *arguments: Any) -> None:
-        under_way = {slot.chunk for slot in self._owner._slots._slots if slot.under_way}
-        if SLOTS <= len(updated) < len(self._owner.chunks) - 1:
+        under_way = {slot.chunk for slot in self._owner.transfers.buffers._buffers if slot.under_way}
+        if CHUNK_BUFFERS <= len(updated) < len(self._owner.chunks) - 1:
             seen.append(self._number)
             assert len(under_way) == 2, "one is read, one is written"
             assert updated[-1] in under_way, "the last one is written"

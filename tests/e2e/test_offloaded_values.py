@@ -244,7 +244,7 @@ def test_a_pointer_is_good_while_a_value_lives_and_follows_the_parameter(tmp_pat
             twins.check({**state, "up.weight": _at(where, value)})
             twins.step()
         zinf_compile.synchronize()
-        ledger = context_of(twins.ours).ledger
+        ledger = context_of(twins.ours).memory.ledger
         before, size = ledger.now()["staged"], twins.eager.up.weight.nbytes + twins.eager.embedding.weight.nbytes
         assert before >= size
         del state, value, tied, other
@@ -265,14 +265,17 @@ def room_for(model: nn.Module, count: int) -> Iterator[None]:
     """Context in which the cap leaves room for `count` bytes more than is held; nothing that is brought exceeds it."""
     context = context_of(model)
     gc.collect()
-    staging = max(0, context.staging.cap_bytes - context.staging.bytes)
-    before, context.claims.device_cap = context.claims.device_cap, context.ledger.total()[0] + staging + count
-    context.ledger.forget_peaks()
+    staging = max(0, context.memory.staging.cap_bytes - context.memory.staging.bytes)
+    before, context.memory.reservations.device_cap = (
+        context.memory.reservations.device_cap,
+        context.memory.ledger.total()[0] + staging + count,
+    )
+    context.memory.ledger.forget_peaks()
     try:
         yield
-        assert context.ledger.total()[1] <= context.claims.device_cap
+        assert context.memory.ledger.total()[1] <= context.memory.reservations.device_cap
     finally:
-        context.claims.device_cap = before
+        context.memory.reservations.device_cap = before
 
 
 def test_saving_a_model_larger_than_memory_is_bounded(tmp_path: Path) -> None:
@@ -282,9 +285,9 @@ def test_saving_a_model_larger_than_memory_is_bounded(tmp_path: Path) -> None:
         largest = twins.eager.embedding.weight.nbytes
         assert sum(p.nbytes for p in twins.eager.parameters()) > 2 * largest
         with room_for(twins.ours, largest):
-            held = context_of(twins.ours).ledger.total()[0]
+            held = context_of(twins.ours).memory.ledger.total()[0]
             twins.check(saved(twins.ours.state_dict()))
-            assert context_of(twins.ours).ledger.total()[0] == held
+            assert context_of(twins.ours).memory.ledger.total()[0] == held
             state = twins.ours.state_dict()
             kept = state.pop("head.weight")
             save_file(state, tmp_path / "model.safetensors")
@@ -309,7 +312,7 @@ def test_a_value_that_does_not_fit(tmp_path: Path) -> None:
             value.sum()
         named = int(re.findall(r"works is ([\d,]+)", str(caught.value))[0].replace(",", ""))
         with room_for(twins.ours, largest):
-            assert context_of(twins.ours).claims.device_cap == named
+            assert context_of(twins.ours).memory.reservations.device_cap == named
             assert value.sum() == twins.eager.embedding.weight.sum()
 
 
@@ -340,7 +343,7 @@ def test_no_room_for_a_single_value_is_said_at_the_first_step(
         found = [record.message for record in caplog.records if "state_dict()" in record.message]
         assert len(found) == said, found
         context = context_of(model)
-        assert bool(shortage(model.up.weight._zinf_unit, context.ledger)) == said
+        assert bool(shortage(model.up.weight._zinf_unit, context.memory.ledger)) == said
         if said:
             assert "parameter up.weight takes 8,388,608 bytes whole" in found[0]
             with pytest.raises(BudgetError):

@@ -79,10 +79,10 @@ def test_gradients_take_four_bytes_an_element_and_the_first_line_says_so(caplog:
     model = compiled(build(), {"master": "float32"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss = model(words(0, 0))
-    before = context_of(model).ledger.now()["grads"]  # of other models
+    before = context_of(model).memory.ledger.now()["grads"]  # of other models
     loss.backward()
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert context_of(model).ledger.now()["grads"] - before == 4 * numel
+    assert context_of(model).memory.ledger.now()["grads"] - before == 4 * numel
     optimizer.step()
     assert f"gradients on the device ({4 * numel:,} B)" in caplog.text
 

@@ -25,7 +25,7 @@ from training import adamw, assert_same
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
-from zinf_compile.optim import deferred_step
+from zinf_compile.optim.record import record_of
 from zinf_compile.optim.state_entry import StateEntry
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.units import pieces
@@ -321,9 +321,9 @@ def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path:
     for act in (clear, pop, clear_one, restart_momentum, delete_momentum, another_mapping, read, through_an_alias):
         for _ in range(2):
             pair.train()
-            context_of(pair.ours).update_lane.submit(lambda: time.sleep(0.02))
+            context_of(pair.ours).lanes.update.submit(lambda: time.sleep(0.02))
             pair.train()
-            assert pair.optimizer in deferred_step._late or act is another_mapping
+            assert record_of(pair.optimizer).deferred is not None or act is another_mapping
             same(*pair.act(act))
     pair.train(2)
     pair.compare()
@@ -346,7 +346,7 @@ def test_numbers_alone_are_reset_too_while_a_step_is_left(tmp_path: Path) -> Non
     for act in (clear, pop, another_mapping, clear):
         context = context_of(pair.ours) if pair.step else None
         if context is not None:
-            context.update_lane.submit(lambda: time.sleep(0.02))
+            context.lanes.update.submit(lambda: time.sleep(0.02))
         pair.train()
         pair.act(act)
         pair.train()
@@ -405,7 +405,7 @@ def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, mon
 def test_memory_of_states_that_nobody_holds_is_let_go(tmp_path: Path) -> None:
     pair = Pair(("device", "device", "nvme"), tmp_path, sgd)
     pair.train(2)
-    ledger = context_of(pair.ours).host_ledger
+    ledger = context_of(pair.ours).memory.host_ledger
     before = ledger.now()["states"]
     parameters = [p for p in pair.ours.parameters() if p.requires_grad and p.dim()]
     most = max(p.numel() for p in parameters) * 4

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from faults import failing
+from faults import failing, offloaded_of
 from tier_twins import twins
 from tiers import context_of, words
 from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StepFailedError, StoreError
-from zinf_compile.optim import state_dict_hooks
 from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -98,8 +97,8 @@ def test_a_streamed_step(late: bool, tmp_path: Path) -> None:
     whole = copy.deepcopy(eager.state_dict()), copy.deepcopy(other.state_dict())
     for model in (ours, eager):
         backward(model, 2)
-    (states,) = state_dict_hooks._streamed[optimizer]
-    states._late = late
+    (states,) = offloaded_of(optimizer)
+    states._defers = late
 
     def step() -> None:
         optimizer.step()

@@ -22,7 +22,7 @@ from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
 from zinf_compile.runtime.storage.block_io import BlockIO, Piece
 from zinf_compile.runtime.storage.engine import Request
-from zinf_compile.runtime.transfer.chunk_buffers import Slot
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
@@ -44,7 +44,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def delay(model: nn.Module, seconds: float = 1.0) -> threading.Event:
     """Let what is left of the last step, if that has not begun, or of the next, wait; return what ends the wait."""
     event = threading.Event()
-    context_of(model).update_lane.submit(lambda: event.wait(seconds))
+    context_of(model).lanes.update.submit(lambda: event.wait(seconds))
     return event
 
 
@@ -138,7 +138,7 @@ class Slow:
 
 def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
     """Before its room is used: it may still be written to."""
-    slot, transfers = Slot(None, None), [Slow(), Slow()]
+    slot, transfers = ChunkBuffer(None, None), [Slow(), Slow()]
     slot.under_way, slot.chunk = list(transfers), 3
     for number in range(3):
         with pytest.raises(KeyboardInterrupt) if number < 2 else contextlib.nullcontext():
@@ -188,24 +188,24 @@ def test_a_backward_that_waits_for_room_for_gradients(phase: str, tmp_path: Path
     context = context_of(ours)
     zinf_compile.synchronize()
     event = threading.Event()
-    context.swap_lane.submit(lambda: event.wait(30))
-    limit, context.gradient_room.limit = context.gradient_room.limit, 1 if phase == "room" else None
+    context.lanes.swap.submit(lambda: event.wait(30))
+    limit, context.memory.inflight_gradients.limit = context.memory.inflight_gradients.limit, 1 if phase == "room" else None
     loss = ours(words(2, 0))
     start = time.perf_counter()
     with interrupted_after(0.1), pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert time.perf_counter() - start < 10
     event.set()
-    context.gradient_room.limit = limit
+    context.memory.inflight_gradients.limit = limit
     optimizer.zero_grad()
     check_same(trained, step=2, steps=2)
     let_swaps_end(ours)
-    assert context.gradient_room._held == 0
+    assert context.memory.inflight_gradients._held == 0
 
 
 def let_swaps_end(model: nn.Module) -> None:
     """Return when no gradient is on its way."""
-    context_of(model).swap_lane.submit(lambda: None).wait()
+    context_of(model).lanes.swap.submit(lambda: None).wait()
 
 
 def test_a_block_interrupted_as_it_was_registered_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import failing, flip, named, store_of
+from faults import failing, flip, named, offloaded_of, store_of
 from marks import more
 from tier_twins import Twins, check_same, compare, twins
 from tiers import MICRO_BATCHES, Placement, compiled, context_of, options_for, sundry, train_step, words
@@ -23,7 +23,8 @@ from training import adamw, assert_same_models
 
 import zinf_compile
 from zinf_compile.errors import StepFailedError, StoreError, ZinfError
-from zinf_compile.optim import offloaded_states, state_dict_hooks
+from zinf_compile.optim import offloaded_states
+from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.storage import scratch_file
 from zinf_compile.runtime.units import pieces
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarnin
 @pytest.fixture
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a step update all there is to update before it returns."""
-    monkeypatch.setattr(offloaded_states, "may_be_late", lambda *_, **__: False)
+    monkeypatch.setattr(offloaded_states, "may_defer", lambda *_, **__: False)
 
 
 at_once = pytest.mark.usefixtures("_at_once")
@@ -64,7 +65,7 @@ def load(trained: Twins) -> None:
 def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path: Path) -> None:
     """The step's first reads are those of two chunks."""
     ours, optimizer, eager, other = trained = twins(tmp_path)
-    (states,) = state_dict_hooks._streamed[optimizer]
+    (states,) = offloaded_of(optimizer)
     for number in range(8):
         optimizer.state_dict()  # the last chunks are in memory now
         states._forward = True
@@ -95,7 +96,7 @@ def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -
         "norm": lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.1),
         "step": optimizer.step,
     }
-    state_dict_hooks._streamed[optimizer][0]._forward = True  # begins with the embedding
+    offloaded_of(optimizer)[0]._forward = True  # begins with the embedding
     back = flip(store_of("gradient of" if moment == "norm" else "parameter", ours, optimizer), name)
     with pytest.raises((StoreError, StepFailedError), match=rf"{name}.*offset [\d,]+ of the store's file in") as raised:
         act[moment]()
@@ -117,13 +118,13 @@ def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> No
     for model in (ours, eager):
         backward(model, 2)
     optimizer.state_dict()  # the last chunks are in memory now
-    state_dict_hooks._streamed[optimizer][0]._forward = True
+    offloaded_of(optimizer)[0]._forward = True
     store = store_of("exp_avg of", ours, optimizer)
     back = [
         flip(store, f"{state} of embedding.weight (chunk {chunk})") for state in ("exp_avg", "exp_avg_sq") for chunk in (0, 1)
     ]
     for _ in range(2):
-        state_dict_hooks._streamed[optimizer][0]._forward = True
+        offloaded_of(optimizer)[0]._forward = True
         with pytest.raises(StepFailedError, match=r"nothing is updated yet.*exp_avg of embedding.weight \(chunk 0"):
             optimizer.step()
     for turn in back:
@@ -139,7 +140,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
     """Where it was of states, by the next step; until a checkpoint is loaded there is none."""
     ours, optimizer, _, _ = trained = twins(tmp_path)
     backward(ours, 2)
-    state_dict_hooks._streamed[optimizer][0]._forward = True
+    offloaded_of(optimizer)[0]._forward = True
     with failing(context_of(ours).engine, "write", 25) as began:
         optimizer.step()
     assert len(began) == 27, "nine pieces: values and two states"
@@ -158,7 +159,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["parameter", "gradient of", "exp_avg of"])
 def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
-    (states,) = state_dict_hooks._streamed[optimizer]
+    (states,) = offloaded_of(optimizer)
     optimizer.state_dict()
     states._forward = True
     backward(ours, 2)
@@ -196,9 +197,11 @@ def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> i
                         compare(trained)
                 except (ZinfError, KeyboardInterrupt) as failed:
                     optimizer.zero_grad()
-                    if not (isinstance(failed, KeyboardInterrupt) or named(failed) or optimizer in offloaded_states.torn):
+                    if not (
+                        isinstance(failed, KeyboardInterrupt) or named(failed) or record_of(optimizer).incomplete is not None
+                    ):
                         raise
-                    if way == "read" and optimizer not in offloaded_states.torn:
+                    if way == "read" and record_of(optimizer).incomplete is None:
                         continue
                     done = 0
                     zinf_compile.load_full_state_dict(ours, before[0][0])
@@ -242,7 +245,7 @@ def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way
                     optimizer.step()
                 except StepFailedError as failed:
                     failures.append(failed)
-                    if optimizer in offloaded_states.torn:
+                    if record_of(optimizer).incomplete is not None:
                         load(trained)
                         backward(ours, number)
                     optimizer.step()
@@ -265,7 +268,7 @@ def test_an_error_of_another_kind_says_it_too(tmp_path: Path, monkeypatch: pytes
         backward(model, 2)
     for moment, said in (("begin", "nothing is updated yet"), ("finish", "ended in the middle")):
         with monkeypatch.context() as patch:
-            patch.setattr(offloaded_states.StreamedStates, moment, lambda *_: {}["nowhere"])
+            patch.setattr(offloaded_states.OffloadedStates, moment, lambda *_: {}["nowhere"])
             with pytest.raises(StepFailedError, match=f"{said}.*Cause: 'nowhere'") as raised:
                 optimizer.step()
         assert isinstance(raised.value.__cause__, KeyError)

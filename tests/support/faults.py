@@ -13,10 +13,16 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.optim import state_dict_hooks
+from zinf_compile.optim.offloaded_states import OffloadedStates
+from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.sharded.parameter import ShardedParameter
+
+
+def offloaded_of(optimizer: Optimizer) -> list[OffloadedStates]:
+    """Return what steps an optimizer's parameters chunk by chunk."""
+    return record_of(optimizer).offloaded or []
 
 
 def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) -> Store:
@@ -24,16 +30,16 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     parameter: Any = next(p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.dim())
     if kind == "parameter":
         store = parameter._zinf_unit.home.shelf.store
-        for states in state_dict_hooks._streamed.get(optimizer, []) if optimizer else []:
-            states._slots.settle()
+        for states in offloaded_of(optimizer) if optimizer else []:
+            states.transfers.settle()
     elif kind == "gradient of":
         parameter.grad.away.settle()
         store = parameter.grad.away.home.shelf.store
     else:
         assert optimizer is not None
-        (states,) = state_dict_hooks._streamed[optimizer]
-        states._slots.settle()
-        store = states.store
+        (states,) = offloaded_of(optimizer)
+        states.transfers.settle()
+        store = states.transfers.store
     assert isinstance(store, Store)
     store._io.drain()  # type: ignore[union-attr]
     return store

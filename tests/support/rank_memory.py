@@ -22,7 +22,7 @@ def training_bytes(rank: int, size: int, backend: str) -> tuple[int, int]:
     _train(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), backend, torch.randn(3, 5))
     before = _own_bytes()
     kept = _train(Wide(), backend, torch.randn(3, 1537))
-    after, for_gathers = _own_bytes(), sum(context.gather_memory.held_bytes() for context in _contexts.values())
+    after, for_gathers = _own_bytes(), sum(context.memory.gather_memory.held_bytes() for context in _contexts.values())
     del kept
     return after - before, for_gathers
 
@@ -30,7 +30,7 @@ def training_bytes(rank: int, size: int, backend: str) -> tuple[int, int]:
 def gather_memory_bytes(rank: int, size: int) -> tuple[int, int]:
     """Return what is held for gathers after two steps, and after the model is gone."""
     kept = _train(nn.Sequential(*[nn.Linear(99, 99) for _ in range(5)]), "zero_infinity", torch.randn(3, 99))
-    memory = next(iter(_contexts.values())).gather_memory
+    memory = next(iter(_contexts.values())).memory.gather_memory
     during = memory.held_bytes()
     del kept
     torch._dynamo.reset()

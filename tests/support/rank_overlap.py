@@ -47,7 +47,7 @@ def overlap_by_step(rank: int, size: int, serial: bool) -> list[tuple[float, flo
     plain_step(compiled, optimizer, batch)
     context = context_of(model)
     if serial:
-        context.gather_lane, context.reduce_lane = InlineLane(), InlineLane()
+        context.lanes.gather, context.lanes.reduce = InlineLane(), InlineLane()
     found = []
     for _ in range(STEPS):
         with recorded(context) as log:
@@ -55,8 +55,8 @@ def overlap_by_step(rank: int, size: int, serial: bool) -> list[tuple[float, flo
         assert len(log.gathers) >= 2 * BLOCKS - 1, "the backward begins with what the forward ends with"
         assert len(log.reductions) == BLOCKS
         found.append((log.overlapped_s(), log.transfer_s()))
-    assert not context.gather_lane.log
-    assert not context.waits
+    assert not context.lanes.gather.log
+    assert not context.lanes.waits
     return found
 
 

@@ -176,13 +176,13 @@ def train_within(options: Mapping[str, Any], cap: int, rank: int) -> None:
             loss = model(words(step, micro, rank))
             context = context_of(model)
             if not (step or micro):  # of other models, over the same ranks
-                context.ledger.forget_peaks()
+                context.memory.ledger.forget_peaks()
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
         optimizer.zero_grad()
         zinf_compile.synchronize()
-        assert context.ledger.total()[1] <= cap, f"{options}: {context.ledger.peak()}"
+        assert context.memory.ledger.total()[1] <= cap, f"{options}: {context.memory.ledger.peak()}"
 
 
 def smallest_cap(options: Mapping[str, Any], rank: int) -> int:

@@ -100,7 +100,7 @@ def name_rows_that_are_none(rank: int, size: int, folder: str) -> list[str]:
         except IndexError as error:
             told.append(str(error))
     assert_same("afterwards", model(torch.tensor([3, 39])).detach(), weight[[3, 39]])
-    assert context_of(model).ledger.now()["gathered"] == 0
+    assert context_of(model).memory.ledger.now()["gathered"] == 0
     return told
 
 

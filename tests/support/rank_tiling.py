@@ -117,7 +117,7 @@ def train_batches(
 
 def check_peak(model: nn.Module, when: str) -> None:
     """Raise where the device held more than its cap since the last time."""
-    ledger = context_of(model).ledger
+    ledger = context_of(model).memory.ledger
     held, kinds = ledger.total()[1], ledger.peak()
     ledger.forget_peaks()
     assert held <= CAP, f"{when}: {held:,} bytes were on the device, at most {kinds}"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from training import BACKEND
 
 from zinf_compile.ir.tiers import TIERS
-from zinf_compile.optim import deferred_step
+from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import FakeDevice
 from zinf_compile.runtime.lanes.lanes import Lane
@@ -95,8 +95,9 @@ def context_of(model: nn.Module) -> Context:
 
 def let_steps_end() -> None:
     """Return when nothing is left to do of any step; what failed is told to those who need it."""
-    for late in list(deferred_step._late.values()):
-        late.pending.wait()
+    for _, record in all_records():
+        if record.deferred is not None:
+            record.deferred.pending.wait()
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0) -> list[float]:

@@ -259,7 +259,7 @@ def test_inference_alone_takes_no_room_for_gradients(away: Compile) -> None:
     pair.each(infer)
     meter = Meter(None)
     meter.read(pair.models[1])
-    ledger = context_of(pair.models[1]).ledger.now()
+    ledger = context_of(pair.models[1]).memory.ledger.now()
     assert ledger["grads"] == 0
     for _ in range(2):
         with torch.no_grad():
@@ -291,7 +291,7 @@ def used(folder: Path) -> tuple[int, int, int]:
 
 def held(model: nn.Module) -> dict[str, int]:
     """Return the bytes held on the device, without staging: how much of it is kept depends on how many blocks ever met."""
-    return {kind: count for kind, count in context_of(model).ledger.now().items() if kind != "bounced"}
+    return {kind: count for kind, count in context_of(model).memory.ledger.now().items() if kind != "bounced"}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
-from zinf_compile.sharded.budget import refuse_second_gradients
+from zinf_compile.sharded.budget_checks import refuse_second_gradients
 from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 from zinf_compile.sharded.partition import partition
 from zinf_compile.sharded.short_ranks import Lack, is_any_short
@@ -150,7 +150,7 @@ class Binder:
         if changed := self._context.eager_changes:
             lines = [*lines, f"changes of parameters outside graphs {changed:08x}, the last {self._context.last_eager_change}"]
             digest = digest_of([str(digest), lines[-1]])
-        return self._context.agree(
+        return self._context.ranks.agree(
             lines,
             what=f"starting the {program.name}",
             value=float(value),
@@ -244,4 +244,4 @@ def _synchronise(buffer: torch.Tensor, context: Context) -> None:
     key = id(buffer)
     _synchronised[key] = weakref.ref(buffer, lambda _: _synchronised.pop(key, None))
     with torch.inference_mode(False), torch.no_grad():
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")
+        context.finish(context.lanes.gather.submit(lambda: context.gathers.broadcast(buffer)), "synchronising a buffer")

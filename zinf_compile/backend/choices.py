@@ -82,7 +82,9 @@ class Choices:
             return
         figures = [rows_named(lookups[s.index]) for s in tables] + [logits[s.index] for s in heads]
         with outside_tracing():
-            all_ranks = self._context.exchange(torch.tensor(figures, dtype=torch.float64), what="sizes of lookups and logits")
+            all_ranks = self._context.ranks.exchange(
+                torch.tensor(figures, dtype=torch.float64), what="sizes of lookups and logits"
+            )
             most = all_ranks.amax(0).tolist()
         for slot, tokens in zip(tables, most[: len(tables)], strict=True):
             self._choose(ROWS, slot, self._is_cheaper(slot, int(tokens)))

@@ -21,7 +21,7 @@ from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.ir.program import Program, Slot
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import way_in
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
 from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_alone
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
@@ -34,7 +34,9 @@ from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import GraphBudget, agree_on_memory, bucket_of, lack_of_second_gradients
+from zinf_compile.sharded.budget import GraphBudget, bucket_of
+from zinf_compile.sharded.budget_checks import lack_of_second_gradients
+from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.recompile_limit import raise_limit
 from zinf_compile.sharded.short_ranks import Lack
@@ -139,7 +141,7 @@ class GraphCompiler:
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
-        context.claims.tiles_follow = default_tile
+        context.memory.reservations.tiles_follow = default_tile
         measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
         self._budget.check(measure=measure)
         if self.unified:
@@ -198,7 +200,7 @@ class GraphCompiler:
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
         budget = GraphBudget(self.config, slots, inputs, context, together=is_first_variant())
-        context.claims.declare(
+        context.memory.reservations.declare(
             device=None if self.config.device_memory is None else budget.caps.device,
             host=None if self.config.host_memory is None else budget.caps.host,
         )

@@ -44,7 +44,7 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
         raise
     converted = _converted(found) if write else ""
     if write and context is not None:
-        keep = context.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
+        keep = context.ranks.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
         _leave(found, write=keep)
         if not keep:
             raise PartitionedParameterError(
@@ -65,7 +65,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     context = agree_on_units(found, "saving the model", "")
     keep = context is None or context.rank == 0
     skeleton = _skeleton(model, context) if keep else {}
-    if not keep and context is not None and context.agree(_SKELETON, what="saving the model")[0]:
+    if not keep and context is not None and context.ranks.agree(_SKELETON, what="saving the model")[0]:
         raise PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = state_names(model)
@@ -125,7 +125,7 @@ def _skeleton(model: nn.Module, context: Context | None) -> dict[str, Any]:
         failed = False
     finally:
         if context is not None:
-            context.agree(_SKELETON, what="saving the model", value=float(failed))
+            context.ranks.agree(_SKELETON, what="saving the model", value=float(failed))
     return skeleton
 
 
@@ -155,7 +155,7 @@ def agree_on_units(
         parameter._zinf_unit.name = name
     units = [p._zinf_unit for p in found.values()] if compare_steps else []
     lines = [f"{what} {detail}".rstrip(), *(f"{name} is unit {p._zinf_unit.serial}" for name, p in found.items())]
-    context.agree(
+    context.ranks.agree(
         lines,
         what=what,
         digest=mixed(digest_of(lines), digest_of_steps(units)),
@@ -239,7 +239,7 @@ def broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Co
     with torch.no_grad():
         if value is not None:
             target.copy_(value)
-        context.finish(context.gather_lane.submit(lambda: context.gathers.broadcast(target)), what)
+        context.finish(context.lanes.gather.submit(lambda: context.gathers.broadcast(target)), what)
 
 
 def state_names(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -269,7 +269,7 @@ def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | 
 def _share_problems(context: Context | None, problems: list[str]) -> None:
     count = len(problems)
     if context is not None:
-        count = int(context.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
+        count = int(context.ranks.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
     if count:
         listed = "; ".join(problems) if problems else f"{count} mismatches, named on rank 0"
         raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {listed}")

@@ -13,12 +13,11 @@ from zinf_compile._torch import tree_map
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
-from zinf_compile.optim.offloaded_states import torn
+from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
 from zinf_compile.optim.state_dict_hooks import absorb_loaded
 from zinf_compile.optim.state_layout import LAYOUT, note
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
@@ -53,11 +52,11 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     first = context.rank == 0
     numbers = [str([len(group["params"]) for group in optimizer.param_groups])]
     agree_on_order(units, context, "loading the optimizer", numbers, compare_steps=False)
-    with together(context, "loading the optimizer"):
+    with context.ranks.fail_together("loading the optimizer"):
         problems = _mismatches(optimizer, units, state) if first else []
         plan = _plan(state) if first and state is not None and not problems else {}
-    _raise_for(optimizer, context.share(problems, what="loading the optimizer: does the state fit"))
-    plan = context.share(plan, what="loading the optimizer")
+    _raise_for(optimizer, context.ranks.share(problems, what="loading the optimizer: does the state fit"))
+    plan = context.ranks.share(plan, what="loading the optimizer")
     for key, unit in enumerate(units):
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
             plan["state"].get(key, {}).pop(MASTER, None)  # the parameter is updated itself here
@@ -69,7 +68,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
 
     small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
     optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
-    torn[optimizer] = f"loading the states of {type(optimizer).__name__} ended in its middle: load them again"
+    record_of(optimizer).mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
     waiting, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for key, (parameter, group) in enumerate(rows):
         unit, names = units[key], plan["state"].get(key)
@@ -91,7 +90,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
             absorb_loaded(optimizer)
             waiting = 0
     absorb_loaded(optimizer)
-    torn.pop(optimizer, None)
+    record_of(optimizer).mark_whole()
 
 
 def _mismatches(optimizer: Optimizer, units: list[Unit | None], state: Mapping[str, Any] | None) -> list[str]:

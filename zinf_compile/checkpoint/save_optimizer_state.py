@@ -17,7 +17,6 @@ from zinf_compile.optim.state_entry import in_memory
 from zinf_compile.optim.state_layout import without_note
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.host_shortage import host_shortage
@@ -37,7 +36,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     units, context = units_of(optimizer)
     if context is None:
         return _copied(optimizer.state_dict(), optimizer)
-    with together(context, "saving the optimizer"):
+    with context.ranks.fail_together("saving the optimizer"):
         given = optimizer.state_dict()
         states = {key: without_note(state) if isinstance(state, Mapping) else state for key, state in given.pop("state").items()}
         gathered = dict(large_states(states, units))
@@ -91,7 +90,7 @@ def agree_on_order(units: list[Unit | None], context: Context, what: str, more: 
     named = [f"parameter {i} is {'whole' if unit is None else f'unit {unit.serial}'}" for i, unit in enumerate(units)]
     lines, stepped = [*named, *more], [unit for unit in units if unit is not None] if compare_steps else []
     digest = mixed(digest_of(lines), digest_of_steps(stepped))
-    context.agree(lines, what=what, digest=digest, details=lambda: describe_steps(stepped))
+    context.ranks.agree(lines, what=what, digest=digest, details=lambda: describe_steps(stepped))
 
 
 def _reject_nested(optimizer: Optimizer, states: Mapping[Any, Any], units: list[Unit | None]) -> None:

@@ -46,7 +46,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
             tensors[name] = tensor
     most = parse_bytes(file_bytes, option="file_bytes")
     tag = secrets.token_hex(8)
-    plan = plan_files(tensors, most, tag=tag if context is None else context.share(tag, what="naming the files of a save"))
+    plan = plan_files(tensors, most, tag=tag if context is None else context.ranks.share(tag, what="naming the files of a save"))
     first = context is None or context.rank == 0
     update = FolderUpdate(Path(folder))
     try:
@@ -128,6 +128,6 @@ def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
     finally:
         everyone = [float(failed)]
         if context is not None:
-            everyone = context.agree(["saving the model: is a file written"], what="saving the model", value=float(failed))
+            everyone = context.ranks.agree(["saving the model: is a file written"], what="saving the model", value=float(failed))
     if any(everyone):
         raise PartitionedParameterError("writing the model failed on rank 0, see there")

@@ -30,7 +30,8 @@ from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import Bridge, FakeDevice, Unified, played_by
 from zinf_compile.runtime.memory.arena import GatherMemory
-from zinf_compile.sharded.budget import GraphBudget, find_caps
+from zinf_compile.sharded.budget import GraphBudget
+from zinf_compile.sharded.caps import find_caps
 
 from .models import TARGETS
 

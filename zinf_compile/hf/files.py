@@ -21,7 +21,6 @@ from zinf_compile.checkpoint.safetensors_reader import TensorFiles
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict, units_of
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.fail_together import together
 
 SAFETENSORS = ("model.safetensors", INDEX)
 PICKLED = "pytorch_model.bin"
@@ -73,7 +72,7 @@ def load_weights(model: nn.Module, folder: Path, context: Context | None) -> Non
     files: TensorFiles | None = None
     try:
         reads = context is None or context.rank == 0
-        with contextlib.nullcontext() if context is None else together(context, f"reading the weights in {folder}"):
+        with contextlib.nullcontext() if context is None else context.ranks.fail_together(f"reading the weights in {folder}"):
             if reads and any((folder / name).is_file() for name in SAFETENSORS):
                 files = TensorFiles(folder)
                 weights = _Weights(files, model)
@@ -93,7 +92,7 @@ def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
         if writes:
             torch.save(state, file)
         return
-    with together(context, f"writing {file}"):
+    with context.ranks.fail_together(f"writing {file}"):
         if context.rank == 0:
             torch.save(state, file)
 
@@ -104,7 +103,7 @@ def load_optimizer(optimizer: Optimizer, file: Path) -> None:
     if context is None:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return
-    with together(context, f"reading {file}"):
+    with context.ranks.fail_together(f"reading {file}"):
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if context.rank == 0 else None
     load_full_optimizer_state_dict(optimizer, state)
 

@@ -13,7 +13,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, plain
 from zinf_compile.checkpoint.save_optimizer_state import units_of
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
-from zinf_compile.runtime.units.fail_together import together
 
 from .accelerator import adopt_accelerator
 from .files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
@@ -62,12 +61,12 @@ class _Adopted:
             self._save(output_dir, state_dict)
         elif own:
             whole = full_state_dict(model)
-            with together(context, f"saving the model in {folder}"):
+            with context.ranks.fail_together(f"saving the model in {folder}"):
                 if context.rank == 0:
                     self._save(output_dir, whole)
         else:
             save_safetensors(model, folder)
-            with together(context, f"saving the model in {folder}"):
+            with context.ranks.fail_together(f"saving the model in {folder}"):
                 if context.rank == 0:
                     self._save_beside(model, folder)
 
@@ -93,7 +92,7 @@ class _Adopted:
             self._save_optimizer(output_dir)
             return
         save_optimizer(optimizer, Path(output_dir, OPTIMIZER_NAME), writes=False)
-        with together(context, f"saving the scheduler in {output_dir}"):
+        with context.ranks.fail_together(f"saving the scheduler in {output_dir}"):
             if context.rank == 0:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

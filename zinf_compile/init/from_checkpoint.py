@@ -70,11 +70,11 @@ def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context)
 
 def _problem_of_any_rank(mine: str, context: Context, what: str) -> str:
     """Return what is wrong on this rank or, where nothing is, on the first one that has a problem; empty where none has."""
-    counts = context.agree([what], what=what, value=float(bool(mine)))
+    counts = context.ranks.agree([what], what=what, value=float(bool(mine)))
     bad = [rank for rank, count in enumerate(counts) if count]
     if not bad:
         return ""
-    first = context.share(mine, what=f"{what}: what is wrong", source=bad[0])
+    first = context.ranks.share(mine, what=f"{what}: what is wrong", source=bad[0])
     return mine or f"named on rank {bad[0]}: {first}"
 
 
@@ -139,8 +139,8 @@ class _DriveLoader:
     def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
         self._context = context
-        self._rooms = BufferPool(sys.maxsize, account=lambda change: context.host_ledger.add("staged", change))
-        self._writer = PieceWriter(context.host_ledger, threads=torch.get_num_threads())
+        self._rooms = BufferPool(sys.maxsize, account=lambda change: context.memory.host_ledger.add("staged", change))
+        self._writer = PieceWriter(context.memory.host_ledger, threads=torch.get_num_threads())
         planned = [(name, unit, pieces_of(unit)) for name, unit in units]
         self._coming = ((name, unit, piece) for name, unit, pieces in planned for piece in pieces)
         self._counts = collections.deque(len(pieces) for _, _, pieces in planned)

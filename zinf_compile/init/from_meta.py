@@ -19,13 +19,13 @@ from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.program import Slot
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import check_shards, plan_later
+from zinf_compile.sharded.budget import plan_later
+from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
 
@@ -84,11 +84,11 @@ def partition(
         if files is not None:
             undo.callback(files.close)
             undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
-        with together(context, "reserving room for the model"):
+        with context.ranks.fail_together("reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
         nursery = Nursery(
-            context.host_ledger,
+            context.memory.host_ledger,
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
             promises=_promises(
@@ -109,14 +109,14 @@ def partition(
         untouched = [b.name for b, n in zip(births, newborns, strict=True) if not n._zinf_birth.filled]
         missing = untouched + buffers.untouched()
         lines = [f"{n._zinf_birth.name} {n._zinf_birth.checksum}" for n in newborns]
-        context.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
+        context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
         if missing:
             raise explain_untouched(missing)
         buffers.keep(device)
         for birth, newborn, unit in zip(births, newborns, units, strict=True):
             born(newborn, unit)
             birth.done = True
-        context.gather_memory.clear()  # see `sharded.partition`
+        context.memory.gather_memory.clear()  # see `sharded.partition`
     return model
 
 
@@ -181,10 +181,10 @@ def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, r
     if not dtypes:
         return None
     what = "comparing the ranks' ways to draw random numbers"
-    if not all(context.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
+    if not all(context.ranks.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
-    return Promises(context.host_ledger, most_bytes=room, at_once=at_once)
+    return Promises(context.memory.host_ledger, most_bytes=room, at_once=at_once)
 
 
 def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
@@ -290,7 +290,7 @@ def born(newborn: Newborn, unit: Unit) -> None:
     with no_torch_function():
         hollow_out(parameter, unit)
     if unit.home is None:
-        unit.context.ledger.track("params", unit.shard)
+        unit.context.memory.ledger.track("params", unit.shard)
 
 
 def _take_replaced(root: nn.Module, births: Sequence[_Expected]) -> None:
@@ -321,7 +321,7 @@ def _random_numbers_of_rank_0(context: Context) -> Iterator[None]:
 
 def share_random_state(context: Context) -> None:
     """Give all ranks rank 0's."""
-    states = context.exchange(torch.get_rng_state().double(), what="rank 0's random state")
+    states = context.ranks.exchange(torch.get_rng_state().double(), what="rank 0's random state")
     torch.set_rng_state(states[0].to(torch.uint8))
 
 

@@ -20,7 +20,8 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import private_memory
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.sharded.parameter import hollow_tensor, reads_metadata
+from zinf_compile.sharded.metadata_calls import reads_metadata
+from zinf_compile.sharded.parameter import hollow_tensor
 
 from .deferred_fills import Promises
 from .parallel_random import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of

@@ -44,7 +44,7 @@ def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch
 def gather(shard: torch.Tensor, into: torch.Tensor, context: Context, name: str) -> None:
     """Fill a flat tensor of the host from all ranks' shards."""
     with filled_on(shard.device, into, context) as full:
-        pending = context.gather_lane.submit(lambda: context.gathers.all_gather([shard], [full]))
+        pending = context.lanes.gather.submit(lambda: context.gathers.all_gather([shard], [full]))
         context.finish(pending, f"gathering {name}")
 
 

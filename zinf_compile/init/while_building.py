@@ -14,14 +14,13 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.optim.optimizer import install
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units.create import make_units
-from zinf_compile.runtime.units.fail_together import together
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import check_shards
+from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
@@ -77,7 +76,7 @@ class _Building:
         self._config, self._host = config, host
         folders = config.placement().nvme if config.params == "nvme" else ()
         self._notebook = Notebook(folders[0]) if folders else None
-        self._nursery = Nursery(host.host_ledger, compare=host.size > 1)
+        self._nursery = Nursery(host.memory.host_ledger, compare=host.size > 1)
         self._nursery.enlist = self._enlist
         self._newborns: dict[int, weakref.ref[Newborn]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -114,12 +113,12 @@ class _Building:
             fresh = [(name, p) for name, p in named if isinstance(p, Newborn) and id(p) not in placed]
             placed.update(id(p) for _, p in fresh)
             compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_birth.checksum}" for name, p in fresh]
-            with together(context, "partitioning what was built"):
+            with context.ranks.fail_together("partitioning what was built"):
                 born_with += self._keep(fresh, context, device)
-        context.agree(compared, what="comparing the ranks' models, which every rank builds alike")
+        context.ranks.agree(compared, what="comparing the ranks' models, which every rank builds alike")
         for newborn, unit in born_with:
             born(newborn, unit)
-        context.gather_memory.clear()  # see `sharded.partition`
+        context.memory.gather_memory.clear()  # see `sharded.partition`
         for root, _ in models:
             for module in root.modules():
                 for name, buffer in module._buffers.items():

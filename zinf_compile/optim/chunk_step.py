@@ -1,25 +1,23 @@
-"""One chunk in a step of the optimizer: what stands in for its parameters."""
+"""One chunk in a step of the optimizer: what stands in for its parameters, and what becomes of their new values and states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Set
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, MutableMapping, Set
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
-from zinf_compile.runtime.transfer.chunk_buffers import Slot
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import Rooms
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunks import GRADIENT, MASTER, VALUE, Chunk
-
-if TYPE_CHECKING:
-    from .offloaded_states import StreamedStates
-
+from .chunks import GRADIENT, MASTER, VALUE, Chunk, part_of
+from .offloaded_states import OffloadedStates
 
 _AT_ONCE = 1 << 18
 """Elements compared at a time: what that takes besides stays small."""
@@ -28,9 +26,9 @@ _AT_ONCE = 1 << 18
 class ChunkStep:
     """One chunk, brought: what stands in for its parameters in a step of the optimizer."""
 
-    def __init__(self, owner: StreamedStates, number: int, chunk: Chunk, slot: Slot, optimizer: Optimizer) -> None:
-        self._owner, self._number, self._slot, self._optimizer = owner, number, slot, optimizer
-        self._states = owner.state_views(number, slot)
+    def __init__(self, owner: OffloadedStates, number: int, chunk: Chunk, buffer: ChunkBuffer, optimizer: Optimizer) -> None:
+        self._owner, self._number, self._buffer, self._optimizer = owner, number, buffer, optimizer
+        self._states = owner.transfers.state_views(number, buffer)
         self._kept = chunk.states
         self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
         """Each parameter, and the part of its shard that is updated now."""
@@ -38,37 +36,37 @@ class ChunkStep:
         """Of each part: its piece, and the parameter's own values, which the part is unless there is a master copy."""
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         """What the optimizer's state is for the parts."""
-        self.left: dict[ShardedParameter, dict[str, Any]] = {}
+        self.scalar_states: dict[ShardedParameter, dict[str, Any]] = {}
         """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
         self._large: dict[ShardedParameter, Set[str]] = {}
         """Names of what else it left."""
         for parameter, piece in chunk.pieces:
-            taken = owner.taken.get(parameter)
-            if taken is None:
+            source = owner.gradients.get(parameter)
+            if source is None:
                 continue
-            value = _alias(slot.brought[parameter, piece, VALUE])
-            gradient = slot.brought[parameter, piece, GRADIENT]
-            if taken.changes is not None:
-                taken.changes(gradient)
-            present = owner.present(parameter, optimizer)
+            value = _alias(buffer.brought[parameter, piece, VALUE])
+            gradient = buffer.brought[parameter, piece, GRADIENT]
+            if source.changes is not None:
+                source.changes(gradient)
+            present = owner.table.present(parameter, optimizer)
             states = self._states_of(parameter, piece)
             part = self._master(value, states, known=MASTER in present) if MASTER in chunk.states else value
             part.grad = gradient.to(part.dtype)
             self.parts.append((parameter, part))
             self._pieces.append((piece, value))
-            other = owner.other_states(parameter, optimizer)
+            other = owner.table.other_states(parameter, optimizer)
             if other is not None:
                 small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in other.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Start to bring back what the step changed; keep what isn't of a parameter's size in `left`. Empties `stepped`."""
-        rooms = self._owner.rooms(self._number, self._slot)
+        """Start to bring back what the step changed; keep the rest in `scalar_states`. Empties `stepped`."""
+        rooms = self._owner.transfers.rooms(self._number, self._buffer)
         parts, self.parts = self.parts, []  # they may have memory of their own, of which the next chunk's take as much
         self.state.clear()
         for (parameter, part), (piece, value) in zip(parts, self._pieces, strict=True):
             part.grad = None
-            self.left[parameter] = {}
+            self.scalar_states[parameter] = {}
             states = stepped.pop(part, {})
             if part is not value:
                 value.copy_(part)
@@ -78,22 +76,22 @@ class ChunkStep:
             for name, state in states.items():
                 self._finish_state(parameter, piece, name, state, rooms)
             self._owner.applied(parameter)
-        self._owner.write(self._number, self._slot)
+        self._owner.write(self._number, self._buffer)
 
     def updated(self) -> Iterator[tuple[Unit, Piece, torch.Tensor]]:
         """Yield the units' pieces and their values, until the next chunk is asked for."""
-        for parameter, (piece, value) in zip(self.left, self._pieces, strict=True):
+        for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
             yield parameter._zinf_unit, piece, value
 
-    def settle(self, optimizer: Optimizer) -> None:
+    def commit(self, optimizer: Optimizer) -> None:
         """The whole step is over: make count what this chunk left behind."""
-        for parameter, state in self.left.items():
-            self._owner.settle(parameter, optimizer, state, self._large[parameter])
+        for parameter, state in self.scalar_states.items():
+            self._owner.commit(parameter, optimizer, state, self._large[parameter])
 
     def _states_of(self, parameter: ShardedParameter, piece: Piece) -> dict[str, torch.Tensor]:
         if self._states:
             return {name: part_of(view, piece) for name, view in self._states.items()}
-        brought = self._slot.brought
+        brought = self._buffer.brought
         return {name: brought[parameter, piece, name] for name in self._kept if (parameter, piece, name) in brought}
 
     def _master(self, value: torch.Tensor, states: Mapping[str, torch.Tensor], *, known: bool) -> torch.Tensor:
@@ -112,7 +110,7 @@ class ChunkStep:
 
     def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, Rooms]) -> None:
         if not self._is_large(name, state):
-            self.left[parameter][name] = state
+            self.scalar_states[parameter][name] = state
         elif name not in self._kept:
             raise UnsupportedOptimizerError(
                 f"state {name!r} for parameter {parameter._zinf_unit.name} appeared after its states were laid out (found then: "
@@ -123,7 +121,7 @@ class ChunkStep:
             if state.data_ptr() != place.data_ptr():
                 place.copy_(state)
         else:
-            if name not in self._owner.present(parameter, self._optimizer):
+            if name not in self._owner.table.present(parameter, self._optimizer):
                 self._owner.start_state(parameter, name, state.dtype)
             self._keep(parameter, piece, name, state, rooms)
 
@@ -132,14 +130,16 @@ class ChunkStep:
     ) -> None:
         pending = self._owner.keep_piece(parameter, piece, name, value, rooms[name], self._optimizer)
         if pending is not None:
-            self._slot.under_way.append(pending)
+            self._buffer.under_way.append(pending)
+
+
+def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[ChunkStep]:
+    """Yield the chunks with gradients; each is brought when it is yielded."""
+    with contextlib.closing(states.bring_chunks(optimizer)) as brought:
+        for number, buffer in brought:
+            yield ChunkStep(states, number, states.chunks[number], buffer, optimizer)
 
 
 def _alias(piece: torch.Tensor) -> torch.Tensor:
     """Return a tensor object of its own for a piece: an optimizer's state is found by it."""
     return piece.view(-1)
-
-
-def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Cut a piece's part out of a chunk's column."""
-    return view[piece.place : piece.place + piece.end - piece.start]

@@ -34,7 +34,7 @@ class Chunk:
     pieces: tuple[tuple[ShardedParameter, Piece], ...]
     states: Kept
     columns: Mapping[str, Column]
-    """What passes through a slot: the states, the parameter's values and its gradient."""
+    """What passes through a buffer: the states, the parameter's values and its gradient."""
 
 
 def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mover: Mover, tier: str) -> list[Chunk]:
@@ -60,3 +60,8 @@ def _columns(unit: Unit, states: Kept, mover: Mover, tier: str) -> dict[str, Col
     sides = [mover.needs(where) for where in {"device", unit.placement.grads}]  # a user's own gradient is on the device
     columns[GRADIENT] = Column(unit.reduce_dtype, any(host for host, _ in sides), any(device for _, device in sides))
     return columns
+
+
+def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Cut a piece's part out of a chunk's column."""
+    return view[piece.place : piece.place + piece.end - piece.start]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,14 @@ from torch.optim import Optimizer
 
 from zinf_compile.sharded.parameter import ShardedParameter
 
-Closure = Callable[[], Any]
+from .record import State, record_of
 
-_entered: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""What stands in for optimizers of which nothing was partitioned when their step began."""
+Closure = Callable[[], Any]
 
 
 def hollow_of(optimizer: Optimizer) -> list[ShardedParameter]:
     """Return the optimizer's parameters that are partitioned."""
     return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-
-
-def has_entered(optimizer: Optimizer) -> bool:
-    """Say whether it stands in for one in a step of it."""
-    return optimizer in _entered
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
@@ -53,7 +46,7 @@ def enter(
         return None
     stand_in: Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__ = vars(optimizer)
-    _entered.add(stand_in)
+    record_of(stand_in).state = State.STANDS_IN
     further: Closure | None = None
 
     def call() -> Any:

@@ -6,7 +6,6 @@ import collections
 import copy
 import logging
 import os
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -19,28 +18,31 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.units.pending_updates import Span, Updates
 from zinf_compile.runtime.units.unit import Unit
 
-from .chunk_step import ChunkStep
-from .offloaded_states import StreamedStates, tear, torn
+from .chunk_step import ChunkStep, chunk_steps
+from .offloaded_states import OffloadedStates
+from .record import OptimizerRecord, all_records, record_of
 
 _log = logging.getLogger("zinf_compile")
+
+_ENDED = "a step ended in the middle"
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups, and what they are after a step."""
 
 
-class LateStep:
+class DeferredStep:
     """Chunks that are updated by a thread of their own, from the settings and gradients that were there at `step()`.
 
     Parameters and gradients are safe to use meanwhile: what reads a parameter waits for its update, or is handed it. What needs
-    the states calls `finish_late` first.
+    the states calls `finish_deferred` first.
     """
 
     def __init__(
-        self, optimizer: Optimizer, sources: Sequence[StreamedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
+        self, optimizer: Optimizer, sources: Sequence[OffloadedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
     ) -> None:
         self._optimizer: Optimizer | None = optimizer
         self._sources = list(sources)
-        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in source.chunk_steps(optimizer))
+        self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in chunk_steps(source, optimizer))
         self.done: list[ChunkStep] = []
         """Chunks that are updated; they count all together, when the last one is."""
         self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
@@ -66,7 +68,9 @@ class LateStep:
         self._due = []
         updates = self._updates = Updates(spans)
         assert self._optimizer is not None, "it starts once"
-        if any(state for chunk in self.done for state in chunk.left.values()):
+        record = record_of(self._optimizer)
+        record.mark_deferred()
+        if any(state for chunk in self.done for state in chunk.scalar_states.values()):
             for source in self._sources:  # now: who takes one out of `optimizer.state` meanwhile resets it
                 source.count_states(self._optimizer)
         try:
@@ -75,10 +79,11 @@ class LateStep:
             for chunk in self.done:
                 for unit, piece, value in chunk.updated():
                     updates.updated(unit, piece.start, piece.end, value)
-            _late[self._optimizer] = self
-            self.pending = self._sources[0].context.update_lane.submit(self._run)
+            record.deferred = self
+            self.pending = self._sources[0].context.lanes.update.submit(self._run)
         except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
-            text, cause = torn[self._optimizer], error
+            record.mark_ended()
+            text, cause = record.incomplete or _ENDED, error
             updates.fail(lambda: _failed(text, cause))
             self._chunks.close()  # now: the error keeps this object, and later that would end another step's chunks
             raise
@@ -88,17 +93,25 @@ class LateStep:
         if self._updates is not None:
             self._updates.wait()
 
+    def abandon(self) -> None:
+        """Let nobody wait for it, in a forked process: the thread that works on it is not there."""
+        self.pending = Done()
+        if self._updates is not None:
+            self._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+
     def _run(self) -> None:
         optimizer, updates = self._optimizer, self._updates
         assert optimizer is not None
         assert updates is not None
+        record = record_of(optimizer)
         try:
             if torch.get_num_threads() != self._threads:  # part of the compute shape
                 torch.set_num_threads(self._threads)
-            self._update(optimizer, updates)
+            self._update(optimizer, record, updates)
         except BaseException as error:  # raised by whoever needs what was to be updated
             _log.debug("a step failed", exc_info=error)
-            cause, text = _without_frames(error), torn.get(optimizer, "a step ended in the middle")
+            record.mark_ended()
+            cause, text = _without_frames(error), record.incomplete or _ENDED
             for unit in updates.units():
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
@@ -107,41 +120,39 @@ class LateStep:
             self._chunks.close()
             self._sources, self._groups, self.done = [], [], []
 
-    def _update(self, optimizer: Optimizer, updates: Updates[Unit]) -> None:
+    def _update(self, optimizer: Optimizer, record: OptimizerRecord, updates: Updates[Unit]) -> None:
         settings: Settings = []
         assert self._frozen is not None
         for chunk in self._chunks:
             if self._sources[0].context.ending:
                 raise StepFailedError("the process ends")
             with compile_lock:  # meanwhile `torch.compiler.is_compiling()` is true in all threads, and optimizers go by that
-                tear(optimizer, len(self.done) + 1)
+                record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
                 settings += self._step_one(self._frozen, chunk)
             for unit, piece, value in chunk.updated():
                 updates.updated(unit, piece.start, piece.end, value)
             self.done.append(chunk)
         for chunk in self.done:
-            chunk.settle(optimizer)
+            chunk.commit(optimizer)
         _merge(self._groups, self._frozen.param_groups, settings)
         for source in self._sources:
             source.finish(optimizer)
         updates.close()
-        del torn[optimizer]
+        record.mark_whole()
 
 
-_late: weakref.WeakKeyDictionary[Optimizer, LateStep] = weakref.WeakKeyDictionary()
-
-
-def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
+def finish_deferred(optimizer: Optimizer, *, tell: bool = True) -> None:
     """Return when the optimizer's last step is over; where it failed and nobody was told, raise `StepFailedError`.
 
     `tell=False`, where the states are about to be replaced: then whoever next reads a parameter that isn't replaced too is told.
     """
-    late = _late.get(optimizer)
-    if late is not None:
-        late.pending.wait()  # an interrupt here leaves it known
-        del _late[optimizer]
+    record = record_of(optimizer)
+    deferred: DeferredStep | None = record.deferred
+    if deferred is not None:
+        deferred.pending.wait()  # an interrupt here leaves it known
+        record.deferred = None
         if tell:
-            late.tell()
+            deferred.tell()
 
 
 def synchronize() -> None:
@@ -151,16 +162,16 @@ def synchronize() -> None:
     waits by itself: call this to time steps, or to have a step's error here and now. Raises `StepFailedError` for a step that
     failed, unless somebody was told already.
     """
-    for optimizer in list(_late):
-        finish_late(optimizer)
+    for optimizer, record in all_records():
+        if record.deferred is not None:
+            finish_deferred(optimizer)
 
 
 def _forked() -> None:
     """In a child process nobody ends the steps that were under way when it was made."""
-    for late in list(_late.values()):
-        late.pending = Done()
-        if late._updates is not None:
-            late._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+    for _, record in all_records():
+        if record.deferred is not None:
+            record.deferred.abandon()
 
 
 os.register_at_fork(after_in_child=_forked)

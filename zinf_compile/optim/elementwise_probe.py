@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from .elementwise_trial import (
     nested_state,
     numbers_that_differ,
 )
+from .record import record_of
 
 _SCALES = (1.0, 30.0, 0.03)
 """Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""
@@ -52,9 +52,6 @@ class _Verdict:
     """What the optimizer keeps of the size of the parameter."""
     nested: str | None = None
     """The name of a state that is a collection of tensors."""
-
-
-_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
 
 
 def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:
@@ -96,7 +93,7 @@ def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> 
 
 
 def _verdict(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> _Verdict:
-    verdicts = _verdicts.setdefault(optimizer, {})
+    verdicts: dict[Hashable, _Verdict] = record_of(optimizer).verdicts
     settings = {k: v for k, v in group.items() if k != "params"}
     key = (dtype, *sorted((k, v if isinstance(v, str) else bool(v)) for k, v in settings.items() if isinstance(v, _DECIDING)))
     if key not in verdicts:

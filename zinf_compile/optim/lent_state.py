@@ -27,7 +27,7 @@ class LentState:
         self._unit = unit
         self._array: weakref.ref[Any] | None = None
         self._tensor: weakref.ref[torch.Tensor] | None = None
-        unit.context.host_ledger.track("states", self.flat)
+        unit.context.memory.host_ledger.track("states", self.flat)
 
     @property
     def held(self) -> bool:

@@ -70,7 +70,7 @@ class SplitStep:
         updated = [(p, shard) for p, shard in self._shards.items() if shard.grad is not None]
         for context in {self._units[p].context: None for p, _ in updated}:
             names = [self._units[p].name for p, _ in updated if self._units[p].context is context]
-            context.agree([f"the step updates {name}" for name in names], what=f"a step of {type(optimizer).__name__}")
+            context.ranks.agree([f"the step updates {name}" for name in names], what=f"a step of {type(optimizer).__name__}")
         for parameter, shard in self._shards.items():
             state, unit = stand_in.state.pop(shard, None), self._units[parameter]
             if state is not None:
@@ -112,7 +112,7 @@ def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -
         unit = WholeUnit(parameter, home.name, home.context)
         if state[LAYOUT] != unit.layout:
             continue  # another rank's, or of other ranks: refused where layouts are checked
-        home.context.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
+        home.context.ranks.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
         joined = {}
         for name, value in without_note(state).items():
             joined[name] = value

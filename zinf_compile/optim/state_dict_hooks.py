@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,20 +11,20 @@ from torch.optim import Optimizer
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Kept
-from .deferred_step import finish_late
+from .deferred_step import finish_deferred
 from .elementwise_probe import check_pieces, states_kept
-from .offloaded_states import StreamedStates, torn
+from .offloaded_states import OffloadedStates
 from .precision import keep_precision, warn_of_rounding
+from .record import record_of
 from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
 
-_streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
 
-
-def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[StreamedStates]:
+def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
     """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
-    known = _streamed.get(optimizer, [])
+    record = record_of(optimizer)
+    known: list[OffloadedStates] = record.offloaded or []
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
@@ -45,15 +44,15 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
             kept = {**kept, MASTER: master}
         if kept or converts or unit.placement.streams_values(unified=unified):
             fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
-    if fresh and optimizer not in _streamed:
-        _streamed[optimizer] = known
+    if fresh and record.offloaded is None:
+        record.offloaded = known
         optimizer.register_state_dict_pre_hook(_before_state_dict)
         optimizer.register_state_dict_post_hook(_after_state_dict)
         keep_precision(optimizer)
         optimizer.register_load_state_dict_pre_hook(_before_load)
         optimizer.register_load_state_dict_post_hook(_after_load)
     for rows in fresh.values():
-        known.append(StreamedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows], finish_late))
+        known.append(OffloadedStates(optimizer, [p for p, _ in rows], [kept for _, kept in rows], finish_deferred))
         for p, kept in rows:
             if p in optimizer.state and kept.keys() & in_memory(optimizer.state[p]).keys():
                 warn_of_rounding(optimizer, p, kept)
@@ -64,37 +63,37 @@ def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) ->
 
 def drive_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of the optimizer's states that live on drives."""
-    return sum(states.drive_bytes for states in _streamed.get(optimizer, []))
+    return sum(states.drive_bytes for states in record_of(optimizer).offloaded or [])
 
 
 @torch.no_grad()
 def _before_state_dict(optimizer: Optimizer) -> None:
-    finish_late(optimizer)
-    known = _streamed.get(optimizer, [])
+    finish_deferred(optimizer)
+    known: list[OffloadedStates] = record_of(optimizer).offloaded or []
     try:
         for states in known:
-            bring(states, optimizer)
+            bring(states.table, optimizer)
     except BaseException:
         _after_state_dict(optimizer, {})
         raise
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for states in _streamed.get(optimizer, []):
-        drop(states, optimizer)
+    for states in record_of(optimizer).offloaded or []:
+        drop(states.table, optimizer)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     given = state_dict.get("state", {})
     parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
     check_layouts(optimizer, [(p, given[i]) for i, p in parameters if isinstance(p, ShardedParameter) and i in given])
-    finish_late(optimizer, tell=False)
+    finish_deferred(optimizer, tell=False)
 
 
 @torch.no_grad()
 def _after_load(optimizer: Optimizer) -> None:
-    torn.pop(optimizer, None)
-    for states in _streamed.get(optimizer, []):
+    record_of(optimizer).mark_whole()
+    for states in record_of(optimizer).offloaded or []:
         states.forget_step()
     absorb_loaded(optimizer)
 
@@ -102,5 +101,5 @@ def _after_load(optimizer: Optimizer) -> None:
 @torch.no_grad()
 def absorb_loaded(optimizer: Optimizer) -> None:
     """Move states that were just loaded to where they live."""
-    for states in _streamed.get(optimizer, []):
+    for states in record_of(optimizer).offloaded or []:
         states.absorb(optimizer)

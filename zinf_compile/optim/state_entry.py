@@ -5,19 +5,16 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .lent_state import LentState
-
-if TYPE_CHECKING:
-    from .offloaded_states import StreamedStates
-
 
 if TYPE_CHECKING:
     _AnyDict = dict[str, Any]
@@ -33,20 +30,22 @@ class StateEntry(_AnyDict):
     Reading a state on a drive gives a tensor on the host: a copy while the caller holds it, of which every change reaches the
     drive before the next step or `state_dict()`, and every step the tensor. Assigning replaces a state; deleting one, or taking
     the entry out of `optimizer.state`, resets it. Whatever is asked waits for the updates of the last step; raises
-    `BudgetError` where there is no memory for a value.
+    `BudgetError` where there is no memory for a value. `names` are those of the states that the drive has room for, in order.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        owner: StreamedStates,
         parameter: ShardedParameter,
         memory: Mapping[str, Any],
+        *,
+        names: Iterable[str],
+        lend: Callable[[StateEntry, str], torch.Tensor],
         finish: Callable[[Optimizer], None],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._owner = owner
-        self._finish = finish
+        self._names = names
+        self._lend, self._finish = lend, finish
         self.parameter = parameter
         self.memory: dict[str, Any] = dict(memory)
         """States that are in memory, those among them that were assigned and are to go to the drive."""
@@ -62,7 +61,7 @@ class StateEntry(_AnyDict):
         if name in self.stored and optimizer is None:
             raise StepFailedError(f"state {name!r} of {self.parameter._zinf_unit.name} is gone with its optimizer")
         if name in self.stored:
-            return self._owner.lend(self, name)
+            return self._lend(self, name)
         return self.memory[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -81,7 +80,7 @@ class StateEntry(_AnyDict):
 
     def __iter__(self) -> Iterator[str]:
         self._settled()
-        stored = [name for name in self._owner.order_of(self.parameter) if name in self.stored]
+        stored = [name for name in self._names if name in self.stored]
         return iter([*self.memory, *stored])
 
     def __len__(self) -> int:

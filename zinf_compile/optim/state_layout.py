@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,12 +14,13 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole_unit import whole_unit_of
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .record import record_of
 from .state_entry import in_memory
 
 LAYOUT = "zinf_layout"
 """Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
 
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_WARNED = "states that don't say which elements they are of"
 
 
 def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def _way(layout: Mapping[str, Any]) -> str:
 
 def _warn_of_unknown(optimizer: Optimizer, state: Mapping[str, Any], unit: Unit) -> None:
     """Warn, once, of local states without a note, where tiles may have chosen their elements: earlier versions left none."""
-    if unit.context.size == 1 or len(unit.shape) < 2 or optimizer in _warned:
+    if unit.context.size == 1 or len(unit.shape) < 2 or _WARNED in record_of(optimizer).warned:
         return
     if any(isinstance(value, torch.Tensor) and value.shape == (unit.shard_numel,) for value in state.values()):
-        _warned.add(optimizer)
+        record_of(optimizer).warned.add(_WARNED)
         warnings.warn(
             f"states of this {type(optimizer).__name__}, those for parameter {unit.name} for one, don't say which elements they "
             f"are of, as those saved by an earlier version: they are taken for those of {_text(unit.layout)}. If they were "

@@ -1,4 +1,4 @@
-"""A gradient that a step has taken: what happens to `parameter.grad` afterwards is no concern of it."""
+"""Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad` don't reach it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .shard_state import local_gradient
 
 
-class Taken:
-    """What of it a step needs."""
+class StepGradient:
+    """What a step needs of one parameter's gradient."""
 
     def __init__(self, parameter: ShardedParameter, pieces: int) -> None:
         grad = parameter.grad
@@ -22,8 +22,8 @@ class Taken:
         """The shard, where it isn't on the device."""
         self.changes = away.noted() if away is not None and away.home.resident is None else None
         """What to do to each piece of it that was read."""
-        self.pieces = pieces
-        """Of it that are still to be applied."""
+        self.pieces_left = pieces
+        """Pieces that are still to be applied."""
 
     @property
     def waits_on_drive(self) -> bool:

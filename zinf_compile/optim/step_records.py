@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +15,10 @@ from zinf_compile.runtime.units.steps_taken import note_step
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .record import record_of
+
 _IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that choose among implementations of one rule."""
-
-_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""Steps done since the optimizer was made or its states were loaded."""
 
 Due = Mapping[Context, tuple[tuple[str, ...], list[Unit]]]
 """Of a step that begins, for the ranks of each context: its settings, and the units that it updates."""
@@ -51,15 +49,16 @@ def note(optimizer: Optimizer, due: Due) -> None:
     """Note a step that is done, or handed to a thread that does it beside the next forward."""
     if not due:
         return
-    if optimizer not in _numbers:
+    record = record_of(optimizer)
+    if record.steps_done is None:
         optimizer.register_load_state_dict_post_hook(_start_anew)
-    _numbers[optimizer] = number = _numbers.get(optimizer, 0) + 1
+    record.steps_done = number = (record.steps_done or 0) + 1
     for context, (settings, units) in due.items():
         note_step(StepDone(type(optimizer).__name__, number, settings), units, context)
 
 
 def _start_anew(optimizer: Optimizer) -> None:
-    _numbers[optimizer] = 0
+    record_of(optimizer).steps_done = 0
 
 
 def _kept(group: Mapping[str, Any]) -> set[str]:

@@ -1,20 +1,27 @@
 """What user code sees of partitioned parameters: the parameters, their gradients, tensors partitioned alike, and eager calls on
 them.
 
-budget — Whether a model fits within the caps, and how far ahead its transfers may run there.
+budget — Whether a captured graph fits within the caps, and how far ahead its transfers may run there.
+budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — What the user called, as the user writes it, from the function or operator that PyTorch hands to an override.
 calls — What user code calls on partitioned tensors, before autograd sees it.
+caps — Caps on what a rank may hold, in bytes, as options declare them or the process may use them, and what is left within.
 data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
     `parameter.data = value`.
+dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
 eligibility — Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
+gradient_ops — Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a
+    single rank.
 gradient_reductions — Largest element, sum and other numbers of whole gradients, from the shards of all ranks; random
     numbers shaped like them.
 gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
     arithmetic keeps both.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
+metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
+    already.
 offloaded_storage — The storage of values that are off the device: its size is known, its bytes are brought when somebody
     reads them.
 offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that brings it when it is
@@ -22,6 +29,8 @@ offloaded_value — The value of a parameter that lives off the device, on one p
 operands — What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
+parameter_calls — Eager calls on partitioned parameters: on shards, on whole values where this process has them, or refused
+    with the way out.
 parameter_ops — Eager calls on partitioned parameters whose values are spread over ranks or off the device: on shards, where
     these serve.
 partition — Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that
@@ -33,6 +42,8 @@ passage — What passes through host memory besides a graph's own schedule: grad
 recompile_limit — What happens when Dynamo gives a function up because it compiled it too often.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective
     operations.
+resident — Bytes of a captured graph that stay where they live: shards, reduced gradients, chunks of a step, and states to
+    come.
 save_check — What of a model can't be saved through its `state_dict()`: said at the first step, not hours later at the first
     save.
 shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is
@@ -48,3 +59,5 @@ unpartitioned_report — What stays whole on every rank, said at the first step:
     their states.
 whole_values — What shards can't answer of a parameter off the device, on one process: its whole value is brought for it.
 """
+
+from . import dispatch as dispatch

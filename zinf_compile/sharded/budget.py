@@ -1,38 +1,36 @@
-"""Whether a model fits within the caps, and how far ahead its transfers may run there."""
+"""Whether a captured graph fits within the caps, and how far ahead its transfers may run there."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import fx
 
-from zinf_compile.config import Config, parse_bytes, tile_range
+from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import Slot
-from zinf_compile.ir.tiers import Placement, way_in
+from zinf_compile.ir.tiers import way_in
 from zinf_compile.passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import ByteRoom, Claim, Sides
+from zinf_compile.runtime.memory.reservations import Reservation, Sides
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
-from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
-from zinf_compile.runtime.transfer.chunk_buffers import SLOTS
-from zinf_compile.runtime.transfer.move import Mover
-from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
+from zinf_compile.runtime.units.unit import Unit
 
+from .caps import Caps, Headroom, find_caps, held_bytes
 from .parameter import ShardedParameter, unit_of
 from .passage import measure_passage
-from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, refusal_text, worst_of_ranks
-from .shortage import Need, advice, advice_at_birth, find_smallest, gradient_bytes, name_cap, refusal, refusal_elsewhere
+from .resident import measure_resident
+from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
+from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
 
 BUCKETS_REDUCED = 4
 """Full gradients on their way to their tier or to other ranks, where there is room for as many."""
@@ -51,164 +49,6 @@ def bucket_of(config: Config, slots: Sequence[Slot]) -> int:
     """Return the bytes that move together in a graph: no more than a tile, where some parameter is cut into tiles."""
     tile = config.tile_bytes if any(slot.tiles for slot in slots) else None
     return config.bucket_bytes if tile is None else min(config.bucket_bytes, tile)
-
-
-@dataclasses.dataclass(frozen=True)
-class Caps:
-    """What this rank may hold, in bytes, and who says so."""
-
-    device: int
-    host: int
-    device_source: str
-    host_source: str
-
-    def options(self, unified: bool) -> dict[str, int]:
-        """Return the options that set the device's cap, each with the ranks that share it."""
-        declared = {"device_memory": 1} if self.device_source == "option device_memory" else {}
-        if self.host_source.startswith("option") and (unified or self.device_source == self.host_source):
-            declared["host_memory"] = ranks_of_node()
-        return declared
-
-
-def agree_on_memory(context: Context) -> None:
-    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
-    if context.size > 1 and context.usable is None:
-        mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
-        device, host = context.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
-        context.usable = int(device), int(host)
-
-
-def find_caps(config: Config, context: Context, *, held: int) -> Caps:
-    """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
-    device = context.device
-    usable_device, usable_host = context.usable or usable_bytes(device)
-    declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
-    of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
-    host = usable_host + held if of_node is None else of_node // ranks_of_node()
-    host_source = "what this process may use" if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
-    if declared is not None:
-        return Caps(declared, host, "option device_memory", host_source)
-    if device.type == "cpu":
-        return Caps(host, host, host_source, host_source)
-    return Caps(usable_device + held, host, "what this process may use", host_source)
-
-
-@dataclasses.dataclass(frozen=True)
-class Resident:
-    """What stays on the device, and in host memory beside it, in bytes."""
-
-    device: int
-    host: int
-    slot_device: int
-    """Of one chunk during a step."""
-    slot_host: int
-    later: int
-    """On the device, of what isn't known before the first step: a guess, Adam's two states of each, a master copy where there is
-    one, and a second gradient."""
-    later_host: int
-    """The same, in host memory beside it."""
-
-
-def measure_resident(
-    slots: Sequence[Slot], placement: Placement, context: Context, *, size: int, held: Collection[int] = ()
-) -> Resident:
-    """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer.
-
-    The shards of those in `held`, by `Slot.index`, are on the account already.
-    """
-    unified = context.bridge.unified
-    sides = {"device": 0, "host": 0}
-    largest = total = 0
-    for slot in slots:
-        shard = math.ceil(slot.numel / size)
-        place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-        own = () if slot.index in held else ((place.params, slot.dtype),)
-        reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
-        for tier, dtype in (*own, *reduced):
-            if tier != "nvme":
-                sides["device" if unified else tier] += shard * dtype.itemsize
-        if slot.requires_grad:
-            largest = max(largest, min(shard, pieces.PIECE_NUMEL))
-            total += -(-shard // pieces.ALIGN) * pieces.ALIGN
-    numel = min(-(-max(largest, pieces.PIECE_NUMEL) // pieces.ALIGN) * pieces.ALIGN, total)
-    mover = Mover(context.bridge, update_on_device=placement.update_on_device)
-    rooms = [0, 0]
-    values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
-    brought = mover.needs("device")  # where a user's own gradient is
-    for slot in slots:
-        if slot.requires_grad:
-            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-            reduced_bytes, states = place.reduce_dtype_of(slot.dtype).itemsize, _state_bytes(place, slot.dtype)
-            for side in range(2):
-                one = (
-                    slot.dtype.itemsize * values[side] + reduced_bytes * (gradients[side] or brought[side]) + states * kept[side]
-                )
-                rooms[side] = max(rooms[side], numel * one)
-    later = {"device": 0, "host": 0}
-    for slot in slots:
-        if slot.requires_grad:
-            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-            second = place.reduce_dtype_of(slot.dtype).itemsize
-            for size_of_one, tier in ((_state_bytes(place, slot.dtype), place.optimizer), (second, place.grads)):
-                if tier != "nvme":
-                    later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
-    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
-
-
-def _state_bytes(placement: Placement, dtype: torch.dtype) -> int:
-    """Return what Adam keeps of one element: two states, and a master copy where there is one."""
-    master = placement.master_of(dtype)
-    return 2 * dtype.itemsize if master is None else 3 * master.itemsize
-
-
-def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
-    """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
-    agree_on_memory(context)
-    caps = find_caps(config, context, held=context.ledger.total()[0])
-    resident = measure_resident(slots, config.placement(), context, size=context.size)
-    largest = max(slots, key=lambda slot: slot.bytes)
-    unified = context.bridge.unified
-    cap = min(caps.device, caps.host) if unified else caps.device
-    staging = measure_passage(slots, config.placement(), size=context.size, unified=unified).staging
-    here = resident.device + (largest.bytes + staging if unified else 0)
-    needed = here + held_bytes(context.ledger, here, cap)
-    if needed > cap:
-        raise BudgetError(
-            f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
-            f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
-            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_at_birth(config.placement(), unified=unified, side="device")
-        )
-    here = resident.host + largest.bytes + staging
-    host = here + (0 if unified else held_bytes(context.host_ledger, here, caps.host))
-    if not unified and host > caps.host:
-        raise BudgetError(
-            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
-            f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
-            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_at_birth(config.placement(), unified=False, side="host")
-        )
-    if staging and not context.claims.staging:
-        context.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
-
-
-def _blocks(staging: int) -> str:
-    return f", and {staging:,} for blocks on their way to a drive" if staging else ""
-
-
-class Spare:
-    """What is left within the caps, for what is better with more memory."""
-
-    def __init__(self, device: int, host: int | None) -> None:
-        self._device, self._host = device, host
-
-    def take(self, most: int, device: float, host: float = 0) -> int:
-        """Take as many as there is room for, of what takes so much on the device and in host memory, and return how many."""
-        rows = [(self._device, device + host)] if self._host is None else [(self._device, device), (self._host, host)]
-        count = max(0, min([most, *(int(left / one) for left, one in rows if one)]))
-        self._device -= math.ceil(count * rows[0][1])
-        self._host = None if self._host is None else self._host - math.ceil(count * host)
-        return count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,9 +94,9 @@ class GraphBudget:
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
         born = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
-        self.caps = caps or find_caps(config, context, held=whole + context.ledger.total()[0])
+        self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
-        self._claims: list[Claim] = []
+        self._claims: list[Reservation] = []
         """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
         self._checked = False
         self._measuring = measuring
@@ -287,8 +127,8 @@ class GraphBudget:
         standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self._measuring:
             return standing
-        spare = Spare(device.spare, None if context.bridge.unified else host.spare)
-        slots = 1 + spare.take(SLOTS - 1, resident.slot_device, resident.slot_host)
+        room = Headroom(device.spare, None if context.bridge.unified else host.spare)
+        slots = 1 + room.take(CHUNK_BUFFERS - 1, resident.slot_device, resident.slot_host)
         next_gathered, next_on_the_way = self._one_ahead(graph, widening)
         widest = max(BUCKETS_ON_THE_WAY * self._bucket, math.ceil(BUCKETS_GATHERED * self._bucket * widening))
         wish = _Wish(
@@ -296,11 +136,11 @@ class GraphBudget:
             flight=max(0, BUCKETS_REDUCED * self._bucket - reduced) if reduced else 0,
             staging=max(0, STAGING_BYTES - self._passage.staging) if self._passage.staging else 0,
         )
-        ahead = spare.take(min(widest - full, wish.ahead), share, from_drive)
-        flight = spare.take(wish.flight, 1)
-        staging = spare.take(wish.staging, 0, 1)
-        ahead += spare.take(wish.ahead - ahead, share, from_drive)
-        claims = context.claims
+        ahead = room.take(min(widest - full, wish.ahead), share, from_drive)
+        flight = room.take(wish.flight, 1)
+        staging = room.take(wish.staging, 0, 1)
+        ahead += room.take(wish.ahead - ahead, share, from_drive)
+        claims = context.memory.reservations
         besides = flight + (staging if context.bridge.unified else 0)
         if size > 1:  # what ranks send each other follows from it: one that compiles again alone goes by what all had before
             known = claims.ahead.setdefault((self._signature, ahead_key(graph)), ahead)
@@ -313,7 +153,7 @@ class GraphBudget:
                 ahead = claims.ahead[self._signature, ahead_key(graph)] = least_of_ranks(context, ahead, what="room to run ahead")
         passing = math.ceil(ahead * share) + besides
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
-        claim = Claim(
+        claim = Reservation(
             passing=device.passing + passing,
             left=left,
             reduced=reduced + flight,
@@ -323,17 +163,17 @@ class GraphBudget:
             least=Sides(device.passing, host.passing),
             works=Sides(device.works, host.works),
             wish=Sides(
-                (SLOTS - 1) * (resident.slot_device + (resident.slot_host if context.bridge.unified else 0))
+                (CHUNK_BUFFERS - 1) * (resident.slot_device + (resident.slot_host if context.bridge.unified else 0))
                 + math.ceil(wish.ahead * share)
                 + wish.flight
                 + (wish.staging if context.bridge.unified else 0),
-                (SLOTS - 1) * resident.slot_host + math.ceil(wish.ahead * from_drive) + wish.staging,
+                (CHUNK_BUFFERS - 1) * resident.slot_host + math.ceil(wish.ahead * from_drive) + wish.staging,
             ),
         )
         self._claims.append(claim)
         claims.add(claim)
-        context.gradient_room.limit = claims.on_the_way
-        context.staging.limit(claims.staging or STAGING_BYTES)
+        context.memory.inflight_gradients.limit = claims.on_the_way
+        context.memory.staging.limit(claims.staging or STAGING_BYTES)
         if not gathered:  # what is used is held anyway
             return standing
         return min(int((full + ahead) / widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), full + ahead
@@ -364,7 +204,7 @@ class GraphBudget:
         besides = passage.read if unified else passage.on_device
         passing = max(gathered + reduced, besides) + (passage.staging if unified else 0)
         here = resident.device + slot + passing
-        least = here + self._held(context.ledger, here, cap)
+        least = here + self._held(context.memory.ledger, here, cap)
         self._note(
             Need(
                 side="device",
@@ -390,7 +230,7 @@ class GraphBudget:
             return _Side(cap, 0, 0, 0)
         passing = max(read + leaving, passage.read) + passage.staging
         here = resident.host + resident.slot_host + passing
-        least = here + self._held(context.host_ledger, here, cap)
+        least = here + self._held(context.memory.host_ledger, here, cap)
         fixed = least - resident.slot_host - passing
         self._note(
             Need(
@@ -453,88 +293,10 @@ class GraphBudget:
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self._measuring else cap  # what nobody uses went before
-        return held_bytes(ledger, more, cap, self._context.gradient_room)
+        return held_bytes(ledger, more, cap, self._context.memory.inflight_gradients)
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)
         error = refusal([need], {need.side: need.works}) if self._checked else None
         if error is not None:
             raise error
-
-
-def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
-    """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
-    claims = context.claims
-    on_device = on_device or context.bridge.unified
-    ledger, cap = (context.ledger, claims.device_cap) if on_device else (context.host_ledger, claims.host_cap)
-    if cap is None:
-        return
-    side = "device" if on_device else "host"
-    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.gradient_room)
-    passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
-    needed = held + slots + states + passing
-    if needed > cap:
-        more = gradient_bytes(context, context.units)[side]
-        works = claims.works(side, held + slots + states + more)
-        second = f", with {more:,} for second gradients while they accumulate" if more else ""
-        raise BudgetError(
-            f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
-            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. "
-            f"The smallest {name_cap(context, side, works)}{second}"
-            + ("; optimizer='nvme' keeps states on a drive" if states else "")
-        )
-
-
-def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[str, Lack]:
-    """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
-    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
-    second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
-    claims = context.claims
-    sides = (
-        ("device", context.ledger, claims.device_cap, claims.passing),
-        ("host", context.host_ledger, claims.host_cap, claims.passing_host),
-    )
-    lacks = {}
-    for side, ledger, cap, passing in sides:
-        more = second[side]
-        if more and cap is not None:
-            held = held_bytes(ledger, more + passing, cap, context.gradient_room)
-            works = claims.works(side, held + more)
-            if not ledger.now()["states"]:  # no step was made yet
-                works = max(works, claims.planned(side))
-            lacks[side] = Lack(
-                needed=held + more + passing,
-                cap=cap,
-                works=works,
-                text=f"a second backward before the step needs {held + more + passing:,} bytes on the {side} of this rank: "
-                f"{held:,} are held, {more:,} second gradients until they are added to the first, {passing:,} pass at once",
-            )
-    return lacks
-
-
-def refuse_second_gradients(context: Context, lacks: Mapping[str, Lack]) -> NoReturn:
-    """Raise `BudgetError`, on all ranks, where one lacks memory for second gradients. Collective."""
-    text = refusal_text(
-        context,
-        lacks,
-        lambda side, works: f"the smallest {name_cap(context, side, works)}",
-        what="a second backward before the step",
-    )
-    raise BudgetError(f"{text}; grads='nvme' keeps gradients on a drive")
-
-
-def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: ByteRoom | None = None) -> int:
-    """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
-
-    Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are
-    still `on_the_way`, for which there is room in what passes.
-    """
-
-    def held() -> int:
-        return ledger.total()[0] - ledger.now()["bounced"]
-
-    if held() + more > cap and on_the_way is not None:
-        on_the_way.drain(lambda: held() + more <= cap)
-    if held() + more > cap:
-        gc.collect()
-    return held()

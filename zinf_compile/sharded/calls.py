@@ -8,19 +8,30 @@ from typing import Any
 import torch
 
 from zinf_compile._torch import no_torch_function, tree_leaves
+from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
 
 from .gradient import ShardedGradient
 from .operands import is_scalar
 from .partition_alike import partition_targets
-from .tensor import ShardedTensor, first_sharded, reads_memory
+from .tensor import ShardedTensor, first_sharded, is_refusal, reads_memory
+from .whole_values import on_whole_values
 
 _AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "and", "div", "floordiv", "mod", "mul", "or", "pow", "sub", "truediv"))
 
 
 @torch.compiler.disable  # what runs between two graphs: nothing to capture
-def call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a function of which an argument is a `ShardedTensor`, none a parameter."""
+def answer_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of which an argument is a `ShardedTensor`, none a parameter: on shards, or else on whole values."""
+    try:
+        return _call_on_shards(func, args, kwargs)
+    except PartitionedParameterError as error:
+        if not is_refusal(error) or (result := on_whole_values(func, args, kwargs)) is NotImplemented:
+            raise
+        return result
+
+
+def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     owner = first_sharded((args, kwargs))
     assert owner is not None, "it was called for one"
@@ -83,6 +94,6 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ranks = ctx.context.exchange(grad.double().reshape(-1), what=ctx.what)
+        ranks = ctx.context.ranks.exchange(grad.double().reshape(-1), what=ctx.what)
         mean = ranks[0] if bool((ranks == ranks[0]).all()) else ranks.sum(0) / len(ranks)
         return mean.reshape(grad.shape).to(device=grad.device, dtype=grad.dtype), None, None

@@ -5,46 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Protocol, cast
+from collections.abc import Sequence
 
 import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
-from zinf_compile.runtime.units.unit import Unit
 
-
-class Gradient(Protocol):
-    """What this file needs of a `ShardedGradient`."""
-
-    device: torch.device
-
-    @property
-    def norm_dtype(self) -> torch.dtype:
-        """The type of its norms."""
-
-    @property
-    def unit(self) -> Unit:
-        """The partitioned parameter."""
-
-    def local(self) -> torch.Tensor:
-        """Return this rank's shard."""
-
-    def prepare(self, *, early: bool = False) -> None:
-        """Start to bring the shard for the next `local`, where it isn't on the device; `early`: only where there is room."""
-
-    @property
-    def away(self) -> AwayGradient | None:
-        """The shard, where it isn't on the device."""
-
-    def valid_parts(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's elements, padding left away, in one part or several."""
-
-    def state(self) -> tuple[object, int]:
-        """Return what the shard is, by identity, and how often it was changed."""
-
+from .gradient import ShardedGradient
 
 _Settings = tuple[float, torch.dtype | None]
 
@@ -60,7 +28,7 @@ class _Known:
         """Return what is known of gradients that live."""
         return {key: known for key, known in self.by_shard.items() if known[0]() is not None}
 
-    def recall(self, gradients: Sequence[Gradient]) -> list[float] | None:
+    def recall(self, gradients: Sequence[ShardedGradient]) -> list[float] | None:
         """Return the norms, if all are known and no gradient was changed since."""
         norms = []
         for gradient in gradients:
@@ -75,7 +43,7 @@ class _Known:
 _known: weakref.WeakKeyDictionary[Context, _Known] = weakref.WeakKeyDictionary()
 
 
-def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+def global_norms(gradients: Sequence[ShardedGradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return the norm of each whole gradient, the same on all ranks. A collective operation.
 
     `clip_grad_norm_` asks for one gradient after the other. The first question is answered at once for all parameters that were
@@ -108,17 +76,17 @@ def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype
     ]
 
 
-def _gradients_of(context: Context, families: set[int]) -> list[Gradient]:
-    found: list[Gradient] = []
+def _gradients_of(context: Context, families: set[int]) -> list[ShardedGradient]:
+    found: list[ShardedGradient] = []
     for unit in sorted((unit for unit in context.units if unit.family in families), key=lambda unit: unit.serial):
         parameter = unit.parameter()
         gradient = parameter.grad if parameter is not None else None
-        if gradient is not None and getattr(gradient, "unit", None) is unit:
-            found.append(cast(Gradient, gradient))
+        if isinstance(gradient, ShardedGradient) and gradient.unit is unit:
+            found.append(gradient)
     return found
 
 
-def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) -> _Known:
+def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGradient]) -> _Known:
     order, dtype = settings
     empty = math.inf if order == -math.inf else 0.0
     local = []
@@ -132,7 +100,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[Gradient]) 
             norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())
         local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
-    ranks = context.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
+    ranks = context.ranks.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
     combined = combine_norms(ranks, order)
     known = _Known(settings)
     for gradient, norm in zip(gradients, combined.tolist(), strict=True):

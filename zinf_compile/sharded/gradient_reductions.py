@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .gradient import ShardedGradient
+from .gradient import ShardedGradient
 
 _Part = Callable[[torch.Tensor], torch.Tensor]
 _Combine = Callable[[torch.Tensor], torch.Tensor]
@@ -96,7 +95,7 @@ def draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
     like = torch.empty_strided(unit.shape, unit.stride, dtype=args[0].dtype, device=unit.device)
     whole = func(like, *args[1:], **kwargs)
     del like
-    unit.context.ledger.track("staged", whole)
+    unit.context.memory.ledger.track("staged", whole)
     part: torch.Tensor = unit.local_part(whole)
     return part
 
@@ -134,4 +133,4 @@ def _parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
 
 
 def _exchange(gradient: ShardedGradient, values: torch.Tensor, what: str) -> torch.Tensor:
-    return gradient.unit.context.exchange(values, what=f"{what} of the gradient of {gradient.unit.name}")
+    return gradient.unit.context.ranks.exchange(values, what=f"{what} of the gradient of {gradient.unit.name}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zinf_compile.runtime.units.unit import Unit
 
-if TYPE_CHECKING:
-    from .gradient import ShardedGradient
+from .gradient import ShardedGradient
 
 
 def as_kept(value: Any, unit: Unit) -> Any:

@@ -30,13 +30,13 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
     if needed <= host_room_bytes(context):
         return None
     gc.collect()
-    context.staging.clear()
+    context.memory.staging.clear()
     available = host_room_bytes(context)
     if needed <= available:
         return None
-    claims, named = context.claims, []
-    of_host = context.host_ledger.total()[0] + needed
-    of_device = context.ledger.total()[0] + needed
+    claims, named = context.memory.reservations, []
+    of_host = context.memory.host_ledger.total()[0] + needed
+    of_device = context.memory.ledger.total()[0] + needed
     if claims.declared_device is not None and context.bridge.unified and of_device > claims.declared_device:
         named.append(f"the smallest {name_cap(context, 'device', of_device)}")
     if claims.declared_host is not None and of_host > claims.declared_host:
@@ -49,9 +49,9 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
 
 def host_room_bytes(context: Context) -> int:
     """Return the host memory that this rank could take now beside what it holds, within the caps that were declared."""
-    claims, room = context.claims, usable_host_bytes()
+    claims, room = context.memory.reservations, usable_host_bytes()
     if claims.declared_host is not None:
-        room = min(room, claims.declared_host - context.host_ledger.total()[0])
+        room = min(room, claims.declared_host - context.memory.host_ledger.total()[0])
     if context.bridge.unified and claims.declared_device is not None:
-        room = min(room, claims.declared_device - context.ledger.total()[0])
+        room = min(room, claims.declared_device - context.memory.ledger.total()[0])
     return max(0, room)

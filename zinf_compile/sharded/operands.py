@@ -59,7 +59,7 @@ def cut_whole(value: torch.Tensor, owner: ShardedTensor, operator: str) -> torch
     flat = Dense(owner.shape, owner.stride(), value.dtype, value.device).flat(value.detach())
     if context.size > 1:
         try:
-            context.agree([*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()")
+            context.ranks.agree([*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()")
         except RankMismatchError as error:
             raise RankMismatchError(
                 f"{operator}() of what is partitioned like {owner.unit.name} and of a whole tensor, which must have the same "

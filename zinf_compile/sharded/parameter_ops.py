@@ -145,7 +145,7 @@ class _Values(torch.autograd.Function):
                     "backward of that: call backward() first"
                 )
         shard = _local_gradient(grad, unit).to(unit.dtype)
-        unit.context.ledger.track("grads", shard)
+        unit.context.memory.ledger.track("grads", shard)
         return ShardedGradient(unit, *take_away(unit, shard, Done()))
 
 

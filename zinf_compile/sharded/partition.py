@@ -32,10 +32,10 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
         for (parameter, name), unit in units:
             if unit.home is None:
                 _spread(parameter, unit, name)
-                context.ledger.track("params", unit.shard)
+                context.memory.ledger.track("params", unit.shard)
             hollow_out(parameter, unit)
             stop_averaging(parameter)
-    context.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
+    context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
     average_the_rest([parameter for parameter, _ in distinct], context, placement)
 
 

@@ -34,9 +34,9 @@ def _problems(context: Context) -> list[tuple[str, str]]:
     if not away:
         return []
     largest = max(away, key=lambda unit: unit.bytes)
-    ledgers = [context.ledger]
+    ledgers = [context.memory.ledger]
     if not context.bridge.unified and largest.resident is None:
-        ledgers.append(context.host_ledger)
+        ledgers.append(context.memory.host_ledger)
     return [
         (largest.name, f"model.state_dict() can be read, and the model saved through it, only with a higher cap: {short}")
         for ledger in ledgers

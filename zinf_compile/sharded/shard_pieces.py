@@ -37,27 +37,27 @@ def over_pieces(
         fetched.append({key: values.fetch(*span) for key, values in operands.items() if key not in unread})
 
     for span, following in itertools.zip_longest(spans, spans[1:]):
-        with context.meter.waiting():
+        with context.lanes.meter.waiting():
             if not fetched:
                 start(span)
             if following is not None and _has_room(unit, operands, following):
                 start(following)
             arriving = fetched.pop(0)
             pieces = {key: fetch() for key, fetch in arriving.items()}
-        pieces |= {key: context.staged_buffer(span[1] - span[0], operands[key].dtype) for key in unread}
+        pieces |= {key: context.memory.staged_buffer(span[1] - span[0], operands[key].dtype) for key in unread}
         result = function(pieces, *span)
         if result is None or into is None:
             continue
         target = target or into(result)
-        with context.meter.waiting():
+        with context.lanes.meter.waiting():
             if writing is not None:
                 writing.wait()
             writing = target.write(span[0], result.reshape(-1).contiguous())
     if writing is not None:
-        with context.meter.waiting():
+        with context.lanes.meter.waiting():
             writing.wait()
 
 
 def _has_room(unit: Unit, operands: Mapping[int, ShardValues], span: tuple[int, int]) -> bool:
     size = sum((span[1] - span[0]) * values.dtype.itemsize for values in operands.values())
-    return unit.context.has_room(unit.context.host_ledger, 2 * size)
+    return unit.context.memory.has_room(unit.context.memory.host_ledger, 2 * size)

@@ -69,7 +69,7 @@ def least_of_ranks(context: Context, number: int, *, what: str) -> int:
 
 def _of_ranks(context: Context, number: float, what: str) -> list[float]:
     with outside_tracing():
-        return context.agree([what], what=what, value=float(number))
+        return context.ranks.agree([what], what=what, value=float(number))
 
 
 def worst_of_ranks(context: Context, lacks: Mapping[str, Lack]) -> dict[str, Worst]:
@@ -77,7 +77,9 @@ def worst_of_ranks(context: Context, lacks: Mapping[str, Lack]) -> dict[str, Wor
     mine = [lacks.get(side, Lack(0, None, 0)) for side in SIDES]
     figures = [float(figure) for lack in mine for figure in (lack.short, lack.needed, lack.works)]
     with outside_tracing():
-        everyone = context.exchange(torch.tensor(figures, dtype=torch.float64), what="the memory that each rank needs").tolist()
+        everyone = context.ranks.exchange(
+            torch.tensor(figures, dtype=torch.float64), what="the memory that each rank needs"
+        ).tolist()
     found = {}
     for number, side in enumerate(SIDES):
         rows = [row[3 * number : 3 * number + 3] for row in everyone]

@@ -148,7 +148,7 @@ def name_cap(context: Context, side: str, works: int) -> str:
     """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well."""
     if side == "host":
         return f"host_memory that works is {works * ranks_of_node():,}"
-    claims = context.claims
+    claims = context.memory.reservations
     now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))
     text = f"device_memory that works is {works:,}"
     if not claims.tiles_follow or now == then:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -15,8 +15,6 @@ from zinf_compile.runtime.units.dense import Dense
 from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
-
-from .gradient import ShardedGradient
 
 _READ_MEMORY = frozenset(
     [
@@ -46,6 +44,10 @@ class ShardedTensor(torch.Tensor):
 
     _unit: Unit
     _shard_values: ShardValues
+    _answer: ClassVar[Callable[..., Any]]
+    """Performs an operator of which an argument is a `ShardedTensor`; set in `dispatch.py`."""
+    _answer_call: ClassVar[Callable[..., Any]]
+    """Performs a call of user code, before autograd sees it; set in `dispatch.py`."""
 
     @staticmethod
     def __new__(cls, values: ShardValues, shape: Sequence[int], stride: Sequence[int]) -> ShardedTensor:
@@ -77,8 +79,8 @@ class ShardedTensor(torch.Tensor):
         if resident is not None:
             return resident
         context = self._unit.context
-        shard = context.staged_buffer(self._unit.shard_numel, self.dtype)
-        with context.meter.waiting(), torch.no_grad():
+        shard = context.memory.staged_buffer(self._unit.shard_numel, self.dtype)
+        with context.lanes.meter.waiting(), torch.no_grad():
             for start, end in pieces_of(self._unit):
                 shard[start:end].copy_(self._shard_values.fetch(start, end)())
         return shard.to(self._unit.device)
@@ -86,7 +88,7 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank. A collective operation."""
         context, dense = self._unit.context, Dense(self.shape, self.stride(), self.dtype, self.device)
-        context.agree(self.describe("full_tensor"), what="gathering a tensor")
+        context.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
         with torch.no_grad():
             shard = self.local()
             if context.size == 1:
@@ -146,26 +148,15 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented  # the parameter's own answers
-        from .calls import call_on_shards  # noqa: PLC0415  (which works on these)
-        from .whole_values import on_whole_values  # noqa: PLC0415  (likewise)
-
-        try:
-            return call_on_shards(func, args, kwargs or {})
-        except PartitionedParameterError as error:
-            if not is_refusal(error) or (result := on_whole_values(func, args, kwargs or {})) is NotImplemented:
-                raise
-            return result
+        return cls._answer_call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from .operators import answer  # noqa: PLC0415  (which makes these)
-
-        return answer(func, args, kwargs or {})
+        return cls._answer(func, args, kwargs or {})
 
 
-ShardedGradient.answered_by.append(ShardedTensor)
 for _function in (ShardedTensor.__torch_function__, ShardedTensor.__torch_dispatch__):
     never_compile_alone(_function.__func__)  # type: ignore[union-attr]
 

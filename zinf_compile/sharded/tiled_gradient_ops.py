@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from zinf_compile.runtime.units.unit import Tile
 
-if TYPE_CHECKING:
-    from .gradient import ShardedGradient
+from .gradient import ShardedGradient
 
 
 def comes_in_parts(gradient: ShardedGradient) -> bool:
@@ -18,30 +16,11 @@ def comes_in_parts(gradient: ShardedGradient) -> bool:
     return gradient.away is not None and bool(gradient.unit.tiles)
 
 
-def part_of_gradient(gradient: ShardedGradient, tile: Tile) -> torch.Tensor:
-    """Return this rank's elements of a tile's gradient, padding included; a copy, where they come from a drive."""
-    away = gradient.away
-    if away is None:
-        return tile.part(gradient.local())
-    with tile.context.meter.waiting():
-        return away.load_part(tile)
-
-
-def valid_parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
-    """Yield this rank's elements without padding: tile by tile, wherever they are, so that sums over them have the same bits."""
-    unit = gradient.unit
-    if not unit.tiles:
-        yield gradient.local()[: unit.valid]
-        return
-    for tile in unit.tiles:
-        yield part_of_gradient(gradient, tile)[: tile.valid]
-
-
 def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object]) -> None:
     """Change a gradient in place, given each tile and this rank's elements of it."""
     away = gradient.away
     assert away is not None, "it comes in parts"
-    with gradient.unit.context.meter.waiting():
+    with gradient.unit.context.lanes.meter.waiting():
         gradient.unit.settle()  # a step may still have to read the old one
         for tile in gradient.unit.tiles:
             part = away.load_part(tile)

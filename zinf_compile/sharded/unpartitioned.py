@@ -71,11 +71,11 @@ class _Average:
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         context, parameter = self._context, self._parameter()
         what = f"averaging the gradient of {self._name}, which no compiled graph uses"
-        context.agree([f"{self._name} {list(grad.shape)} {grad.dtype} in {self._dtype}"], what=what)
+        context.ranks.agree([f"{self._name} {list(grad.shape)} {grad.dtype} in {self._dtype}"], what=what)
         if not self._compared and parameter is not None:
             self._compared = True
             try:
-                context.agree([_fingerprint(parameter)], what=f"comparing the values of {self._name}")
+                context.ranks.agree([_fingerprint(parameter)], what=f"comparing the values of {self._name}")
             except RankMismatchError as error:
                 raise RankMismatchError(
                     f"parameter {self._name} is used outside the compiled graphs and so stays whole on each rank, but its values "
@@ -83,7 +83,7 @@ class _Average:
                     f"compile all of the model. {error}"
                 ) from None
         mean = grad.detach().to(self._dtype, copy=True, memory_format=torch.contiguous_format)
-        context.finish(context.reduce_lane.submit(_all_reduce(mean, context)), what)
+        context.finish(context.lanes.reduce.submit(_all_reduce(mean, context)), what)
         return mean.to(grad.dtype)
 
 

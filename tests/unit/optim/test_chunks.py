@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zinf_compile.runtime.device.link import Unified
 from zinf_compile.runtime.memory.arena import GatherMemory
-from zinf_compile.runtime.transfer.chunk_buffers import ChunkSlots, Column
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffers, Column
 from zinf_compile.runtime.units.pieces import ALIGN, chunk_end, cut_chunks
 
 
@@ -50,16 +50,16 @@ COLUMNS = {
 }
 
 
-def make_slots(count: int) -> ChunkSlots:
-    return ChunkSlots([(COLUMNS, ALIGN * (n + 1)) for n in range(count)], Unified(GatherMemory()), pinned=False)
+def make_buffers(count: int) -> ChunkBuffers:
+    return ChunkBuffers([(COLUMNS, ALIGN * (n + 1)) for n in range(count)], Unified(GatherMemory()), pinned=False)
 
 
 def test_columns_lie_apart_and_have_room_where_they_need_it() -> None:
-    slots = make_slots(9)
-    assert (slots.host_bytes, slots.device_bytes) == (3 * 9 * ALIGN * 6, 0)
-    slot, new = slots.slot_for(4)
+    buffers = make_buffers(9)
+    assert (buffers.host_bytes, buffers.device_bytes) == (3 * 9 * ALIGN * 6, 0)
+    buffer, new = buffers.buffer_for(4)
     assert new
-    rooms = slot.rooms(COLUMNS, 5 * ALIGN)
+    rooms = buffer.rooms(COLUMNS, 5 * ALIGN)
     assert rooms["c"].host is rooms["c"].device is rooms["a"].device is None
     a, b = rooms["a"].host, rooms["b"].host
     assert a is not None
@@ -71,11 +71,11 @@ def test_columns_lie_apart_and_have_room_where_they_need_it() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=25))
 def test_the_chunks_used_last_keep_their_memory(order: list[int]) -> None:
-    slots = make_slots(6)
+    buffers = make_buffers(6)
     recent: list[int] = []
     for number in order:
-        slot, new = slots.slot_for(number)
-        slot.chunk = number
+        buffer, new = buffers.buffer_for(number)
+        buffer.chunk = number
         assert new == (number not in recent[-3:])
         recent = [n for n in recent if n != number] + [number]
 
@@ -93,13 +93,13 @@ class Ends:
 
 
 def test_what_failed_to_arrive_counts_for_nothing() -> None:
-    slots = make_slots(2)
-    slot, _ = slots.slot_for(0)
-    slot.chunk = 0
+    buffers = make_buffers(2)
+    buffer, _ = buffers.buffer_for(0)
+    buffer.chunk = 0
     other = Ends()
-    slot.under_way = [Fails(), other]
+    buffer.under_way = [Fails(), other]
     with pytest.raises(OSError, match="broken"):
-        slots.settle()
+        buffers.settle()
     assert other.over, "nothing moves any more"
-    assert slots.find(0) is None
-    slots.settle()
+    assert buffers.find(0) is None
+    buffers.settle()

@@ -1,0 +1,245 @@
+"""What the ranks of a process group compare, exchange and share, and how they fail together.
+
+Small values on the host, over a control group of their own; `collectives` moves shards and gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import pickle
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zinf_compile._torch import level_group_names
+from zinf_compile.errors import OptionError, RankMismatchError
+from zinf_compile.ir.program import digest_of
+
+from .steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
+
+_END_WITHIN_S = 10.0
+"""How long a rank that ends waits for the others."""
+
+ENDING = "ending"
+"""What a rank does whose process ends without an error."""
+
+_TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
+"""What the messages of broken transfers have in common; they have no class of their own."""
+
+
+class Ranks:
+    """The ranks that share a model: this one's number, how many they are, and what they do in the same order.
+
+    `waiting` notes when compute stands still. Creating one is a collective operation.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout_s: float,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.rank = group.rank() if group is not None else 0
+        self.size = group.size() if group is not None else 1
+        self.timeout_s = timeout_s
+        self.connected = group is not None and self.size > 1 and dist.get_backend(group) != "fake"
+        """Whether there are other ranks to speak with."""
+        self._waiting = waiting
+        self._signatures: set[str] = set()
+        self._process = os.getpid()
+        self._members: list[int] = []
+        self._control: dist.ProcessGroup | None = None
+        if group is not None and self.connected:
+            self._members = dist.get_process_group_ranks(group)
+            if self._are_some:
+                self.patiently(lambda: level_group_names(group), "starting")
+            self._control = self.new_group("gloo")
+
+    @property
+    def _are_some(self) -> bool:
+        """Whether the process has other ranks besides."""
+        return len(self._members) < dist.get_world_size()
+
+    def new_group(self, backend: str) -> dist.ProcessGroup:
+        """Return another group of these ranks. A collective operation."""
+        made: list[object] = []
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        self.patiently(
+            lambda: made.append(
+                dist.new_group(self._members, timeout=timeout, backend=backend, use_local_synchronization=self._are_some)
+            ),
+            "starting (the others never called a compiled model)",
+        )
+        assert isinstance(made[0], dist.ProcessGroup)
+        return made[0]
+
+    def admit(self, signature: str) -> None:
+        """Check, the first time these options are used, that all ranks use them."""
+        if signature not in self._signatures:
+            self.agree([f"options {signature}"], what="starting", mismatch=OptionError)
+            self._signatures.add(signature)
+
+    def agree(
+        self,
+        lines: Sequence[str],
+        *,
+        what: str,
+        digest: int | None = None,
+        details: Callable[[], Sequence[str]] = tuple,
+        value: float = 0.0,
+        mismatch: type[Exception] = RankMismatchError,
+        within_s: float | None = None,
+    ) -> list[float]:
+        """Check that all ranks are about to do the same, and exchange one number on the way.
+
+        16 bytes per rank on the control group: a hash of `lines`, or `digest`, and `value`. On a mismatch all ranks raise, naming
+        the first line that differs, or the first of `details`, which only then are asked for. Waits `within_s` seconds, by
+        default as long as option `timeout_s` says. Returns every rank's value.
+        """
+        if self._control is None:
+            return [value]
+        mine = digest_of(lines) if digest is None else digest
+        bits = struct.unpack("<q", struct.pack("<d", value))[0]
+        everyone = self._gather(torch.tensor([mine, bits]), f"{what} ({lines[0]})" if lines else what, within_s)
+        digests, values = zip(*(pair.tolist() for pair in everyone), strict=True)
+        if any(other != mine for other in digests):
+            text = json.dumps([what, *lines, *details()]).encode()
+            comparing = f"{what} (comparing ranks)"
+            sizes = torch.cat(self._gather(torch.tensor([len(text)]), comparing, within_s)).tolist()
+            padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
+            described = [json.loads(bytes(row.tolist())) for row in self._gather(padded, comparing, within_s)]
+            raise mismatch(_first_difference(described))
+        return [struct.unpack("<d", struct.pack("<q", other))[0] for other in values]
+
+    def _gather(self, mine: torch.Tensor, what: str, within_s: float | None) -> list[torch.Tensor]:
+        """Return every rank's tensor, of one size on all. Works after `destroy_process_group`, too: at the end of a process."""
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        group = self._control
+        assert group is not None, "there are others"
+
+        def exchange() -> None:
+            work = group.allgather([everyone], [mine])
+            if within_s is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=within_s))
+
+        self.patiently(exchange, what)
+        return everyone
+
+    def exchange(self, values: torch.Tensor, *, what: str) -> torch.Tensor:
+        """Return every rank's `values` (a vector of doubles), stacked by rank."""
+        if self._control is None:
+            return values.unsqueeze(0)
+        if values.numel() == 1:  # fits into the check itself
+            return torch.tensor(self.agree([what], what=what, value=float(values)), dtype=torch.float64).unsqueeze(1)
+        self.agree([f"{what} of {values.numel()} values"], what=what)
+        out = [torch.empty(values.numel(), dtype=torch.float64) for _ in range(self.size)]
+        mine = values.to("cpu", torch.float64)
+        self.patiently(lambda: dist.all_gather(out, mine, group=self._control), what)
+        return torch.stack(out)
+
+    def share(self, value: Any, *, what: str, source: int = 0) -> Any:
+        """Return one rank's value on every rank; what can't be pickled is an error on all of them."""
+        if self._control is None:
+            return value
+        error: Exception | None = None
+        shared: list[bytes] = [b""]
+        try:
+            if self.rank == source:
+                shared[0] = pickle.dumps(value)
+        except Exception as raised:
+            error = raised
+        failed = self.agree([what], what=what, value=float(error is not None))[source]
+        if error is not None:
+            raise error
+        if failed:
+            raise RankMismatchError(f"{what} failed on rank {source}, see there")
+        self.patiently(lambda: dist.broadcast_object_list(shared, group_src=source, group=self._control), what)
+        return pickle.loads(shared[0])
+
+    @contextlib.contextmanager
+    def fail_together(self, what: str) -> Iterator[None]:
+        """Raise on all ranks what the block raises on one: there as it is, elsewhere `RankMismatchError`. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        ranks = [rank for rank, failed in enumerate(self.agree([what], what=what, value=float(error is not None))) if failed]
+        if error is not None:
+            raise error
+        if ranks:
+            raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
+
+    def compare_at_end(self, digest: int, last_step: StepDone | None) -> None:
+        """Raise `RankMismatchError` where the last steps were not taken by all ranks, or other ranks go on; the process ends.
+
+        Not after an error, which says enough, and not in a forked child, which shares its parent's connections. A rank that does
+        not end within `_END_WITHIN_S` seconds of this one is left to itself.
+        """
+        if self._control is None or os.getpid() != self._process or hasattr(sys, "last_value"):
+            return
+        try:
+            self.agree(
+                [ENDING],
+                what=ENDING,
+                digest=mixed(digest_of([ENDING]), digest),
+                details=lambda: describe([last_step], digest),
+                within_s=_END_WITHIN_S,
+            )
+        except RankMismatchError as error:
+            if not isinstance(
+                error.__cause__, RuntimeError | dist.DistError
+            ):  # not only left alone, by ranks that ended otherwise
+                raise
+
+    def failed(self, what: str, error: BaseException) -> RankMismatchError:
+        """Turn a broken or timed-out transfer into the error a user can act on."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return RankMismatchError(
+            f"rank {self.rank} of {self.size} got no answer from another rank while {what}; time-out {self.timeout_s:g} s "
+            f"(option timeout_s). Usually a rank ended, took another branch of the model or ran out of batches: every rank must "
+            f"run the same graphs in the same order. The transport said: {reason}"
+        )
+
+    def explain(self, error: RuntimeError, what: str) -> RuntimeError:
+        """Return the error of a transfer, called `what`, that failed: a broken connection is a `RankMismatchError`."""
+        if _TRANSPORT.search(str(error)) or isinstance(error, dist.DistError):
+            return self.failed(what, error)
+        return RuntimeError(f"rank {self.rank} of {self.size} failed while {what}: {error}")
+
+    def patiently(self, exchange: Callable[[], object], what: str) -> None:
+        """Call what waits for other ranks; raise `RankMismatchError`, which names `what`, where one doesn't answer."""
+        try:
+            with self._waiting():
+                exchange()
+        except (RuntimeError, dist.DistError) as error:
+            raise self.failed(what, error) from error
+
+
+def _first_difference(described: list[list[str]]) -> str:
+    first, *expected = described[0]
+    for rank, (what, *lines) in enumerate(described):
+        for here, there in itertools.zip_longest(lines, expected, fillvalue="nothing more"):
+            if here != there:
+                text = (
+                    f"the ranks are not doing the same thing; first difference: rank 0, {first}, has {there!r}; rank {rank}, "
+                    f"{what}, has {here!r}. Every rank must use the same options and run the same graphs in the same order."
+                )
+                if differ_in_steps(here, there):
+                    text = f"{text} {ADVICE}"
+                if ENDING in (first, what) and first != what:
+                    text = f"{text} One rank's process has ended: has it run out of batches, or left the loop by itself?"
+                return text
+    return "the ranks are not doing the same thing, though they describe it alike"

@@ -1,0 +1,79 @@
+"""The memory of one rank: what is held, what may be, and buffers for what is gathered and staged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+
+from .aligned_buffers import BufferPool
+from .arena import GatherMemory
+from .ledger import Ledger
+from .reservations import InflightLimit, Reservations
+
+
+class Memory:
+    """The accounts of a rank's memory, on the device and on the host beside it, and what is reserved of it.
+
+    `unified`: the host's memory is the device's. `waiting` is entered while compute waits for memory, `drives_used` says whether
+    anything moves to and from drives.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        gather_memory: GatherMemory,
+        *,
+        unified: bool,
+        staging_bytes: int,
+        host_buffer: Callable[[int, torch.dtype], torch.Tensor],
+        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+        drives_used: Callable[[], bool],
+    ) -> None:
+        self.ledger = Ledger()
+        """What is held on the device."""
+        self.host_ledger = self.ledger if unified else Ledger()
+        """What is held in host memory; the same account where that is the device."""
+        self.gather_memory = gather_memory
+        """Where gathers of the schedule arrive, on the CPU."""
+        self.reservations = Reservations()
+        self.usable: tuple[int, int] | None = None
+        """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
+        self.inflight_gradients = InflightLimit()
+        """Bounds the full gradients on their way to other ranks or to their tier."""
+        self.staging = BufferPool(
+            staging_bytes, pinned=device.type == "cuda", account=functools.partial(self.host_ledger.add, "bounced")
+        )
+        """Where blocks pass that drives can't move from and to where they are."""
+        self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used
+
+    def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""
+        self.make_room(self.host_ledger, numel * dtype.itemsize)
+        buffer = self._host_buffer(numel, dtype)
+        self.host_ledger.track("staged", buffer)
+        return buffer
+
+    def has_room(self, ledger: Ledger, size: int) -> bool:
+        """Say whether `size` more bytes stay within the cap, with all staging that may be needed at any moment."""
+        cap = self.reservations.device_cap if ledger is self.ledger else self.reservations.host_cap
+        return cap is None or self.least_cap(ledger, size) <= cap
+
+    def least_cap(self, ledger: Ledger, size: int) -> int:
+        """Return the cap that has room for `size` more bytes, with all staging that may be needed at any moment."""
+        staged = ledger is self.host_ledger and self._drives_used()  # without drives there is none
+        staging = max(0, self.staging.cap_bytes - self.staging.bytes) if staged else 0
+        return ledger.total()[0] + staging + size
+
+    def make_room(self, ledger: Ledger, size: int) -> None:
+        """Where `size` more bytes exceed the cap, wait until gradients have left; then what was planned for fits."""
+        if not self.has_room(ledger, size):
+            with self._waiting():
+                self.inflight_gradients.drain(lambda: self.has_room(ledger, size))
+
+    def end_step(self) -> None:
+        """Note that a step of an optimizer is over."""
+        for ledger in {self.ledger, self.host_ledger}:
+            ledger.end_step()

@@ -1,0 +1,114 @@
+"""The part of a step that is done chunk by chunk: at once, or left to the next forward."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+
+from .chunk_step import ChunkStep, chunk_steps
+from .deferred_step import DeferredStep
+from .offloaded_states import OffloadedStates
+from .record import record_of, spoil_updated
+from .stand_in import make_stand_in, settings_of
+
+
+@dataclasses.dataclass(slots=True)
+class ChunkedStep:
+    """Chunks of a step, and what their updates changed."""
+
+    chunks: list[ChunkStep]
+    """In the order of their updates; the stand-in updates the last one, after all others."""
+    sources: Sequence[OffloadedStates]
+    settings: list[tuple[dict[str, Any], dict[str, Any]]]
+    """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
+    deferred: DeferredStep | None = None
+    """What is left for the time of the next forward."""
+
+
+@contextlib.contextmanager
+def telling_what_is_done(optimizer: Optimizer) -> Iterator[None]:
+    """Let an error of a step say what of it is done; a step that is refused is none."""
+    try:
+        yield
+    except StepFailedError:
+        raise
+    except Exception as error:
+        record = record_of(optimizer)
+        if record.incomplete is None and isinstance(error, BudgetError | UnsupportedOptimizerError):
+            raise
+        if record.incomplete is not None:
+            record.mark_ended()
+            spoil_updated(optimizer)
+        done = record.incomplete or "nothing is updated yet, parameters and states are as before this step"
+        raise StepFailedError(f"{done}. Cause: {error}") from error
+
+
+def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> ChunkedStep | None:
+    """Update all chunks but the last, which the caller's own step does; None where there is none."""
+    if not sources:
+        return None
+    record, name = record_of(optimizer), type(optimizer).__name__
+    if record.incomplete is not None:
+        raise StepFailedError(record.incomplete)
+    chunked = ChunkedStep([], sources, [])
+    chunks = chunked.chunks
+    with torch.no_grad():
+        for source in sources:
+            source.begin(optimizer)
+        now = [source for source in sources if not source.follows]
+        due = sum(source.chunks_due for source in now)
+        for chunk in itertools.chain.from_iterable(chunk_steps(source, optimizer) for source in now):
+            chunks.append(chunk)
+            if len(chunks) < due:
+                record.mark_incomplete(name, len(chunks))
+                chunked.settings += _step_one(optimizer, chunk)
+        if len(now) < len(sources):
+            chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.follows], _step_one)
+            if not chunks:
+                chunks.append(chunked.deferred.take_first())
+    if not chunks:
+        return None
+    record.mark_incomplete(name, len(chunks))
+    return chunked
+
+
+def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Update one chunk; return groups, and what that changed in them."""
+    parts = {id(p): part for p, part in chunk.parts}
+    stand_in, groups = make_stand_in(optimizer, parts, without_members=lambda group: False)
+    stand_in.state.update(chunk.state)
+    vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
+    vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
+    type(stand_in).step(stand_in)
+    chunk.finish(stand_in.state)
+    return [(mine, settings_of(theirs)) for mine, theirs in zip(groups, stand_in.param_groups, strict=True)]
+
+
+def finish_chunks(optimizer: Optimizer, chunked: ChunkedStep, stand_in: Optimizer) -> None:
+    """The step is over: finish its last chunk, and make count what all chunks left behind."""
+    last = chunked.chunks[-1]
+    last.finish(stand_in.state)
+    for mine, changed in chunked.settings:
+        mine.update(changed)
+    deferred = chunked.deferred
+    for chunk in chunked.chunks:
+        if deferred is None or chunk not in deferred.done:
+            chunk.commit(optimizer)
+    for parameter in {p for source in chunked.sources for p in source.due}:
+        torch.autograd.graph.increment_version(parameter)
+    for source in chunked.sources:
+        if not source.follows:
+            source.finish(optimizer)
+    if deferred is not None:
+        deferred.start()
+    else:
+        record_of(optimizer).mark_whole()

@@ -1,0 +1,141 @@
+"""States that were loaded, replaced, changed or taken out of `optimizer.state` between two steps: moved to where they live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_compile.errors import StoreError, UnsupportedOptimizerError
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunks import part_of
+from .shard_state import kept_state, shard_state
+from .state_entry import StateEntry, states_of
+from .state_layout import noted
+from .state_table import StateTable
+
+Given = Mapping[ShardedParameter, Mapping[str, Any]]
+"""States that are in memory and belong on the drive."""
+
+
+def absorb(states: StateTable, optimizer: Optimizer) -> None:
+    """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out.
+
+    `optimizer.state`, and each parameter's entry in it, may be another mapping than before, of any class.
+    """
+    if states.by_entry:
+        _absorb_entries(states, optimizer)
+    else:
+        _bring_home(states, optimizer)
+
+
+def _absorb_entries(states: StateTable, optimizer: Optimizer) -> None:
+    """Make the drive have what `optimizer.state` says: what it lacks is reset, what it was given or had changed is written."""
+    found = {p: states_of(optimizer, p) for p in states.parameters}
+    moved = [p for p, entry in found.items() if isinstance(entry, StateEntry) and entry is not states.entries.get(p)]
+    found.update({p: dict(found[p]) for p in moved})  # while all is there still
+    for parameter, entry in list(states.entries.items()):
+        if found[parameter] is not entry:
+            states.entries.pop(parameter).lose()
+    put_back(states)
+    fresh: dict[ShardedParameter, StateEntry] = {}
+    given: dict[ShardedParameter, dict[str, Any]] = {}
+    for parameter, kept in states.kept.items():
+        content = found[parameter]
+        known = parameter in states.entries
+        if not known and not content:
+            continue  # as if it never had any
+        memory = content.memory if known else dict(content)
+        large = {name: memory[name] for name in kept if _is_large(memory.get(name), parameter)}
+        if not known:
+            fresh[parameter] = states.new_entry(optimizer, parameter, memory)
+        if large:
+            given[parameter] = large
+    for parameter, entry in {**states.entries, **fresh}.items():
+        entry.stored -= given.get(parameter, {}).keys()
+    _forget_chunks(states)
+    _write(states, optimizer, given)
+    for parameter, entry in {**states.entries, **fresh}.items():
+        for name in given.get(parameter, ()):
+            entry.memory.pop(name)
+            entry.stored.add(name)
+    for parameter, entry in fresh.items():
+        states.entries[parameter] = entry
+        optimizer.state[parameter] = entry
+
+
+def put_back(states: StateTable) -> None:
+    """Write what callers changed of the states that they were lent; let go of those that nobody holds any more."""
+    lent = [(entry, name, copy) for entry in states.entries.values() for name, copy in entry.lent.items()]
+    if not lent:
+        return
+    held = {id(copy): copy.held for _, _, copy in lent}  # before they are compared: what nobody holds, nobody changes
+    for number, chunk in enumerate(states.transfers.chunks):
+        mine = [(e, n, c, piece) for e, n, c in lent for owner, piece in chunk.pieces if owner is e.parameter]
+        if not mine:
+            continue
+        buffer, views = states.transfers.read(number)
+        changed = False
+        for _, name, copy, piece in mine:
+            there = part_of(views[name], piece)
+            if not copy.same_bytes(piece.start, piece.end, there):
+                there.copy_(copy.flat[piece.start : piece.end])
+                changed = True
+        if changed:
+            states.transfers.write(number, buffer)
+    for entry, name, copy in lent:
+        if not held[id(copy)]:
+            entry.lent.pop(name, None)
+
+
+def _bring_home(states: StateTable, optimizer: Optimizer) -> None:
+    """Make states that were just loaded what a step changes in place: this rank's, in the memory of their tier."""
+    for parameter in states.kept:
+        names, unit = states.present(parameter, optimizer), parameter._zinf_unit
+        if not names:
+            continue
+        state = dict(optimizer.state[parameter])
+        unified = unit.context.bridge.unified
+        leaves = unit.placement.optimizer == "host" and not unified and unit.device.type != "cpu"
+        for name in names:
+            value = shard_state(state[name], unit, name, optimizer)
+            state[name] = kept_state(value.cpu() if leaves else value, unit)
+        optimizer.state[parameter] = noted(state, unit)
+
+
+def _is_large(value: Any, parameter: ShardedParameter) -> bool:
+    """Say whether a value is what the drive keeps: a tensor for each element; not None or a number in its place."""
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or parameter._zinf_unit.numel == 1)
+
+
+def _forget_chunks(states: StateTable) -> None:
+    """Let chunks count no more of which no state does: they need not be read, and may be what can't be."""
+    for number, chunk in enumerate(states.transfers.chunks if states.transfers.store is not None else ()):
+        entries = (states.entries.get(parameter) for parameter, _ in chunk.pieces)
+        if not any(entry is not None and entry.stored for entry in entries):
+            states.transfers.forget(number)
+
+
+def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
+    if not given:
+        return
+    with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
+        states.transfers.settle()
+    for number, chunk in enumerate(states.transfers.chunks):
+        if any(p in given for p, _ in chunk.pieces):
+            buffer, views = states.transfers.read(number)
+            for parameter, piece in chunk.pieces:
+                for name, state in given.get(parameter, {}).items():
+                    value = shard_state(state, parameter._zinf_unit, name, optimizer)
+                    if value.numel() < piece.end:
+                        raise UnsupportedOptimizerError(
+                            f"state {name!r} of {type(optimizer).__name__} for parameter {parameter._zinf_unit.name} has "
+                            f"{value.numel()} elements; accepted: one for each element of the parameter, "
+                            f"{list(parameter._zinf_unit.shape)}"
+                        )
+                    part_of(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
+            states.transfers.write(number, buffer)

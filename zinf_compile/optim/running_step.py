@@ -1,0 +1,110 @@
+"""A step that has begun: the stand-in on which the optimizer's own `step` runs, and what stands there for each parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunked_step import ChunkedStep, finish_chunks, telling_what_is_done
+from .shard_state import kept_state, like_parameter, local_gradient, shard_state
+from .split_states import SplitStep
+from .stand_in import STEP_LOCAL, make_stand_in, settings_of
+from .state_entry import states_of
+from .state_layout import noted, without_note
+from .step_records import Due
+
+
+@dataclasses.dataclass(slots=True)
+class RunningStep:
+    """One step of an optimizer."""
+
+    owner: weakref.ref[Optimizer]
+    optimizer: Optimizer
+    """The stand-in."""
+    groups: list[dict[str, Any]]
+    """The owner's group behind each of the stand-in's."""
+    shards: list[tuple[ShardedParameter, torch.Tensor]]
+    """What is updated whole."""
+    split: SplitStep
+    chunked: ChunkedStep | None
+    due: Due = dataclasses.field(default_factory=dict)
+    """What the ranks compare once it is done."""
+
+
+def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], chunked: ChunkedStep | None) -> RunningStep:
+    """Make what the caller's own step runs on."""
+    shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
+    members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
+    members.update((id(p), shard) for p, shard in shards.items())
+    split = SplitStep(optimizer)
+    members.update(split.members())
+    if chunked is not None:
+        members.update((id(p), part) for p, part in chunked.chunks[-1].parts)
+    due = {id(p) for source in (chunked.sources if chunked is not None else ()) for p in source.due}
+
+    def rests(group: dict[str, Any]) -> bool:
+        """Say whether no chunk is of the group: as in eager, its counters go on without a gradient."""
+        return not any(id(p) in due for p in group["params"])
+
+    stand_in, groups = make_stand_in(optimizer, members, without_members=rests)
+    running = RunningStep(weakref.ref(optimizer), stand_in, groups, list(shards.items()), split, chunked)
+    _fill(optimizer, running)
+    return running
+
+
+def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, Any]) -> None:
+    """Set what `optimizer.state` has of a parameter; as in eager, in the mapping that callers may hold."""
+    known = states_of(optimizer, parameter)
+    if type(known) is dict:
+        known.clear()
+        known.update(state)
+    else:
+        optimizer.state[parameter] = state
+
+
+def _fill(optimizer: Optimizer, running: RunningStep) -> None:
+    """Give the stand-in gradients and states."""
+    partitioned = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)}
+    partitioned |= running.split.members().keys()
+    for key, state in optimizer.state.items():
+        if id(key) not in partitioned:
+            running.optimizer.state[key] = state
+    for parameter, shard in running.shards:
+        shard.grad = local_gradient(parameter)
+        if parameter in optimizer.state:
+            unit = parameter._zinf_unit
+            given = without_note(optimizer.state[parameter])
+            running.optimizer.state[shard] = {k: shard_state(v, unit, k, optimizer) for k, v in given.items()}
+    running.split.fill(optimizer, running.optimizer)
+    if running.chunked is not None:
+        running.optimizer.state.update(running.chunked.chunks[-1].state)
+
+
+def end_step(optimizer: Optimizer, running: RunningStep) -> None:
+    """Give the optimizer what its step has left on the stand-in: states, settings and attributes."""
+    stand_in = running.optimizer
+    for parameter, shard in running.shards:
+        state = stand_in.state.pop(shard, None)
+        if state is not None:
+            unit = parameter._zinf_unit
+            _keep(optimizer, parameter, noted({k: kept_state(v, unit) for k, v in state.items()}, unit))
+        shard.grad = None
+        torch.autograd.graph.increment_version(parameter)
+    running.split.finish(optimizer, stand_in)
+    if running.chunked is not None:
+        with telling_what_is_done(optimizer):
+            finish_chunks(optimizer, running.chunked, stand_in)
+    for key, value in stand_in.state.items():
+        optimizer.state[key] = value
+    for mine, theirs in zip(running.groups, stand_in.param_groups, strict=True):
+        mine.update(settings_of(theirs))
+    for name, value in vars(stand_in).items():
+        if name not in STEP_LOCAL:
+            vars(optimizer)[name] = value

@@ -1,0 +1,41 @@
+"""A stand-in for an optimizer: an object of its class and attributes, whose groups hold what one step, or one chunk, updates."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .fused_kernels import fused_settings
+from .record import State, record_of
+
+STEP_LOCAL = ("param_groups", "state")
+"""Attributes that a stand-in has of its own."""
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that a step may change for the next one."""
+    return {k: v for k, v in group.items() if k not in ("params", "fused")}
+
+
+def make_stand_in(
+    optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
+) -> tuple[Optimizer, list[dict[str, Any]]]:
+    """Make an optimizer of `members`, given by the identity of the parameters that they stand for.
+
+    Returns it with the group behind each of its own. A group of none of them is left away unless `without_members` of it.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    record_of(stand_in).state = State.STANDS_IN
+    vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in STEP_LOCAL})
+    stand_in.param_groups, groups = [], []
+    for group in optimizer.param_groups:
+        present = [members[id(p)] for p in group["params"] if id(p) in members]
+        if present or without_members(group):
+            stand_in.param_groups.append({**group, **fused_settings(optimizer, group, present), "params": present})
+            groups.append(group)
+    stand_in.state = collections.defaultdict(dict)
+    return stand_in, groups

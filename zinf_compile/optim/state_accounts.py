@@ -1,0 +1,106 @@
+"""What an optimizer's states take: checked against the caps before the first step makes them, and told to the ledgers."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import warnings
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.sharded.budget_checks import check_states
+from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.save_check import warn_of_saving
+from zinf_compile.sharded.unpartitioned import is_averaged
+from zinf_compile.sharded.unpartitioned_report import bytes_of_states, report_whole
+from zinf_compile.stats import log_first_step
+
+from .closure_step import hollow_of
+from .elementwise_probe import states_kept
+from .record import record_of
+from .split_states import split_units
+from .state_dict_hooks import drive_bytes
+from .state_entry import in_memory, states_of
+
+_WARNED = "gradients that are not averaged"
+
+
+def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
+    """Raise `BudgetError`, before the first step makes them, where states in memory exceed a cap."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    missing: dict[Context, int] = collections.defaultdict(int)
+    counted = record_of(optimizer).counted
+    for p in parameters:
+        if id(p) not in counted:
+            counted.add(id(p))
+            unit = p._zinf_unit
+            if p.requires_grad and p not in optimizer.state:
+                kept = states_kept(optimizer, groups[id(p)], unit.dtype)
+                missing[unit.context] += sum(unit.shard_numel * dtype.itemsize for dtype in kept.values())
+    for context, states in missing.items():
+        check_states(context, on_device=True, states=states, slots=0, name=type(optimizer).__name__)
+
+
+def account_states(optimizer: Optimizer) -> None:
+    """Tell the ledgers what this optimizer's state takes on this rank; what streams through is counted where it does."""
+    held: dict[Ledger, int] = collections.defaultdict(int)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+        context = parameter._zinf_unit.context
+        for name, value in in_memory(states_of(optimizer, parameter)).items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                on_host = parameter._zinf_unit.placement.optimizer == "host"
+                held[context.memory.host_ledger if on_host else context.memory.ledger] += value.numel() * value.element_size()
+    for whole, unit in split_units(optimizer).items():
+        held[unit.context.memory.ledger] += bytes_of_states(optimizer, whole)
+    record = record_of(optimizer)
+    if record.state_bytes is None:
+        record.state_bytes = {}
+        weakref.finalize(optimizer, _forget, record.state_bytes).atexit = False
+    known = record.state_bytes
+    for ledger, count in held.items():
+        ledger.add("states", count - known.get(ledger, 0))
+        known[ledger] = count
+
+
+def _forget(known: dict[Ledger, int]) -> None:
+    for ledger, count in known.items():
+        ledger.add("states", -count)
+
+
+def report_step(optimizer: Optimizer) -> None:
+    """Tell meters and ledgers that a step is over; after the first one, let the log say what it took."""
+    hollow, record = hollow_of(optimizer), record_of(optimizer)
+    first, record.reported = not record.reported, True
+    split = {unit.context: None for unit in split_units(optimizer).values()}
+    for context in {p._zinf_unit.context: None for p in hollow} | split:
+        context.end_step()
+        if first and hollow:
+            held = record.state_bytes or {}
+            in_memory = sum(held.get(ledger, 0) for ledger in {context.memory.ledger, context.memory.host_ledger})
+            units = split_units(optimizer).items()
+            split_bytes = sum(bytes_of_states(optimizer, p) for p, unit in units if unit.context is context)
+            log_first_step(context, optimizer, hollow, in_memory - split_bytes + drive_bytes(optimizer))
+            report_whole(context, optimizer, hollow)
+            warn_of_saving(context)
+
+
+def warn_of_local_gradients(optimizer: Optimizer, example: ShardedParameter) -> None:
+    """Warn, once, of parameters beside partitioned ones whose gradients differ from rank to rank."""
+    size = example._zinf_unit.context.size
+    if size == 1 or _WARNED in record_of(optimizer).warned:
+        return
+    whole = [p for p in itertools.chain(*(g["params"] for g in optimizer.param_groups)) if not isinstance(p, ShardedParameter)]
+    local = [p for p in whole if p.grad is not None and not is_averaged(p)]
+    if local:
+        record_of(optimizer).warned.add(_WARNED)
+        warnings.warn(
+            f"{len(local)} parameters of this {type(optimizer).__name__} were never used by a compiled graph (first shape: "
+            f"{list(local[0].shape)}): they are not partitioned and their gradients are not averaged over the {size} ranks. "
+            "Compile the whole model, or average these gradients yourself",
+            stacklevel=3,
+        )

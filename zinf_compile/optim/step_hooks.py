@@ -1,0 +1,154 @@
+"""Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
+
+The optimizer's own `step` runs on a stand-in: an object of the same class and attributes whose groups hold flat shards instead
+of hollow parameters. The optimizer itself is never touched while `step` runs, so an exception inside leaves it usable; state
+stays keyed by the parameter, so `state_dict()` works at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunked_step import begin_chunks, telling_what_is_done
+from .closure_step import Closure, closure_of, enter, hollow_of, with_closure
+from .deferred_step import finish_deferred
+from .elementwise_probe import check_elementwise
+from .offloaded_states import OffloadedStates
+from .precision import warn_of_short_updates
+from .record import State, record_of
+from .running_step import RunningStep, end_step, make_running_step
+from .shard_state import local_gradient
+from .split_states import join_states, split_units
+from .state_accounts import account_states, check_states_to_come, report_step, warn_of_local_gradients
+from .state_dict_hooks import offloaded_states
+from .state_layout import check_layouts
+from .step_records import note, settings_of_step
+
+_installed: list[Any] = []
+
+
+def install() -> None:
+    """Register the process-wide step hooks, once."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(torch.compiler.disable(_before_step)))
+        _installed.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if record_of(optimizer).state is State.STANDS_IN:  # in a step that calls super().step(), or of one chunk
+        return None
+    hollow = hollow_of(optimizer)
+    if not hollow and not split_units(optimizer):
+        return enter(optimizer, args, kwargs, partial(_fill_entered, optimizer))
+    sources = _check(optimizer, hollow)
+    kwargs = dict(kwargs)
+    if sources:
+        args, kwargs = _with_loss(args, kwargs)
+        now = hollow_of(optimizer)
+        if len(now) > len(hollow):  # the closure has partitioned more
+            hollow, sources = now, _check(optimizer, now)
+    running = _begin(optimizer, hollow, sources, by_closure=not sources and closure_of(args, kwargs) is not None)
+    args, closure = (running.optimizer, *args[1:]), closure_of(args, kwargs)
+    if closure is not None and running.chunked is None:  # otherwise it was called already
+        args, kwargs = with_closure(args, kwargs, _refreshing(closure, running))
+    return args, kwargs
+
+
+def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[OffloadedStates]:
+    """Check that the optimizer can step; return the chunks of what is updated in chunks."""
+    if hollow:
+        with hollow[0]._zinf_unit.context.lanes.meter.waiting():
+            finish_deferred(optimizer)
+        check_elementwise(optimizer, next(p._zinf_unit for p in hollow))
+        warn_of_local_gradients(optimizer, hollow[0])
+    join_states(optimizer, hollow)
+    split = split_units(optimizer)
+    check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state])
+    warn_of_short_updates(optimizer, hollow)
+    with telling_what_is_done(optimizer):
+        return offloaded_states(optimizer, hollow)
+
+
+def _begin(
+    optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[OffloadedStates], *, by_closure: bool = False
+) -> RunningStep:
+    """Update all but what the caller's own step is to update; return what that runs on. `by_closure`: it makes the gradients."""
+    due = settings_of_step(optimizer, by_closure=by_closure)
+    in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
+    check_states_to_come(optimizer, in_memory)
+    with telling_what_is_done(optimizer):
+        chunked = begin_chunks(optimizer, sources)
+        running = make_running_step(optimizer, in_memory, chunked)
+        running.due = due
+    record_of(optimizer).step = running  # in the place of one that raised
+    return running
+
+
+def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, loss: Any) -> Closure:
+    """Let a step that was entered before there were partitioned parameters go on with their shards; return its next closure."""
+    hollow = hollow_of(optimizer)
+    sources = _check(optimizer, hollow)
+    running = _begin(optimizer, hollow, sources)
+    _become(stand_in, running)
+    return _refreshing(closure, running) if running.chunked is None else lambda: loss
+
+
+def _become(stand_in: Optimizer, running: RunningStep) -> None:
+    """Let an object that a step runs on already be what `running` says it should run on."""
+    stand_in.__dict__ = vars(running.optimizer)
+    running.optimizer = stand_in
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not args or args[0] is optimizer:  # nothing partitioned, or a step called by the stand-in's own: super().step()
+        return
+    record = record_of(optimizer)
+    running: RunningStep | None = record.step
+    if running is None or running.optimizer is not args[0]:
+        return
+    record.step = None
+    end_step(optimizer, running)
+    note(optimizer, running.due)
+    account_states(optimizer)
+    report_step(optimizer)
+
+
+def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the closure now, before any chunk is updated; the optimizer is given one that returns the loss."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return with_closure(args, kwargs, lambda: loss)
+
+
+def _refreshing(closure: Closure, running: RunningStep) -> Closure:
+    """Return a closure after which the shards have the gradients; the first call of it may partition more parameters."""
+    known = len(hollow_of(running.owner() or running.optimizer))
+    first = True
+
+    def call() -> Any:
+        nonlocal first, running
+        loss = closure()
+        optimizer = running.owner()
+        if first and optimizer is not None and len(hollow_of(optimizer)) > known:
+            now = hollow_of(optimizer)
+            fresh = _begin(optimizer, now, _check(optimizer, now))
+            _become(running.optimizer, fresh)
+            running = fresh
+        first = False
+        for parameter, shard in running.shards:
+            shard.grad = local_gradient(parameter)
+        running.split.refresh()
+        return loss
+
+    return call

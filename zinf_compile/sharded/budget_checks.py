@@ -1,0 +1,118 @@
+"""Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+from zinf_compile.config import Config
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.program import Slot
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
+from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .caps import agree_on_memory, find_caps, held_bytes
+from .passage import measure_passage
+from .resident import measure_resident
+from .short_ranks import Lack, refusal_text
+from .shortage import advice_at_birth, gradient_bytes, name_cap
+
+
+def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
+    """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
+    agree_on_memory(context)
+    caps = find_caps(config, context, held=context.memory.ledger.total()[0])
+    resident = measure_resident(slots, config.placement(), context, size=context.size)
+    largest = max(slots, key=lambda slot: slot.bytes)
+    unified = context.bridge.unified
+    cap = min(caps.device, caps.host) if unified else caps.device
+    staging = measure_passage(slots, config.placement(), size=context.size, unified=unified).staging
+    here = resident.device + (largest.bytes + staging if unified else 0)
+    needed = here + held_bytes(context.memory.ledger, here, cap)
+    if needed > cap:
+        raise BudgetError(
+            f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
+            f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
+            f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
+            + advice_at_birth(config.placement(), unified=unified, side="device")
+        )
+    here = resident.host + largest.bytes + staging
+    host = here + (0 if unified else held_bytes(context.memory.host_ledger, here, caps.host))
+    if not unified and host > caps.host:
+        raise BudgetError(
+            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
+            f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
+            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
+            + advice_at_birth(config.placement(), unified=False, side="host")
+        )
+    if staging and not context.memory.reservations.staging:
+        context.memory.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
+
+
+def _blocks(staging: int) -> str:
+    return f", and {staging:,} for blocks on their way to a drive" if staging else ""
+
+
+def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
+    """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
+    claims = context.memory.reservations
+    on_device = on_device or context.bridge.unified
+    ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
+    if cap is None:
+        return
+    side = "device" if on_device else "host"
+    held = held_bytes(
+        ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory.inflight_gradients
+    )
+    passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
+    needed = held + slots + states + passing
+    if needed > cap:
+        more = gradient_bytes(context, context.units)[side]
+        works = claims.works(side, held + slots + states + more)
+        second = f", with {more:,} for second gradients while they accumulate" if more else ""
+        raise BudgetError(
+            f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
+            f"its chunks, {passing:,} are gathered or reduced at once. {cap:,} are allowed; nothing was updated. "
+            f"The smallest {name_cap(context, side, works)}{second}"
+            + ("; optimizer='nvme' keeps states on a drive" if states else "")
+        )
+
+
+def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[str, Lack]:
+    """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
+    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
+    second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
+    claims = context.memory.reservations
+    sides = (
+        ("device", context.memory.ledger, claims.device_cap, claims.passing),
+        ("host", context.memory.host_ledger, claims.host_cap, claims.passing_host),
+    )
+    lacks = {}
+    for side, ledger, cap, passing in sides:
+        more = second[side]
+        if more and cap is not None:
+            held = held_bytes(ledger, more + passing, cap, context.memory.inflight_gradients)
+            works = claims.works(side, held + more)
+            if not ledger.now()["states"]:  # no step was made yet
+                works = max(works, claims.planned(side))
+            lacks[side] = Lack(
+                needed=held + more + passing,
+                cap=cap,
+                works=works,
+                text=f"a second backward before the step needs {held + more + passing:,} bytes on the {side} of this rank: "
+                f"{held:,} are held, {more:,} second gradients until they are added to the first, {passing:,} pass at once",
+            )
+    return lacks
+
+
+def refuse_second_gradients(context: Context, lacks: Mapping[str, Lack]) -> NoReturn:
+    """Raise `BudgetError`, on all ranks, where one lacks memory for second gradients. Collective."""
+    text = refusal_text(
+        context,
+        lacks,
+        lambda side, works: f"the smallest {name_cap(context, side, works)}",
+        what="a second backward before the step",
+    )
+    raise BudgetError(f"{text}; grads='nvme' keeps gradients on a drive")

@@ -1,0 +1,87 @@
+"""Caps on what a rank may hold, in bytes, as options declare them or the process may use them, and what is left within."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+
+import torch
+
+from zinf_compile.config import Config, parse_bytes
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.reservations import InflightLimit
+from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Caps:
+    """What this rank may hold, in bytes, and who says so."""
+
+    device: int
+    host: int
+    device_source: str
+    host_source: str
+
+    def options(self, unified: bool) -> dict[str, int]:
+        """Return the options that set the device's cap, each with the ranks that share it."""
+        declared = {"device_memory": 1} if self.device_source == "option device_memory" else {}
+        if self.host_source.startswith("option") and (unified or self.device_source == self.host_source):
+            declared["host_memory"] = ranks_of_node()
+        return declared
+
+
+def agree_on_memory(context: Context) -> None:
+    """Let several ranks go by the memory of the one that has least: plans must not differ. Collective, once for each context."""
+    if context.size > 1 and context.memory.usable is None:
+        mine = torch.tensor(usable_bytes(context.device), dtype=torch.float64)
+        device, host = context.ranks.exchange(mine, what="the memory that each rank may use").amin(0).tolist()
+        context.memory.usable = int(device), int(host)
+
+
+def find_caps(config: Config, context: Context, *, held: int) -> Caps:
+    """Return the caps of this rank: those declared, otherwise what the process may use, `held` bytes included."""
+    device = context.device
+    usable_device, usable_host = context.memory.usable or usable_bytes(device)
+    declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
+    of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
+    host = usable_host + held if of_node is None else of_node // ranks_of_node()
+    host_source = "what this process may use" if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
+    if declared is not None:
+        return Caps(declared, host, "option device_memory", host_source)
+    if device.type == "cpu":
+        return Caps(host, host, host_source, host_source)
+    return Caps(usable_device + held, host, "what this process may use", host_source)
+
+
+def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: InflightLimit | None = None) -> int:
+    """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
+
+    Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are
+    still `on_the_way`, for which there is room in what passes.
+    """
+
+    def held() -> int:
+        return ledger.total()[0] - ledger.now()["bounced"]
+
+    if held() + more > cap and on_the_way is not None:
+        on_the_way.drain(lambda: held() + more <= cap)
+    if held() + more > cap:
+        gc.collect()
+    return held()
+
+
+class Headroom:
+    """What is left within the caps, for what is better with more memory."""
+
+    def __init__(self, device: int, host: int | None) -> None:
+        self._device, self._host = device, host
+
+    def take(self, most: int, device: float, host: float = 0) -> int:
+        """Take as many as there is room for, of what takes so much on the device and in host memory, and return how many."""
+        rows = [(self._device, device + host)] if self._host is None else [(self._device, device), (self._host, host)]
+        count = max(0, min([most, *(int(left / one) for left, one in rows if one)]))
+        self._device -= math.ceil(count * rows[0][1])
+        self._host = None if self._host is None else self._host - math.ceil(count * host)
+        return count

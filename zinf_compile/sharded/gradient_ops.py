@@ -1,0 +1,288 @@
+"""Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a single rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .call_names import call_name
+from .gradient import ShardedGradient
+from .gradient_norms import global_norms
+from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
+from .gradient_types import as_kept, changed_by, shown_types
+from .operators import view_of_gradient
+from .tensor import ShardedTensor
+from .tiled_gradient_ops import change_parts, comes_in_parts
+
+_ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clone",
+        "copy",
+        "detach",
+        "div",
+        "empty_like",
+        "fill",
+        "full_like",
+        "lerp",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "mul",
+        "nan_to_num",
+        "neg",
+        "ones_like",
+        "pow",
+        "reciprocal",
+        "rsub",
+        "sign",
+        "sqrt",
+        "square",
+        "sub",
+        "to",
+        "_to_copy",
+        "where",
+        "zero",
+        "zeros_like",
+    ]
+)
+"""Operators whose result at an element depends on that element alone; also in their in-place and `_foreach_` forms."""
+
+
+def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Perform an operator of which an argument is a gradient; those of a `ShardedTensor` beside it are that one's to answer."""
+    if any(kind is ShardedTensor for kind in types):
+        return NotImplemented
+    packet = func._schema.name.split("::")[-1]
+    if packet in ("detach", "alias"):
+        return args[0].alias()
+    if packet in _NORMS:
+        return _NORMS[packet](func, args, kwargs)
+    if packet == "_amp_foreach_non_finite_check_and_unscale_":
+        return _unscale(func, args)
+    if packet in ("view", "_unsafe_view") and (args[0].away is not None or args[0].unit.context.size > 1):
+        return view_of_gradient(func, args[0], args[1:], kwargs)
+    foreach = packet.startswith("_foreach_")
+    base = packet.removeprefix("_foreach_").rstrip("_")
+    if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
+        return (_foreach if foreach else _elementwise)(func, args, kwargs)
+    if isinstance(_first(args), ShardedGradient) and _first(args).unit.context.size > 1:
+        if base in TESTS:
+            return _elementwise(func, args, kwargs)
+        if packet in REDUCTIONS and reduces_whole(func, args, kwargs):
+            return reduce_over_ranks(func, args, kwargs)
+        if packet in DRAWS:
+            drawn = draw(func, args, kwargs)
+            return _wrapped(_first(args).unit, drawn, drawn.dtype, on_device=True)
+    return _whole(func, args, kwargs)
+
+
+def _in_turn(gradients: Sequence[Any]) -> Iterator[Any]:
+    """Yield gradients while the next one, where it isn't on the device, is on its way, if there is room for both."""
+    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
+        for each in (gradient, following):
+            if isinstance(each, ShardedGradient) and not comes_in_parts(each):
+                each.prepare(early=each is following)
+        yield gradient
+
+
+def _first(args: Sequence[Any]) -> Any:
+    if args and isinstance(args[0], (list, tuple)):
+        return next((item for item in args[0] if isinstance(item, ShardedGradient)), None)
+    return next((item for item in args if isinstance(item, ShardedGradient)), None)
+
+
+def _local_argument(value: Any, unit: Unit) -> Any:
+    if isinstance(value, ShardedGradient):
+        return value.local()
+    if isinstance(value, torch.Tensor) and value.dim() > 0 and tuple(value.shape) == unit.shape:
+        return as_kept(unit.local_part(value), unit)
+    if isinstance(value, torch.Tensor) and value.numel() > 1:
+        raise PartitionedParameterError(
+            f"the gradient of {unit.name}, shape {list(unit.shape)}, is partitioned; arithmetic with a tensor of shape "
+            f"{list(value.shape)} would broadcast over it. Use a tensor of the same shape, a scalar, or full_tensor()"
+        )
+    return value
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    owner = _first(args)
+    unit: Unit = owner.unit
+    if func._schema.is_mutable and not isinstance(args[0], ShardedGradient):
+        return _whole(func, args, kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout")}
+    if func._schema.is_mutable:
+        _change(func, args[0], args[1:], kwargs)
+        return args[0]
+    result = func(*[_local_argument(a, unit) for a in args], **{k: _local_argument(v, unit) for k, v in kwargs.items()})
+    return _wrapped(unit, result, *shown_types(func, args, kwargs, [result]))
+
+
+def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: dict[str, Any], *, foreach: bool = False) -> None:
+    """Change one gradient in place; with `foreach`, by an operator on lists, of which it and `args` are elements."""
+    unit = gradient.unit
+    operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
+    alone = gradient.away is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
+
+    def local(value: Any) -> Any:
+        if isinstance(value, list):
+            return [local(item) for item in value]
+        return value.clone() if alone and isinstance(value, torch.Tensor) else _local_argument(value, unit)
+
+    def change_part(tile: Tile, part: torch.Tensor) -> None:
+        def cut(value: Any) -> Any:
+            if isinstance(value, list):
+                return [cut(item) for item in value]
+            if isinstance(value, ShardedGradient):
+                return value.part(tile)
+            own = local(value)
+            return tile.part(own) if isinstance(own, torch.Tensor) and own.numel() == unit.shard_numel else own
+
+        func([part] if foreach else part, *map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
+
+    def change(shard: torch.Tensor) -> None:
+        func([shard] if foreach else shard, *others, **named)
+
+    if comes_in_parts(gradient) and not alone:
+        change_parts(gradient, change_part)
+        return
+    others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
+    gradient.change(change, elementwise=alone)
+
+
+def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    owners: Sequence[Any] = args[0]
+
+    if func._schema.is_mutable and any(isinstance(o, ShardedGradient) and o.away is not None for o in owners):
+        for index, owner in enumerate(owners):  # one at a time: they needn't fit into memory together
+            rest = [[v[index]] if isinstance(v, (list, tuple)) else v for v in args[1:]]
+            if isinstance(owner, ShardedGradient):
+                _change(func, owner, rest, kwargs, foreach=True)
+            else:
+                func([owner], *rest, **kwargs)
+        return None
+
+    def localised(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            return value
+        return [
+            _local_argument(v, o.unit) if isinstance(o, ShardedGradient) and isinstance(v, torch.Tensor) else v
+            for v, o in zip(value, owners, strict=True)
+        ]
+
+    result = func(*[localised(a) for a in args], **{k: localised(v) for k, v in kwargs.items()})
+    if func._schema.is_mutable:
+        for owner in owners:
+            if isinstance(owner, ShardedGradient):
+                torch.autograd.graph.increment_version(owner.local())
+        return None
+    shown = shown_types(func, args, kwargs, result)
+    return [
+        _wrapped(o.unit, r, dtype) if isinstance(o, ShardedGradient) else r
+        for o, r, dtype in zip(owners, result, shown, strict=True)
+    ]
+
+
+def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype, *, on_device: bool = False) -> ShardedGradient:
+    """Return what is made of a gradient: where gradients live or, as suits what is soon dropped, `on_device`."""
+    shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
+    unit.context.memory.ledger.track("grads", shard)
+    leaves = shard.dtype == unit.reduce_dtype and not on_device  # its place is made for that type
+    return ShardedGradient(unit, *(take_away(unit, shard, Done()) if leaves else (shard, Done())), dtype)
+
+
+def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on whole gradients, which a single rank has; elsewhere raise an error that names it."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") else ()
+    names = [a.name for a in arguments] + [""] * len(args)
+    only_read = {a.name for a in arguments if a.alias_info is None}  # neither changed nor seen through the result
+
+    def materialised(value: Any, name: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(materialised(v, name) for v in value)
+        if not isinstance(value, ShardedGradient):
+            return value
+        if value.unit.context.size == 1 and value.away is not None and name in only_read:
+            return value.full_tensor()
+        whole = value.kept_whole(call_name(func))
+        return whole.to(value.dtype) if name in only_read or not hasattr(func, "_schema") else whole
+
+    whole = [materialised(a, name) for a, name in zip(args, names, strict=False)]
+    named = {k: materialised(v, k) for k, v in kwargs.items()}
+    changed = changed_by(func, args)
+    if changed is None:
+        return func(*whole, **named)
+    func(*[as_kept(v, changed.unit) for v in whole], **{k: as_kept(v, changed.unit) for k, v in named.items()})
+    return changed
+
+
+def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    gradient, context = args[0], args[0].unit.context
+    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    dims = bound.get("dim")
+    parts = bool(gradient.unit.tiles)
+    if context.size == 1 and not parts:
+        return func(gradient.borrow().to(gradient.norm_dtype), *args[1:], **kwargs)
+    if (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
+        return _whole(func, args, kwargs)
+    order = bound.get("ord", bound.get("p", 2))
+    return global_norms([gradient], 2.0 if order is None else order, bound.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    order, dtype = bound.get("ord", 2), bound.get("dtype")
+    sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
+    if sharded[0].unit.context.size == 1 and not any(g.unit.tiles for g in sharded):
+
+        def read(g: torch.Tensor) -> torch.Tensor:
+            return g.borrow().to(g.norm_dtype) if isinstance(g, ShardedGradient) else g
+
+        if all(g.away is None and g.norm_dtype == g.kept_dtype for g in sharded):
+            return func([read(g) for g in args[0]], *args[1:], **kwargs)
+        return [func([read(g)], *args[1:], **kwargs)[0] for g in _in_turn(args[0])]
+    norms = iter(global_norms(sharded, order, dtype))
+    return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
+
+
+def _unscale(func: Any, args: Sequence[Any]) -> None:
+    gradients, found_inf, inverse_scale = args
+
+    def unscale(value: torch.Tensor) -> None:
+        if value.numel():
+            func([value], found_inf, inverse_scale)
+
+    for gradient in _in_turn(gradients):
+        if isinstance(gradient, ShardedGradient):
+            valid = gradient.unit.valid  # padding may hold anything
+            if comes_in_parts(gradient):
+                change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]))
+            else:
+                gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
+        else:
+            unscale(gradient)
+    context = next(g for g in gradients if isinstance(g, ShardedGradient)).unit.context
+    if context.size > 1:
+        everyone = context.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
+        found_inf.fill_(max(everyone))
+
+
+_NORMS: dict[str, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "_foreach_norm": _foreach_norm,
+}

@@ -1,0 +1,175 @@
+"""Eager calls on partitioned parameters: on shards, on whole values where this process has them, or refused with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zinf_compile._frames import calling_methods
+from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
+from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.units.unit import Unit
+
+from .call_names import call_name
+from .data_assignment import changed_parameters, reject_reshape
+from .gradient import ShardedGradient
+from .metadata_calls import converts_nothing
+from .offloaded_value import value_of as offloaded_value
+from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
+from .parameter_ops import on_shards
+from .recompile_limit import warn_of_eager_frame
+
+_DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
+"""What of a parameter off the device, on one process, has a value that is brought when it is read: `state_dict` and loading."""
+
+
+@torch.compiler.disable  # what runs eagerly between two graphs reads parameters through here: nothing to capture
+def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Perform an eager call of which an argument is a partitioned parameter, on shards or on whole values."""
+    name = getattr(func, "__name__", str(func))
+    parameters = [p for p in tree_leaves((args, kwargs)) if isinstance(p, ShardedParameter)]
+    unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
+    conversion = name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and args[0] is parameters[0]
+    if conversion and converts_nothing(parameters[0]._zinf_unit, name, args, kwargs):
+        return args[0]
+    if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+        return func(*tree_map(_gradient_edge, tuple(args)), **tree_map(_gradient_edge, kwargs))
+    if func is torch.Tensor.detach and packs_for_recomputation():
+        with no_torch_function():
+            return func(*args, **kwargs)  # torch.utils.checkpoint keeps it for the backward, which gathers it
+    limited = limited_frame()
+    if limited is not None and unit.at_hand:
+        warn_of_eager_frame(limited, unit.name)
+    elif limited is not None:
+        raise PartitionedParameterError(
+            f"parameter {unit.name} is partitioned, but {limited} now runs eagerly: Dynamo compiled it "
+            f"torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit} times and then gave up. Raise "
+            "torch._dynamo.config.recompile_limit, or find what changes from call to call with TORCH_LOGS=recompiles"
+        )
+    try:
+        answer = on_shards(func, name, args, kwargs, parameters)
+    except PartitionedParameterError:
+        _reject_optimizer(unit, call_name(func))
+        raise
+    if answer is not NotImplemented:
+        return answer
+    if name == "__set__" and args[0] is parameters[0]:
+        assign_data(parameters[0], args[1])
+        return None
+    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
+        if args[1] is not args[0]:
+            check_assignable(parameters[0], args[1])
+        return True
+    if func in _ON_OFFLOADED and _are_offloaded(func, parameters):
+        return _on_whole(func, name, parameters, args, kwargs)
+    if not unit.at_hand:
+        _reject_optimizer(unit, call_name(func))
+    if not unit.at_hand:
+        raise PartitionedParameterError(
+            f"{call_name(func)} reads parameter {unit.name}, shape {list(unit.shape)}, outside a compiled graph, but "
+            f"{_place(unit)}, use `with zinf_compile.gathered(model):` to read it (write=True to change it), "
+            "zinf_compile.full_state_dict(model) to save and load_full_state_dict to load; wrapping the model in DDP or FSDP is "
+            "neither possible nor needed (where accelerate or transformers' Trainer does: zinf_compile.hf.adopt)"
+        )
+    return _on_whole(func, name, parameters, args, kwargs)
+
+
+def _place(unit: Unit) -> str:
+    context = unit.context
+    if context.size == 1 and unit.home is not None:
+        return f"its value is kept off the device (option params={unit.home.tier!r}). There"
+    return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
+
+
+def _reject_optimizer(unit: Unit, name: str) -> None:
+    """Raise where an optimizer's method works on parameters not all of which are at hand: it must change all or none."""
+    calling = ((caller, method) for caller, method in calling_methods() if isinstance(caller, torch.optim.Optimizer))
+    optimizer, method = next(calling, (None, ""))
+    if optimizer is None:
+        return
+    units = [unit, *(u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None)]
+    away = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)
+    if away is not None:
+        raise PartitionedParameterError(
+            f"{type(optimizer).__name__}.{method}() calls {name} of parameter {away.name}, shape {list(away.shape)}, but "
+            f"{_place(away).partition('.')[0]}. {_way_for_optimizer(away)}"
+        )
+
+
+def _way_for_optimizer(unit: Unit) -> str:
+    if unit.context.size == 1:
+        return "Call it inside `with zinf_compile.gathered(model, write=True):`"
+    return (
+        "Here an optimizer is given its shards in step() alone, after its closure. Load zinf_compile.full_state_dict(model) and "
+        "zinf_compile.full_optimizer_state_dict(optimizer) into the plain model and an optimizer of it, and call it there"
+    )
+
+
+def _on_whole(
+    func: Callable[..., Any], name: str, parameters: list[ShardedParameter], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run `func` on the values, which a single rank has; autograd reaches the parameters through `_Whole`."""
+    differentiate = torch.is_grad_enabled() and func not in _DETACHED
+    if args and isinstance(args[0], ShardedParameter):
+        reject_reshape(func, args[0]._zinf_unit)
+    changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
+    values: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        with no_torch_function():
+            needs_grad = parameter.requires_grad and differentiate
+        if needs_grad and any(p is parameter for p in changed):
+            values[id(parameter)] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
+        else:
+            values[id(parameter)] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
+
+    def value_of(item: Any) -> Any:
+        return values[id(item)] if isinstance(item, ShardedParameter) else item
+
+    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    for parameter in changed:
+        torch.autograd.graph.increment_version(parameter)
+    for parameter in parameters:
+        if result is values[id(parameter)]:
+            return parameter
+    return result
+
+
+def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParameter]) -> bool:
+    """Say whether the only rank has the parameters, one of them off the device, and there is nothing to differentiate."""
+    with no_torch_function():
+        differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+    units = [p._zinf_unit for p in parameters]
+    return units[0].context.size == 1 and not all(u.at_hand for u in units) and not differentiated
+
+
+def _value(unit: Unit) -> torch.Tensor:
+    return unit.whole().detach() if unit.at_hand else offloaded_value(unit)
+
+
+class _Whole(torch.autograd.Function):
+    """The value of a parameter on a single rank, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: ShardedParameter) -> torch.Tensor:
+        ctx.unit = parameter._zinf_unit
+        return ctx.unit.whole().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        unit: Unit = ctx.unit
+        shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
+        unit.context.memory.ledger.track("grads", shard)
+        return ShardedGradient(unit, *take_away(unit, shard, Done()))
+
+
+def _gradient_edge(item: Any) -> Any:
+    """Name the parameter to autograd without its value, and without switching off the overrides that hooks rely on."""
+    if not isinstance(item, ShardedParameter):
+        return item
+    with no_torch_function():
+        return torch.autograd.graph.get_gradient_edge(item)

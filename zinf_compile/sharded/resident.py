@@ -1,0 +1,83 @@
+"""Bytes of a captured graph that stay where they live: shards, reduced gradients, chunks of a step, and states to come."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+
+from zinf_compile.ir.program import Slot
+from zinf_compile.ir.tiers import Placement
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.transfer.move import Mover
+from zinf_compile.runtime.units import pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """What stays on the device, and in host memory beside it, in bytes."""
+
+    device: int
+    host: int
+    slot_device: int
+    """Of one chunk during a step."""
+    slot_host: int
+    later: int
+    """On the device, of what isn't known before the first step: a guess, Adam's two states of each, a master copy where there is
+    one, and a second gradient."""
+    later_host: int
+    """The same, in host memory beside it."""
+
+
+def measure_resident(
+    slots: Sequence[Slot], placement: Placement, context: Context, *, size: int, held: Collection[int] = ()
+) -> Resident:
+    """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer.
+
+    The shards of those in `held`, by `Slot.index`, are on the account already.
+    """
+    unified = context.bridge.unified
+    sides = {"device": 0, "host": 0}
+    largest = total = 0
+    for slot in slots:
+        shard = math.ceil(slot.numel / size)
+        place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+        own = () if slot.index in held else ((place.params, slot.dtype),)
+        reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
+        for tier, dtype in (*own, *reduced):
+            if tier != "nvme":
+                sides["device" if unified else tier] += shard * dtype.itemsize
+        if slot.requires_grad:
+            largest = max(largest, min(shard, pieces.PIECE_NUMEL))
+            total += -(-shard // pieces.ALIGN) * pieces.ALIGN
+    numel = min(-(-max(largest, pieces.PIECE_NUMEL) // pieces.ALIGN) * pieces.ALIGN, total)
+    mover = Mover(context.bridge, update_on_device=placement.update_on_device)
+    rooms = [0, 0]
+    values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
+    brought = mover.needs("device")  # where a user's own gradient is
+    for slot in slots:
+        if slot.requires_grad:
+            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            reduced_bytes, states = place.reduce_dtype_of(slot.dtype).itemsize, _state_bytes(place, slot.dtype)
+            for side in range(2):
+                one = (
+                    slot.dtype.itemsize * values[side] + reduced_bytes * (gradients[side] or brought[side]) + states * kept[side]
+                )
+                rooms[side] = max(rooms[side], numel * one)
+    later = {"device": 0, "host": 0}
+    for slot in slots:
+        if slot.requires_grad:
+            place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+            second = place.reduce_dtype_of(slot.dtype).itemsize
+            for size_of_one, tier in ((_state_bytes(place, slot.dtype), place.optimizer), (second, place.grads)):
+                if tier != "nvme":
+                    later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
+    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
+
+
+def _state_bytes(placement: Placement, dtype: torch.dtype) -> int:
+    """Return what Adam keeps of one element: two states, and a master copy where there is one."""
+    master = placement.master_of(dtype)
+    return 2 * dtype.itemsize if master is None else 3 * master.itemsize
