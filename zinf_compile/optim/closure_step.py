@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.parameter import ShardedParameter
 
 Closure = Callable[[], Any]
 
-_entered: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_entered: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
 """What stands in for optimizers of which nothing was partitioned when their step began."""
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zinf_compile._torch import tree_leaves
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.program import Slot
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -54,7 +55,7 @@ class _Verdict:
     """The name of a state that is a collection of tensors."""
 
 
-_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = weakref.WeakKeyDictionary()
+_verdicts: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], _Verdict]] = process_wide(weakref.WeakKeyDictionary())
 
 
 def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.parameter import ShardedParameter
 
 SHORT = (torch.bfloat16, torch.float16)
-_loading: weakref.WeakKeyDictionary[Optimizer, Mapping[Any, Mapping[str, Any]]] = weakref.WeakKeyDictionary()
-_keeping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_loading: weakref.WeakKeyDictionary[Optimizer, Mapping[Any, Mapping[str, Any]]] = process_wide(weakref.WeakKeyDictionary())
+_keeping: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
+_warned: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
 
 
 def keep_precision(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole_unit import whole_unit_of
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -20,7 +21,7 @@ from .state_entry import in_memory
 LAYOUT = "zinf_layout"
 """Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
 
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_warned: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
 
 
 def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.runtime.comm.steps_done import StepDone
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import note_step
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -19,7 +20,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 _IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that choose among implementations of one rule."""
 
-_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Optimizer, int] = process_wide(weakref.WeakKeyDictionary())
 """Steps done since the optimizer was made or its states were loaded."""
 
 Due = Mapping[Context, tuple[tuple[str, ...], list[Unit]]]

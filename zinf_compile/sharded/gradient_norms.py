@@ -12,6 +12,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
 from zinf_compile.runtime.units.unit import Unit
 
@@ -72,7 +73,7 @@ class _Known:
         return norms
 
 
-_known: weakref.WeakKeyDictionary[Context, _Known] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Context, _Known] = process_wide(weakref.WeakKeyDictionary())
 
 
 def global_norms(gradients: Sequence[Gradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
