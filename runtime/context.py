@@ -15,7 +15,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,14 @@ from zinf_compile.runtime.memory.reservations import ByteRoom, Claims
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.malloc import return_large_blocks
+from zinf_compile.runtime.system.process_wide import process_wide
 
 
 class Context:
     """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
+
+    closed: ClassVar[bool] = False
+    """Let go of: see `close_context`."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: Bridge | None = None
@@ -98,6 +102,8 @@ class Context:
         self.gathers: Collectives = SingleRank()
         self.reductions: Collectives = SingleRank()
         self._control: dist.ProcessGroup | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        """Those made for this context."""
         self._process = os.getpid()
         if group is not None and self.size > 1 and dist.get_backend(group) != "fake":
             self._connect(group, device)
@@ -117,6 +123,7 @@ class Context:
                 "starting (the others never called a compiled model)",
             )
             assert isinstance(made[0], dist.ProcessGroup)
+            self.groups.append(made[0])
             return made[0]
 
         self._control = new_group("gloo")
@@ -138,7 +145,7 @@ class Context:
         if self._engine is None:
             return_large_blocks()
             self._engine = Engine(timeout_s=self.timeout_s)
-            atexit.register(self._let_engine_go)
+            atexit.register(self.let_engine_go)
         return self._engine
 
     def wait_for_drives(self, timeout_s: float) -> None:
@@ -147,8 +154,16 @@ class Context:
         if self._engine is not None:
             self._engine.timeout_s = timeout_s
 
-    def _let_engine_go(self) -> None:
-        self._engine = None  # its last transfers are finished when it is dropped
+    def let_engine_go(self) -> Engine | None:
+        """Have no engine any more; return it. Its last transfers are finished when it is dropped."""
+        engine, self._engine = self._engine, None
+        atexit.unregister(self.let_engine_go)
+        return engine
+
+    def thread_lanes(self) -> list[ThreadLane]:
+        """Return the lanes that have a thread of their own."""
+        lanes = (self.gather_lane, self.reduce_lane, self._swap_lane, self._update_lane)
+        return [lane for lane in lanes if isinstance(lane, ThreadLane)]
 
     @property
     def swap_lane(self) -> Lane:
@@ -374,7 +389,12 @@ ENDING = "ending"
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
 """What the messages of broken transfers have in common; they have no class of their own."""
 
-_contexts: dict[tuple[object, str, Bridge | None], Context] = {}
+_contexts: dict[tuple[object, str, Bridge | None], Context] = process_wide({})
+
+
+def all_contexts() -> list[Context]:
+    """Return the contexts that this process has made."""
+    return list(_contexts.values())
 
 
 @atexit.register  # at import: handlers that are registered later run before, and may still need what a step has to do

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.pending_updates import Span, Updates
 from zinf_compile.runtime.units.unit import Unit
 
@@ -128,7 +129,7 @@ class LateStep:
         del torn[optimizer]
 
 
-_late: weakref.WeakKeyDictionary[Optimizer, LateStep] = weakref.WeakKeyDictionary()
+_late: weakref.WeakKeyDictionary[Optimizer, LateStep] = process_wide(weakref.WeakKeyDictionary())
 
 
 def finish_late(optimizer: Optimizer, *, tell: bool = True) -> None:
@@ -153,6 +154,15 @@ def synchronize() -> None:
     """
     for optimizer in list(_late):
         finish_late(optimizer)
+
+
+def end_deferred_steps() -> None:
+    """Return when no step goes on any more; of contexts that are `ending`, each ends at its next chunk, and nobody is told."""
+    for late in list(_late.values()):
+        try:
+            late.pending.wait()
+        except Exception as error:
+            _log.debug("a step failed that nobody needs any more", exc_info=error)
 
 
 def _forked() -> None:

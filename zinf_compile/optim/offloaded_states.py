@@ -18,6 +18,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.transfer.chunk_buffers import SLOTS, ChunkSlots, Column, Slot, slot_bytes
 from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
 from zinf_compile.runtime.units.backing import DriveHome, Home
@@ -90,7 +91,9 @@ class StreamedStates:
         )
         context.host_ledger.add("states", self._slots.host_bytes)
         context.ledger.add("staged", self._slots.device_bytes)
-        weakref.finalize(optimizer, _close, self.store, self._slots, context).atexit = False  # the kernel frees files
+        self.let_go = weakref.finalize(optimizer, _close, self.store, self._slots, context)
+        """Give back memory and files: by itself when the optimizer goes, or when this is called."""
+        self.let_go.atexit = False  # the kernel frees files
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self.kept
@@ -508,7 +511,7 @@ def _close(store: Store | None, slots: ChunkSlots, context: Context) -> None:
         store.close()
 
 
-torn: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+torn: weakref.WeakKeyDictionary[Optimizer, str] = process_wide(weakref.WeakKeyDictionary())
 """Optimizers of which a step ended in the middle of its chunks, and what to say of them."""
 
 

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.budget import check_states
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.save_check import warn_of_saving
@@ -40,16 +41,16 @@ from .offloaded_states import StreamedStates, spoil, tear, torn
 from .precision import warn_of_short_updates
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep, join_states, split_units
-from .state_dict_hooks import drive_bytes, streamed_states
+from .state_dict_hooks import drive_bytes, let_go_of_states, streamed_states
 from .state_entry import in_memory, states_of
 from .state_layout import check_layouts, noted, without_note
 from .step_records import Due, note, settings_of_step
 
 _STEP_LOCAL = ("param_groups", "state")
-_state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = weakref.WeakKeyDictionary()
-_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_described: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+_state_bytes: weakref.WeakKeyDictionary[Optimizer, dict[Ledger, int]] = process_wide(weakref.WeakKeyDictionary())
+_warned: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
+_described: weakref.WeakSet[Optimizer] = process_wide(weakref.WeakSet())
+_checked: weakref.WeakKeyDictionary[Optimizer, set[int]] = process_wide(weakref.WeakKeyDictionary())
 """Parameters, by identity, whose states were counted against the caps."""
 _installed: list[Any] = []
 
@@ -81,8 +82,8 @@ class _Streamed:
     """What is left for the time of the next forward."""
 
 
-_under_way: dict[int, _StandIn] = {}
-_chunks_under_way: set[int] = set()
+_under_way: dict[int, _StandIn] = process_wide({})
+_chunks_under_way: set[int] = process_wide(set())
 
 
 def install() -> None:
@@ -429,6 +430,16 @@ def _account(optimizer: Optimizer) -> None:
     for ledger, count in held.items():
         ledger.add("states", count - known.get(ledger, 0))
         known[ledger] = count
+
+
+def drop_states() -> None:
+    """Take the states of partitioned parameters out of every optimizer, wherever they are; other parameters' stay."""
+    let_go_of_states()
+    for optimizer, known in list(_state_bytes.items()):
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+            optimizer.state.pop(parameter, None)
+        _forget(known)
+        known.clear()
 
 
 def _forget(known: dict[Ledger, int]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Kept
@@ -20,7 +21,14 @@ from .state_entry import in_memory
 from .state_exchange import bring, drop
 from .state_layout import check_layouts
 
-_streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = weakref.WeakKeyDictionary()
+_streamed: weakref.WeakKeyDictionary[Optimizer, list[StreamedStates]] = process_wide(weakref.WeakKeyDictionary())
+
+
+def let_go_of_states() -> None:
+    """Give back the memory and files of all states that are off the device; nobody may use them any more."""
+    for known in list(_streamed.values()):
+        for states in known:
+            states.let_go()
 
 
 def streamed_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[StreamedStates]:
