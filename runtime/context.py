@@ -8,7 +8,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,14 @@ from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.malloc import return_large_blocks
+from zinf_compile.runtime.system.process_wide import process_wide
 
 
 class Context:
     """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
+
+    closed: ClassVar[bool] = False
+    """Let go of: see `close_context`."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: Bridge | None = None
@@ -90,7 +94,7 @@ class Context:
         if self._engine is None:
             return_large_blocks()
             self._engine = Engine(timeout_s=self.ranks.timeout_s)
-            atexit.register(self._let_engine_go)
+            atexit.register(self.let_engine_go)
         return self._engine
 
     def wait_for_drives(self, timeout_s: float) -> None:
@@ -99,8 +103,11 @@ class Context:
         if self._engine is not None:
             self._engine.timeout_s = timeout_s
 
-    def _let_engine_go(self) -> None:
-        self._engine = None  # its last transfers are finished when it is dropped
+    def let_engine_go(self) -> Engine | None:
+        """Have no engine any more; return it. Its last transfers are finished when it is dropped."""
+        engine, self._engine = self._engine, None
+        atexit.unregister(self.let_engine_go)
+        return engine
 
     def end(self) -> None:
         """The process ends: compare with the other ranks what was done, and stop what works beside it."""
@@ -151,7 +158,12 @@ class Context:
             yield
 
 
-_contexts: dict[tuple[object, str, Bridge | None], Context] = {}
+_contexts: dict[tuple[object, str, Bridge | None], Context] = process_wide({})
+
+
+def all_contexts() -> list[Context]:
+    """Return the contexts that this process has made."""
+    return list(_contexts.values())
 
 
 @atexit.register  # at import: handlers that are registered later run before, and may still need what a step has to do

@@ -28,6 +28,7 @@ from .errors import (
     ZinfError,
 )
 from .memory import memory
+from .reset import reset
 from .stats import stats
 
 __version__ = "0.1.0"
@@ -63,6 +64,7 @@ __all__ = [
     "memory",
     "partition",
     "partitioned",
+    "reset",
     "save_safetensors",
     "stats",
     "synchronize",

@@ -80,6 +80,12 @@ def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.st
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Close a process group that this process made; one that `destroy_process_group` closed before is left as it is."""
+    if dist.is_initialized() and group in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
 def never_compile_alone(function: Callable[..., Any]) -> None:
     """Let Dynamo inline a function into what it captures, but not capture a call that runs between two graphs."""
     skip_code(function.__code__)

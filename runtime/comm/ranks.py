@@ -59,6 +59,8 @@ class Ranks:
         self._process = os.getpid()
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
+        self.groups: list[dist.ProcessGroup] = []
+        """Those made of these ranks."""
         if group is not None and self.connected:
             self._members = dist.get_process_group_ranks(group)
             if self._are_some:
@@ -81,6 +83,7 @@ class Ranks:
             "starting (the others never called a compiled model)",
         )
         assert isinstance(made[0], dist.ProcessGroup)
+        self.groups.append(made[0])
         return made[0]
 
     def admit(self, signature: str) -> None:

@@ -133,6 +133,8 @@ class ThreadLane:
         self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            atexit.unregister(self.close)
 
     def _work(self) -> None:
         failure: BaseException | None = None

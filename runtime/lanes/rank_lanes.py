@@ -47,6 +47,10 @@ class Lanes:
             self._update = ThreadLane("zinf-update", forgiving=True)
         return self._update
 
+    def threads(self) -> list[ThreadLane]:
+        """Return the lanes that have a thread of their own."""
+        return [lane for lane in (self.gather, self.reduce, self._swap, self._update) if isinstance(lane, ThreadLane)]
+
     def stop_updates(self) -> None:
         """Return when no step is worked on any more; the process ends."""
         if isinstance(self._update, ThreadLane):

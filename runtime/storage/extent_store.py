@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import math
 import os
 import warnings
@@ -23,6 +24,8 @@ from .drive_speed import measure_shares
 from .engine import Engine, File
 from .extents import Block, Key, Layout
 from .scratch_file import ScratchFile, check_room, free_rooms
+
+_log = logging.getLogger("zinf_compile")
 
 _LEAST_ALIGNMENT = 4096
 _ATTEMPTS = 3
@@ -237,6 +240,15 @@ def _warn_of(folder: str, file: File) -> None:
         concern = "its filesystem refuses direct I/O: transfers go through the page cache, at the cost of memory and time"
     if concern:
         warnings.warn(f"states are kept in {folder!r}: {concern}", StoreWarning, stacklevel=3)
+
+
+def close_all_stores() -> None:
+    """Close every store of this process; what a drive doesn't finish is logged."""
+    for store in list(_LIVE):
+        try:
+            store.close()
+        except OSError as error:
+            _log.error("a store was left as it is: %s", error)
 
 
 def _let_go_in_child() -> None:

@@ -12,11 +12,12 @@ import torch
 from zinf_compile.config import Config, parse_bytes
 
 from .cgroups import available_memory_bytes, find_limits, memory_limit_bytes
+from .process_wide import process_wide
 
 RESERVE = 0.1
 """The part of what is there that is left alone where no cap was declared: for the interpreter, for what users add."""
 
-_told: set[str] = set()
+_told: set[str] = process_wide(set())
 """Warnings that this process was given."""
 
 

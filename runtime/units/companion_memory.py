@@ -11,6 +11,7 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
+from zinf_compile.runtime.system.process_wide import process_wide
 
 from .backing import DriveHome, Home, HostHome
 from .nvme_gradient_pool import NvmeGradientPool
@@ -19,7 +20,8 @@ from .shard_values import DeviceShard, HomeShard, ShardValues
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]
-_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, tuple[NvmeGradientPool, dict[int, int]]]] = weakref.WeakKeyDictionary()
+_Shelves = tuple[NvmeGradientPool, dict[int, int]]
+_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, _Shelves]] = process_wide(weakref.WeakKeyDictionary())
 """By a row of units that were partitioned together and a data type: shelves with a place for each, and its number there."""
 
 

@@ -14,6 +14,7 @@ import torch
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.storage.mapped_file import map_copy
+from zinf_compile.runtime.system.process_wide import process_wide
 
 from .backing import DriveHome
 from .unit import Unit
@@ -21,7 +22,7 @@ from .unit import Unit
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
-_largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = weakref.WeakKeyDictionary()
+_largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = process_wide(weakref.WeakKeyDictionary())
 """Of each context: how many units it had, and the bytes of the largest of them."""
 
 

@@ -8,12 +8,13 @@ import weakref
 import torch
 
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 
 from .companion_memory import TWIN, home_like, on_device
 from .shard_values import HomeShard, ParameterShard, pieces_of
 from .unit import Unit
 
-_copies: weakref.WeakKeyDictionary[Context, collections.Counter[int]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Context, collections.Counter[int]] = process_wide(weakref.WeakKeyDictionary())
 """How often each parameter was copied, by its serial."""
 
 

@@ -226,6 +226,12 @@ class Unit(Dense):
         self.context.memory.ledger.track("params", shard)
         self._shard, self._whole = shard, None
 
+    def empty(self) -> None:
+        """Drop the shard, wherever it is: its context is closed, and refuses who asks for it."""
+        self._shard = self._whole = self.home = self.gradient_room = self.updates = None
+        for tile in self.tiles:
+            tile.forget_whole()
+
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Cut this rank's shard, padded with zeros, out of a full tensor of the parameter's shape (any data type)."""
         flat = self.flat(full.detach())
@@ -321,6 +327,10 @@ class Tile(Dense):
     def read(self, into: torch.Tensor) -> Pending:
         """See `Unit.read`."""
         return self.unit.read(into, self.stretch.place)
+
+    def forget_whole(self) -> None:
+        """Drop the tensor that `whole` returned."""
+        self._whole = None
 
     def whole(self) -> torch.Tensor:
         """On a single rank: the tile's values, sharing memory with the shard but with a storage of its own."""

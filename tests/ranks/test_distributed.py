@@ -105,7 +105,7 @@ def test_transformers_with_lengths_that_differ(case: str) -> None:
 def test_the_memory_of_a_process_shrinks() -> None:
     """16 bytes a parameter in eager, half of that on each of two ranks, beside at most three buckets for gathers."""
     for (eager, _), (partitioned, for_gathers) in zip(
-        run_ranks(training_bytes, 2, "eager"), run_ranks(training_bytes, 2, "zero_infinity"), strict=True
+        run_ranks(training_bytes, 2, "eager", alone=True), run_ranks(training_bytes, 2, "zero_infinity", alone=True), strict=True
     ):
         assert eager > 16 * 49_000_000
         assert 0 < for_gathers <= 3 * 32 * 2**20

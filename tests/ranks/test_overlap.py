@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import Mlp, vectors
-from rank_overlap import STEPS, context_of, overlap_by_step
+from rank_overlap import ENOUGH, context_of, overlap_by_step
 from ranks import run_ranks
 from training import BACKEND
 
@@ -15,20 +15,15 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import InlineLane, ThreadLane
 from zinf_compile.runtime.lanes.overlap_log import MOST_SPANS, Spans, overlapped_s, recorded
 
-ENOUGH = 0.8
-
 
 def best_share(*, serial: bool) -> float:
     """Return the share of transfer seconds beside compute, of both ranks together, in the best of a few steps.
 
     The best one: where another process takes a core away, one rank waits for the other, whatever the schedule.
     """
-    by_rank = run_ranks(overlap_by_step, 2, serial)
-    shares = []
-    for step in range(STEPS):
-        overlapped, total = (sum(rank[step][part] for rank in by_rank) for part in (0, 1))
-        shares.append(overlapped / total)
-    return max(shares)
+    first, second = run_ranks(overlap_by_step, 2, serial)
+    assert first == second
+    return max(overlapped / total for overlapped, total in first)
 
 
 @pytest.mark.slow

@@ -63,12 +63,12 @@ SLOW_SCENARIOS = {
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, str]]:
     """Run the scenarios in one start of two ranks."""
-    return run_ranks(errors_of, 2, list(SCENARIOS))
+    return run_ranks(errors_of, 2, list(SCENARIOS), alone=True)
 
 
 @pytest.fixture(scope="module")
 def found_slowly() -> list[dict[str, str]]:
-    return run_ranks(errors_of, 2, list(SLOW_SCENARIOS))
+    return run_ranks(errors_of, 2, list(SLOW_SCENARIOS), alone=True)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tiers import MICRO_BATCHES, PLACEMENTS, Meter, Needed, Placement, Traffic, compiled, options_for, sundry, train_step
+from tiers import MICRO_BATCHES, PLACEMENTS, UNIFIED, Meter, Needed, Placement, Traffic, compiled, options_for, sundry, train_step
 from torch import nn
 from training import assert_same
 
@@ -60,12 +60,19 @@ def train_everywhere(
     return len(placements) * len(updates)
 
 
-def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, steps: int) -> int:
+def train_without_a_device(
+    rank: int,
+    size: int,
+    folder: str,
+    dtype: torch.dtype,
+    compute: str,
+    steps: int,
+    placements: Sequence[Placement] = UNIFIED,
+) -> int:
     """Do the same where the device is host memory, which makes "host" the same as "device"."""
     _prepare(96)
     meter = Meter(None)
     expected = _train(rank, {"compute": compute}, meter, None, dtype, steps)
-    placements = [p for p in PLACEMENTS if "host" not in p]
     for placement in placements:
         needed = Needed(placement, update=None, unified=True, ranks=size, dtype=dtype)
         options = options_for(placement, folder, compute=compute)
@@ -74,7 +81,16 @@ def train_without_a_device(rank: int, size: int, folder: str, dtype: torch.dtype
 
 
 def train_in_tiles(
-    rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, tile: int, *, fake: bool, build: Build
+    rank: int,
+    size: int,
+    folder: str,
+    dtype: torch.dtype,
+    compute: str,
+    tile: int,
+    *,
+    fake: bool,
+    build: Build,
+    placements: Sequence[Placement] | None = None,
 ) -> int:
     """Train with large parameters in tiles, and with their states anywhere; compare with all in tiles on the device.
 
@@ -84,7 +100,7 @@ def train_in_tiles(
     whole = _train(rank, {"compute": compute}, Meter(None), None, dtype, 2, build)
     expected = _train(rank, {"compute": compute, "tile": tile}, Meter(None), None, dtype, 2, build)
     assert_close_runs(whole, expected, dtype)
-    placements = PLACEMENTS if fake else [p for p in PLACEMENTS if "host" not in p]
+    placements = (PLACEMENTS if fake else UNIFIED) if placements is None else placements
     with played_by(FakeDevice()) if fake else contextlib.nullcontext() as device:
         meter = Meter(device)
         for placement in placements:

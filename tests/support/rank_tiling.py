@@ -6,12 +6,12 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rank_tiers import train_in_tiles
-from tiers import PLACEMENTS, compiled, context_of, options_for
+from tiers import PLACEMENTS, Placement, compiled, context_of, options_for
 from torch import nn
 from torch.nn import functional as F
 from training import assert_same
@@ -48,9 +48,19 @@ def wide(dtype: torch.dtype) -> nn.Module:
     return Wide().to(dtype)
 
 
-def train_in_tiles_of_ranks(rank: int, size: int, folder: str, dtype: torch.dtype, compute: str, *, fake: bool) -> int:
-    """Train with states anywhere."""
-    return train_in_tiles(rank, size, folder, dtype, compute, 200 * dtype.itemsize, fake=fake, build=wide)
+def train_in_tiles_of_ranks(
+    rank: int,
+    size: int,
+    folder: str,
+    dtype: torch.dtype,
+    compute: str,
+    *,
+    fake: bool,
+    placements: Sequence[Placement] | None = None,
+) -> int:
+    """Train with states anywhere, or at these places."""
+    tile = 200 * dtype.itemsize
+    return train_in_tiles(rank, size, folder, dtype, compute, tile, fake=fake, build=wide, placements=placements)
 
 
 CAP = 1 << 20

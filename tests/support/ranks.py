@@ -1,82 +1,140 @@
-"""Run a function on several real ranks: spawned processes joined by gloo."""
+"""Run a function on several real ranks: processes joined by gloo, kept from one case to the next.
+
+There is one pool of workers for each process of tests. A case is a function that all ranks call, over a process group of its
+own; between cases a worker lets go of all that the product made (`zinf_compile.reset`) and puts back what a case may have
+changed of the process. A worker that fails, dies or gives no answer ends the pool; the next case makes another.
+"""
 
 from __future__ import annotations
 
-import datetime
-import os
-import queue
+import atexit
+import contextlib
+import dataclasses
+import pickle
 import tempfile
-import traceback
-import warnings
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
+from rank_worker import Case, run_once, work
 
 TIMEOUT_S = 240
 _PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, afresh: bool = False) -> list[Any]:
-    """Call `function(rank, world_size, *args)` in each of `world_size` processes; return the results in rank order.
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, alone: bool = False, afresh: bool = False) -> list[Any]:
+    """Call `function(rank, world_size, *args)` on each of `world_size` ranks; return the results in rank order.
 
     `function` must be importable by name from a module under tests/ (a helper module, not a test file). An exception on any
-    rank is raised here with that rank's traceback. `afresh`: for what the kernel counts of a process, which of one that was
-    forked are at first not even the libraries.
+    rank is raised here with that rank's traceback.
+
+    `alone`: in processes of their own, which end with it: for what measures a process's memory, or leaves ranks out of step.
+    `afresh`: these have not even the libraries at first, of which the kernel counts those of a forked process differently.
     """
-    context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
-    context.set_forkserver_preload(_PRELOADED)
-    results: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = Path(folder) / "rendezvous"
-        workers = [
-            context.Process(target=_rank_main, args=(function, rank, world_size, str(rendezvous), results, args), daemon=True)
-            for rank in range(world_size)
-        ]
-        for worker in workers:
-            worker.start()
-        outcome: dict[int, Any] = {}
-        failures: list[str] = []
+    if alone or afresh:
+        with contextlib.closing(Pool(afresh=afresh, once=True)) as own:
+            return own.run(function, world_size, args)
+    return _pool.run(function, world_size, args)
+
+
+@dataclasses.dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    ready: bool = True
+    """The case before is cleared away."""
+
+
+class Pool:
+    """Processes that wait for cases; made when they are first needed, as many as the largest case took."""
+
+    def __init__(self, *, afresh: bool = False, once: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+        self._context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._main = run_once if once else work
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker] = []
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Those of the workers, by rank."""
+        return [worker.process.pid for worker in self._workers]
+
+    def run(self, function: Callable[..., Any], size: int, args: Sequence[Any]) -> list[Any]:
+        """Run one case; see `run_ranks`."""
         try:
-            for _ in workers:
-                rank, error, value = results.get(timeout=TIMEOUT_S)
-                outcome[rank] = value
+            with tempfile.TemporaryDirectory() as folder:
+                return self._run(Case(function, size, tuple(args), str(Path(folder) / "rendezvous"), self._timeout_s))
+        except BaseException:  # an interrupt and a test's own time-out, too: ranks may wait for each other
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers = []
+
+    def _run(self, case: Case) -> list[Any]:
+        if not all(self._is_ready(worker) for worker in self._workers):
+            self.close()
+        while len(self._workers) < case.size:
+            self._start()
+        workers = self._workers[: case.size]
+        for rank, worker in enumerate(workers):
+            worker.ready = False
+            with contextlib.suppress(BrokenPipeError):  # it died since: told below
+                worker.connection.send((case, rank))
+        deadline = time.monotonic() + self._timeout_s
+        values: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while missing := [rank for rank in range(case.size) if rank not in values and rank not in failures]:
+            ranks = {workers[rank].connection: rank for rank in missing}
+            answered = wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                failures[missing[0]] = f"ranks {missing} gave no answer within {self._timeout_s} s"
+                break
+            for connection in answered:
+                assert isinstance(connection, Connection)
+                error, value = self._receive(workers[ranks[connection]])
                 if error:
-                    failures.append(f"rank {rank}:\n{error}")
-        except queue.Empty:
-            missing = sorted(set(range(world_size)) - set(outcome))
-            failures.append(f"ranks {missing} gave no answer within {TIMEOUT_S} s")
-        for worker in workers:
-            worker.join(timeout=10)
-            worker.kill()
-    if failures:
-        raise AssertionError("\n".join(failures))
-    return [outcome[rank] for rank in range(world_size)]
+                    failures[ranks[connection]] = f"rank {ranks[connection]}:\n{error}"
+                else:
+                    values[ranks[connection]] = value
+        if failures:
+            raise AssertionError("\n".join(failures.values()))
+        return [values[rank] for rank in range(case.size)]
+
+    def _start(self) -> None:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=self._main, args=(there,), daemon=True)
+        process.start()
+        there.close()  # its end is read as such once the process has ended
+        self._workers.append(_Worker(process, here))
+
+    def _receive(self, worker: _Worker) -> tuple[str, Any]:
+        try:
+            answer: tuple[str, Any] = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join(timeout=5)
+            return f"the process ended without an answer, exit code {worker.process.exitcode}", None
+        except pickle.UnpicklingError as error:
+            return f"its answer can't be read: {error}", None
+        return answer
+
+    def _is_ready(self, worker: _Worker) -> bool:
+        """Wait until a worker is through with clearing away; where it isn't fit for another case, return False."""
+        if worker.ready:
+            return worker.process.is_alive()
+        worker.ready = worker.connection.poll(self._timeout_s) and self._receive(worker) == ("", "ready")
+        return worker.ready
 
 
-def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, rendezvous: str, results: Any, args: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    for accepted in ("The .grad attribute of a Tensor that is not a leaf", "`torch.jit.script_method` is deprecated"):
-        warnings.filterwarnings("ignore", accepted)  # see pyproject.toml
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous}",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=TIMEOUT_S),
-        )
-        results.put((rank, None, function(rank, world_size, *args)))
-        dist.barrier()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-    results.close()
-    results.join_thread()
-    os._exit(0)  # after a failure other ranks may be gone: don't wait for them in destructors
+_pool = Pool()
+atexit.register(_pool.close)  # the workers end with the session

@@ -36,6 +36,15 @@ Placement = tuple[str, str, str]
 
 PLACEMENTS: list[Placement] = list(itertools.product(TIERS, repeat=3))
 
+PAIRS: list[Placement] = [(TIERS[i], TIERS[j], TIERS[-(i + j) % 3]) for i in range(3) for j in range(3)]
+"""Nine of them, in which each two kinds of states meet on each two tiers; with all on one tier, three times."""
+
+UNIFIED: list[Placement] = [placement for placement in PLACEMENTS if "host" not in placement]
+"""Where the device is host memory."""
+
+UNIFIED_PAIRS: list[Placement] = [placement for placement in UNIFIED if placement.count("nvme") in (1, 3)]
+"""Four of these, in which each two kinds meet on each two tiers."""
+
 
 class Sundry(nn.Module):
     """Tied and frozen parameters, one without dimensions; no size is a multiple of another."""

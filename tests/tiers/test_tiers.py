@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import more
 from rank_tiers import train_everywhere, train_in_folders, train_without_a_device
 from ranks import run_ranks
-from tiers import PLACEMENTS
+from tiers import PAIRS, PLACEMENTS, UNIFIED, UNIFIED_PAIRS, Placement
 
 STEPS, FEWER = 20, 4
 
@@ -21,17 +20,27 @@ EVERY = [(dtype, compute, ranks) for dtype in (FLOAT, BRAIN) for compute in ("fx
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "compute", "ranks", "steps"),
+    ("dtype", "compute", "ranks", "steps", "placements"),
     [
-        pytest.param(FLOAT, "fx", 1, FEWER),
-        pytest.param(BRAIN, "inductor", 2, FEWER, marks=[pytest.mark.distributed, pytest.mark.thorough]),
-        *(pytest.param(*case, STEPS, marks=pytest.mark.tiers) for case in EVERY),
+        pytest.param(FLOAT, "fx", 1, FEWER, PAIRS, id="fp32-fx-pairs"),
+        pytest.param(
+            BRAIN, "inductor", 2, FEWER, PLACEMENTS, marks=[pytest.mark.distributed, pytest.mark.thorough], id="bf16-inductor"
+        ),
+        *(pytest.param(*case, STEPS, PLACEMENTS, marks=pytest.mark.tiers, id="-".join(map(str, case))) for case in EVERY),
     ],
-    ids=str,
 )
-def test_the_bits_of_all_on_the_device(dtype: torch.dtype, compute: str, ranks: int, steps: int, tmp_path: Path) -> None:
+def test_the_bits_of_all_on_the_device(
+    dtype: torch.dtype, compute: str, ranks: int, steps: int, placements: list[Placement], tmp_path: Path
+) -> None:
     """Loss, parameters and states after some steps; bytes over each link at every step."""
-    assert run_ranks(train_everywhere, ranks, str(tmp_path), dtype, compute, steps) == [len(PLACEMENTS)] * ranks
+    options = (str(tmp_path), dtype, compute, steps, (None,), 96, None, None, placements)
+    assert run_ranks(train_everywhere, ranks, *options) == [len(placements)] * ranks
+
+
+def test_in_the_pairs_each_two_kinds_of_states_meet_on_each_two_tiers() -> None:
+    for pairs, every in ((PAIRS, PLACEMENTS), (UNIFIED_PAIRS, UNIFIED)):
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            assert {(p[one], p[other]) for p in pairs} == {(p[one], p[other]) for p in every}
 
 
 @pytest.mark.slow
@@ -58,9 +67,16 @@ def test_the_bytes_of_gradients_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [FLOAT, more(BRAIN)], ids=["fp32", "bf16"])
-def test_where_the_device_is_host_memory(dtype: torch.dtype, tmp_path: Path) -> None:
-    assert run_ranks(train_without_a_device, 2, str(tmp_path), dtype, "fx", 3) == [8, 8]
+@pytest.mark.parametrize(
+    ("dtype", "placements"),
+    [
+        pytest.param(FLOAT, UNIFIED_PAIRS, id="fp32-pairs"),
+        pytest.param(FLOAT, UNIFIED, marks=pytest.mark.tiers, id="fp32"),
+        pytest.param(BRAIN, UNIFIED, marks=pytest.mark.thorough, id="bf16"),
+    ],
+)
+def test_where_the_device_is_host_memory(dtype: torch.dtype, placements: list[Placement], tmp_path: Path) -> None:
+    assert run_ranks(train_without_a_device, 2, str(tmp_path), dtype, "fx", 3, placements) == [len(placements)] * 2
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from marks import more
 from rank_tiling import Huge, grow_beyond_memory, live_in_tiles, train_batches, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
+from tiers import PLACEMENTS, UNIFIED, UNIFIED_PAIRS, Placement
 
 from zinf_compile.runtime.units import pieces
 
@@ -22,9 +23,14 @@ def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change that also run in ranks of their own
 
 
-@pytest.mark.parametrize("fake", [False, FAKE])
-def test_tiles_anywhere(fake: bool, tmp_path: Path) -> None:
-    assert train_in_tiles_of_ranks(0, 1, str(tmp_path), torch.float32, "fx", fake=fake) == (27 if fake else 8)
+@pytest.mark.parametrize(
+    ("fake", "placements"),
+    [(False, UNIFIED_PAIRS), pytest.param(True, PLACEMENTS, marks=pytest.mark.tiers)],
+    ids=["unified", "fake"],
+)
+def test_tiles_anywhere(fake: bool, placements: list[Placement], tmp_path: Path) -> None:
+    count = train_in_tiles_of_ranks(0, 1, str(tmp_path), torch.float32, "fx", fake=fake, placements=placements)
+    assert count == len(placements)
 
 
 @pytest.mark.tiers
@@ -36,9 +42,10 @@ def test_tiles_of_any_type_anywhere(compute: str, dtype: torch.dtype, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_tiles_over_two_ranks(tmp_path: Path) -> None:
-    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=False)
-    assert run_ranks(call, 2, str(tmp_path)) == [8, 8]
+@pytest.mark.parametrize("placements", [UNIFIED_PAIRS, pytest.param(UNIFIED, marks=pytest.mark.tiers)], ids=["pairs", "all"])
+def test_tiles_over_two_ranks(placements: list[Placement], tmp_path: Path) -> None:
+    call = functools.partial(train_in_tiles_of_ranks, dtype=torch.float32, compute="fx", fake=False, placements=placements)
+    assert run_ranks(call, 2, str(tmp_path)) == [len(placements)] * 2
 
 
 @pytest.mark.tiers

@@ -25,6 +25,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "sharded": (*BASE, "ir", "config", "passes", "runtime"),
     "stats": (*BASE, "ir", "runtime", "sharded"),
     "memory": ("sharded",),
+    "reset": (*BASE, "runtime", "sharded", "optim", "init"),
     "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
     "checkpoint": (*BASE, "ir", "config", "runtime", "sharded", "optim"),
     "init": (*BASE, "ir", "config", "runtime", "sharded", "optim", "checkpoint"),
@@ -32,7 +33,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "hf": (*BASE, "ir", "config", "runtime", "sharded", "stats", "optim", "checkpoint", "init"),
     "cli": (*BASE, "ir", "config", "passes", "runtime", "sharded", "stats", "optim", "checkpoint", "init", "backend"),
     "__main__": ("cli",),
-    "": ("errors", "stats", "memory", "optim", "checkpoint", "init"),
+    "": ("errors", "stats", "memory", "reset", "optim", "checkpoint", "init"),
 }
 """What each folder or file of the package may import beside itself; the package's own name is the empty one."""
 
@@ -42,6 +43,7 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("memory",),
         ("device", "storage"),
         ("context",),
+        ("close_context",),
         ("units",),
         ("transfer",),
         ("handles", "executor"),

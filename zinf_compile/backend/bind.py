@@ -15,6 +15,7 @@ from zinf_compile.ir.tiers import Placement, way_in
 from zinf_compile.optim.step_under_way import refuse_steps_under_way
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.sharded.budget_checks import refuse_second_gradients
@@ -22,7 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 from zinf_compile.sharded.partition import partition
 from zinf_compile.sharded.short_ranks import Lack, is_any_short
 
-_synchronised: dict[int, weakref.ref[torch.Tensor]] = {}
+_synchronised: dict[int, weakref.ref[torch.Tensor]] = process_wide({})
 
 
 Arguments = Sequence[Any] | Mapping[int, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget import GraphBudget, bucket_of
 from zinf_compile.sharded.budget_checks import lack_of_second_gradients
@@ -59,7 +59,8 @@ from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
-_numbers = itertools.count()
+_numbers: list[int] = process_wide([])
+"""Those of the graphs that were compiled so far."""
 _log = logging.getLogger("zinf_compile")
 
 
@@ -98,7 +99,8 @@ class GraphCompiler:
         self.config = config
         self._given = given
         """The options that the user set."""
-        self.number = next(_numbers)
+        self.number = len(_numbers)
+        _numbers.append(self.number)
         self._budget: GraphBudget | None = None
         self._bucket = config.bucket_bytes
         self._chunk = config.chunk_loss

@@ -28,6 +28,7 @@ from zinf_compile.errors import CompilationError
 from zinf_compile.ir.compute_ops import addmm_out, copy_out, embedding_gradient, mm_out
 from zinf_compile.passes.graph.alias import is_view
 from zinf_compile.passes.lower import run_by_operator
+from zinf_compile.runtime.system.process_wide import process_wide
 
 from .fork_pool import run_forked
 
@@ -77,9 +78,9 @@ class SharedRegion:
         self._fn, self.graph = fn, None
 
 
-_shared: dict[tuple[Any, ...], SharedRegion] = {}
+_shared: dict[tuple[Any, ...], SharedRegion] = process_wide({})
 _lock = threading.Lock()
-_warned: set[str] = set()
+_warned: set[str] = process_wide(set())
 _compiling_s = 0.0
 
 

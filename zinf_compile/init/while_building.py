@@ -32,6 +32,11 @@ _active: list[_Building] = []
 _UNTRIMMED_BYTES = 16 << 20
 
 
+def is_building() -> bool:
+    """Say whether a `partitioned()` block is open."""
+    return bool(_active)
+
+
 @contextlib.contextmanager
 def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterator[None]:
     """Partition every model that is built inside the `with` block, one module at a time.

@@ -47,7 +47,9 @@ class ChunkTransfers:
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
         context.memory.ledger.add("staged", self.buffers.device_bytes)
-        weakref.finalize(optimizer, _close, self.store, self.buffers, context).atexit = False  # the kernel frees files
+        self.let_go = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
+        """Give back memory and files: by itself when the optimizer goes, or when this is called."""
+        self.let_go.atexit = False  # the kernel frees files
 
     @property
     def drive_bytes(self) -> int:

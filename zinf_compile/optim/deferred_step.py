@@ -167,6 +167,17 @@ def synchronize() -> None:
             finish_deferred(optimizer)
 
 
+def end_deferred_steps() -> None:
+    """Return when no step goes on any more; of contexts that are `ending`, each ends at its next chunk, and nobody is told."""
+    for _, record in all_records():
+        deferred: DeferredStep | None = record.deferred
+        if deferred is not None:
+            try:
+                deferred.pending.wait()
+            except Exception as error:
+                _log.debug("a step failed that nobody needs any more", exc_info=error)
+
+
 def _forked() -> None:
     """In a child process nobody ends the steps that were under way when it was made."""
     for _, record in all_records():

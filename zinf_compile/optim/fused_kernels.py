@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from zinf_compile.runtime.system.process_wide import process_wide
+
 _CHOOSING = ("fused", "foreach", "capturable", "differentiable")
 """Settings of a group that choose among implementations."""
 
 _log = logging.getLogger("zinf_compile")
-_told: list[bool] = []
+_told: list[bool] = process_wide([])
 """Not empty once the log says which kernel was chosen."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.sharded.parameter import ShardedParameter
 
 
@@ -86,7 +87,7 @@ class OptimizerRecord:
         self.state, self.incomplete = State.WHOLE, None
 
 
-_records: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = weakref.WeakKeyDictionary()
+_records: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = process_wide(weakref.WeakKeyDictionary())
 
 
 def record_of(optimizer: Optimizer) -> OptimizerRecord:

@@ -22,7 +22,7 @@ from zinf_compile.stats import log_first_step
 
 from .closure_step import hollow_of
 from .elementwise_probe import states_kept
-from .record import record_of
+from .record import all_records, record_of
 from .split_states import split_units
 from .state_dict_hooks import drive_bytes
 from .state_entry import in_memory, states_of
@@ -65,6 +65,18 @@ def account_states(optimizer: Optimizer) -> None:
     for ledger, count in held.items():
         ledger.add("states", count - known.get(ledger, 0))
         known[ledger] = count
+
+
+def drop_states() -> None:
+    """Take the states of partitioned parameters out of every optimizer, wherever they are; other parameters' stay."""
+    for optimizer, record in all_records():
+        for states in record.offloaded or []:
+            states.transfers.let_go()
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
+            optimizer.state.pop(parameter, None)
+        known = record.state_bytes or {}
+        _forget(known)
+        known.clear()
 
 
 def _forget(known: dict[Ledger, int]) -> None:

@@ -22,6 +22,7 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation, Sides
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units.unit import Unit
 
@@ -36,7 +37,7 @@ BUCKETS_REDUCED = 4
 """Full gradients on their way to their tier or to other ranks, where there is room for as many."""
 
 
-_unplanned: weakref.WeakSet[Unit] = weakref.WeakSet()
+_unplanned: weakref.WeakSet[Unit] = process_wide(weakref.WeakSet())
 """Units that were made before any graph: nothing has planned for their gradients and updates yet."""
 
 

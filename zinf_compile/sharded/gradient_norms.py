@@ -11,6 +11,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 
 from .gradient import ShardedGradient
 
@@ -40,7 +41,7 @@ class _Known:
         return norms
 
 
-_known: weakref.WeakKeyDictionary[Context, _Known] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Context, _Known] = process_wide(weakref.WeakKeyDictionary())
 
 
 def global_norms(gradients: Sequence[ShardedGradient], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -55,6 +55,8 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         unit = self._zinf_unit
+        if unit.context.closed:
+            return f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, gone with zinf_compile.reset())"
         if unit.at_hand:
             with no_torch_function():
                 learns = self.requires_grad

@@ -6,12 +6,14 @@ import warnings
 
 import torch
 
+from zinf_compile.runtime.system.process_wide import process_wide
+
 RECOMPILES = 64
 """Variants of a function, where one that Dynamo gives up can't go on: parameters are spread over ranks or off the device."""
 
 _PYTORCHS = 8
 
-_told: set[str] = set()
+_told: set[str] = process_wide(set())
 
 
 def raise_limit() -> None:

@@ -6,11 +6,12 @@ import logging
 import weakref
 
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.fetch import shortage
 
 _log = logging.getLogger("zinf_compile")
 
-_said: weakref.WeakKeyDictionary[Context, set[str]] = weakref.WeakKeyDictionary()
+_said: weakref.WeakKeyDictionary[Context, set[str]] = process_wide(weakref.WeakKeyDictionary())
 
 
 def warn_of_saving(context: Context) -> None:

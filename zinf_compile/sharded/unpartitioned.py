@@ -18,11 +18,12 @@ from torch import nn
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.whole_unit import whole_unit
 
 from .parameter import ShardedParameter
 
-_averaged: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_averaged: weakref.WeakSet[nn.Module] = process_wide(weakref.WeakSet())
 """Models whose other parameters are being averaged."""
 
 
