@@ -15,8 +15,7 @@ from resetting import Tied, placed, possessions, train
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError, UnsupportedModelError
-from zinf_compile.optim.optimizer import _state_bytes
-from zinf_compile.optim.state_dict_hooks import _streamed
+from zinf_compile.optim.record import _records
 from zinf_compile.runtime.context import _contexts, all_contexts
 from zinf_compile.runtime.storage.extent_store import _LIVE
 from zinf_compile.sharded.parameter import unit_of
@@ -38,8 +37,8 @@ def test_training_starts_anew(tier: str, tmp_path: Path) -> None:
     zinf_compile.reset()
     before = possessions()
     model, optimizer, losses = train(options)
-    ledgers = {id(ledger): ledger for context in all_contexts() for ledger in (context.ledger, context.host_ledger)}
-    arenas = [context.gather_memory for context in all_contexts()]
+    ledgers = {id(ledger): ledger for context in all_contexts() for ledger in (context.memory.ledger, context.memory.host_ledger)}
+    arenas = [context.memory.gather_memory for context in all_contexts()]
     assert any(ledger.total()[0] for ledger in ledgers.values())
     if tier == "nvme":
         assert possessions()[1:] > before[1:]
@@ -51,7 +50,7 @@ def test_training_starts_anew(tier: str, tmp_path: Path) -> None:
     assert not any(shard() for shard in shards)
     assert [ledger.total()[0] for ledger in ledgers.values()] == [0] * len(ledgers)
     assert [arena.held_bytes() for arena in arenas] == [0] * len(arenas)
-    registries: list[Any] = [_contexts, _streamed, _state_bytes, [store for store in _LIVE if not store._closed]]
+    registries: list[Any] = [_contexts, _records, [store for store in _LIVE if not store._closed]]
     assert not any(registries)
     assert not optimizer.state
     assert all(p.grad is None for p in model.parameters())

@@ -91,7 +91,7 @@ def start_anew(rank: int, size: int, tier: str, folder: str) -> list[float]:
     dist.barrier()
     before, groups = possessions(), len(dist.distributed_c10d._world.pg_map)
     model, _, first = train(options)
-    ledgers = [ledger for context in all_contexts() for ledger in (context.ledger, context.host_ledger)]
+    ledgers = [ledger for context in all_contexts() for ledger in (context.memory.ledger, context.memory.host_ledger)]
     assert possessions()[1] >= before[1] + 2, "lanes of gathers and reductions"
     assert len(dist.distributed_c10d._world.pg_map) == groups + 3
     dist.barrier()  # reset doesn't wait for what other ranks still read
