@@ -1,6 +1,6 @@
 // Compiled without contraction of products and sums (see CMakeLists.txt): where PyTorch's code has one operation for both, there
 // is one here, and nowhere else.
-#include "mersenne.hpp"
+#include "mt19937.hpp"
 
 #include <algorithm>
 #include <bit>

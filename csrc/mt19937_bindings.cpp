@@ -8,7 +8,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings.hpp"
-#include "mersenne.hpp"
+#include "random/mt19937.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
