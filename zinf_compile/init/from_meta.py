@@ -34,7 +34,7 @@ from .from_checkpoint import load_values, open_files
 from .initializers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
 from .materializing import Birth, Newborn, Nursery
 from .meta_buffers import MetaBuffers
-from .parallel_random import SoonerDraws, is_made_by_loops, loops_agree
+from .parallel_random import ParallelDraws, is_large, parts_agree
 from .value_stores import InUnit
 
 Initialiser = Callable[[nn.Module], object]
@@ -98,7 +98,7 @@ def partition(
         undo.callback(nursery.drop)
         buffers = undo.enter_context(MetaBuffers(model))
         newborns = undo.enter_context(_newborns(births, units, nursery))
-        with SoonerDraws():
+        with ParallelDraws():
             for module, step in steps:
                 step()
                 _take_replaced(module, births)
@@ -177,11 +177,11 @@ def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, r
 
     `once`: what was drawn goes to a drive, and isn't drawn again or replaced, as are values of models of transformers.
     """
-    dtypes = {b.stand_in.dtype for b in births if is_made_by_loops(b.stand_in.numel(), b.stand_in.dtype)}
+    dtypes = {b.stand_in.dtype for b in births if is_large(b.stand_in.numel(), b.stand_in.dtype)}
     if not dtypes:
         return None
     what = "comparing the ranks' ways to draw random numbers"
-    if not all(context.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
+    if not all(context.agree([what], what=what, value=float(all(map(parts_agree, dtypes))))):
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
     return Promises(context.host_ledger, most_bytes=room, at_once=at_once)

@@ -23,7 +23,7 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.sharded.parameter import hollow_tensor, reads_metadata
 
 from .deferred_fills import Promises
-from .parallel_random import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
+from .parallel_random import Fill, ParallelDraws, is_draw, is_large, settings_of
 from .shard_writer import PieceWriter
 
 _FILLS = frozenset(
@@ -150,7 +150,7 @@ class Nursery:
 
     def may_promise(self, newborn: Newborn) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
-        large = is_made_by_loops(newborn.numel(), newborn.dtype)
+        large = is_large(newborn.numel(), newborn.dtype)
         return self._promises is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
 
     def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
@@ -360,7 +360,7 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return wholes[id(item)] if isinstance(item, Newborn) else item
 
     try:
-        with SoonerDraws() if fills else contextlib.nullcontext():
+        with ParallelDraws() if fills else contextlib.nullcontext():
             result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
     except BaseException:
         if target is not None and not was_open:
