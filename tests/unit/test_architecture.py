@@ -51,7 +51,6 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
 """Folders within these, from the bottom: each may import those beside it and below."""
 
 CIRCLES_LEFT = [
-    {"init.deferred_fills", "init.materializing"},
     {
         "optim.chunk_step",
         "optim.offloaded_states",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zinf_compile.runtime.memory.ledger import Ledger
 
+from .materializing import Newborn
 from .parallel_random import Fill, plan_fill
 from .shard_writer import BYTES_ON_THE_WAY, PieceWriter
-
-if TYPE_CHECKING:
-    from .materializing import Newborn
 
 
 class Promises:

@@ -21,7 +21,8 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.units.backing import DriveHome
 from zinf_compile.runtime.units.unit import Unit
 
-from .materializing import Newborn, Nursery
+from .materializer import Materializer
+from .materializing import Newborn
 from .shard_writer import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
 
 _BYTES_AHEAD = 16 << 20
@@ -79,7 +80,7 @@ def _problem_of_any_rank(mine: str, context: Context, what: str) -> str:
 
 
 def load_values(
-    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
+    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Materializer
 ) -> None:
     """Bring parameters and buffers from the files to where they are kept, one after the other. What fails, fails on all ranks."""
     error: Exception | None = None
@@ -95,7 +96,7 @@ def load_values(
 
 
 def _load_values(
-    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
+    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Materializer
 ) -> None:
     files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
     streamed = [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)]

@@ -32,7 +32,8 @@ from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_
 from .deferred_fills import Promises
 from .from_checkpoint import load_values, open_files
 from .initializers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
-from .materializing import Birth, Newborn, Nursery
+from .materializer import Materializer
+from .materializing import Birth, Newborn
 from .meta_buffers import MetaBuffers
 from .parallel_random import ParallelDraws, is_large, parts_agree
 from .value_stores import InUnit
@@ -87,7 +88,7 @@ def partition(
         with together(context, "reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
-        nursery = Nursery(
+        nursery = Materializer(
             context.host_ledger,
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
@@ -244,7 +245,7 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nursery) -> Iterator[list[Newborn]]:
+def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Materializer) -> Iterator[list[Newborn]]:
     """Make newborns of the parameters in place; on the way out, make of what is not born what it was, and tie what is tied."""
     made: list[Newborn] = []
     twins: list[nn.Parameter] = []

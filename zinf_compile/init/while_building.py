@@ -26,7 +26,8 @@ from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
 from .from_meta import born, newborn_of, reject_lazy, share_random_state, slot_of
-from .materializing import Birth, Newborn, Nursery
+from .materializer import Materializer
+from .materializing import Birth, Newborn
 from .value_stores import InMemory, InNotebook, InUnit, Notebook
 
 _active: list[_Building] = []
@@ -77,7 +78,7 @@ class _Building:
         self._config, self._host = config, host
         folders = config.placement().nvme if config.params == "nvme" else ()
         self._notebook = Notebook(folders[0]) if folders else None
-        self._nursery = Nursery(host.host_ledger, compare=host.size > 1)
+        self._nursery = Materializer(host.host_ledger, compare=host.size > 1)
         self._nursery.enlist = self._enlist
         self._newborns: dict[int, weakref.ref[Newborn]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}

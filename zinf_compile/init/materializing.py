@@ -1,0 +1,184 @@
+"""A parameter on its way into shards: hollow, but initialisers may read and write it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zinf_compile._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
+from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.sharded.parameter import reads_metadata
+
+from .parallel_random import Fill, ParallelDraws, is_draw, settings_of
+from .shard_writer import PieceWriter
+
+_FILLS = frozenset(
+    {
+        "uniform_", "normal_", "constant_", "kaiming_uniform_", "zero_", "fill_", "copy_", "exponential_", "random_",
+        "log_normal_", "cauchy_", "geometric_", "bernoulli_",
+    }
+)  # fmt: skip
+"""Functions that overwrite all of their first argument: what it was before need not be brought."""
+
+
+_DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
+"""Those of `_FILLS` that draw all of it by one operator of which it can be noted what it would make."""
+
+
+class Place(Protocol):
+    """Where a value is kept between the times when it is needed whole."""
+
+    def load(self, into: torch.Tensor) -> None:
+        """Fill a flat tensor of the host with the whole value. On several ranks all do so together."""
+
+    def save(self, whole: torch.Tensor) -> Pending:
+        """Start to keep this rank's part of a flat tensor of the host, which is the same on all ranks and may not change."""
+
+    def fill(self, fill: Fill, writer: PieceWriter) -> bool:
+        """Start to keep this rank's part of what is to be drawn, piece by piece; say whether that can be done here."""
+
+
+class ValueHolder(Protocol):
+    """What newborns ask of the one that holds their values: see `materializer.py`."""
+
+    enlist: Callable[[nn.Parameter, str, int], None] | None
+    """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
+
+    def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
+        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+
+    def filled(self, newborn: Newborn) -> None:
+        """Note that a caller has filled what it asked for to `fill`."""
+
+    def undo(self, newborn: Newborn) -> None:
+        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
+
+    def is_open(self, newborn: Newborn) -> bool:
+        """Say whether a value is whole now."""
+
+    def may_promise(self, newborn: Newborn) -> bool:
+        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
+
+    def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+        """Note which operator draws a value, for when it is needed; say whether that could be done."""
+
+    def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
+        """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
+
+
+@dataclasses.dataclass
+class Birth:
+    """What is known of a parameter until it is born."""
+
+    name: str
+    owner: int
+    """Identifies the module whose parameters are whole at the same time."""
+    place: Place | None
+    """None: its value counts for nothing, see `tied` in `from_meta.py`."""
+    nursery: ValueHolder
+    settled: bool = True
+    """There is room for this shape and type, and no other."""
+    kept: bool = False
+    """There is a value in `place`."""
+    filled: bool = False
+    """Something gave every element a value."""
+    checksum: int = 0
+
+
+class Newborn(nn.Parameter):
+    """Answers for its metadata as it is; anything else is done to its whole value, which the nursery brings and keeps."""
+
+    _zinf_birth: Birth
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if reads_metadata(func, args):
+            with no_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _on_whole(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Newborn({self._zinf_birth.name}, shape={list(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return another newborn with a copy of the value, where more may come."""
+        birth = self._zinf_birth
+        with torch.no_grad():
+            copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        if birth.nursery.enlist is not None:
+            birth.nursery.enlist(copied, birth.name, id(copied))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedModelError(
+            f"parameter {self._zinf_birth.name} is being partitioned and can't be pickled: save "
+            "zinf_compile.full_state_dict(model) once it is"
+        )
+
+
+class _Promising(TorchDispatchMode):
+    """Context in which of a newborn that is drawn it is only noted how."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Note it, or do it."""
+        first = args[0] if args else None
+        if not isinstance(first, Newborn):
+            return func(*args, **(kwargs or {}))
+        if is_draw(func) and not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
+            return first
+        return _on_whole(func, args, kwargs or {}, promises=False)
+
+
+def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, promises: bool = True) -> Any:
+    name = getattr(func, "__name__", "").partition(".")[0]
+    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Newborn)]
+    first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
+    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
+        return True
+    if name == "__set__" and isinstance(first, Newborn):
+        if args[1] is not first:
+            _assign(first, args[1])
+        return None
+    fills = name in _FILLS and isinstance(first, Newborn) and sum(item is first for item in newborns) == 1
+    if promises and fills and name in _DRAWS and len(newborns) == 1 and newborns[0]._zinf_birth.nursery.may_promise(newborns[0]):
+        with no_torch_function(), _Promising():
+            return func(*args, **kwargs)
+    target = first if fills and isinstance(first, Newborn) else None
+    was_open = target is not None and target._zinf_birth.nursery.is_open(target)
+    with torch.no_grad():
+        wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
+
+    def value_of(item: Any) -> Any:
+        return wholes[id(item)] if isinstance(item, Newborn) else item
+
+    try:
+        with ParallelDraws() if fills else contextlib.nullcontext():
+            result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+    except BaseException:
+        if target is not None and not was_open:
+            target._zinf_birth.nursery.undo(target)
+        raise
+    if target is not None:
+        target._zinf_birth.nursery.filled(target)
+    for newborn in newborns:
+        if result is wholes[id(newborn)]:
+            return newborn
+    return result
+
+
+def _assign(newborn: Newborn, value: torch.Tensor) -> None:
+    """Do `parameter.data = value`."""
+    birth = newborn._zinf_birth
+    with torch.no_grad():
+        birth.nursery.adopt(newborn, value.detach().cpu())
