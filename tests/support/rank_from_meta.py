@@ -176,7 +176,7 @@ def noticing_small_ones() -> Iterator[None]:
         yield
 
 
-def promised_on_ranks(rank: int, size: int, folder: str) -> bool:
+def deferred_on_ranks(rank: int, size: int, folder: str) -> bool:
     """Check values that are noted to be drawn on these ranks: which, how many of them here, and that the ranks agree."""
     warnings.filterwarnings("ignore", category=StoreWarning)
     away = {"params": "nvme", "nvme": folder, "timeout_s": 60}

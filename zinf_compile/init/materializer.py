@@ -20,8 +20,8 @@ from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.sharded.parameter import hollow_tensor
 
-from .deferred_fills import Promises
-from .materializing import Birth, Newborn
+from .deferred_fills import DeferredFills
+from .materializing import Materialization, MaterializingParameter
 from .parallel_random import Fill, is_large
 
 
@@ -29,14 +29,14 @@ class Materializer:
     """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
 
     What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
-    more than `room` bytes. A value that is only drawn is none yet, where there are `promises`: it is made when somebody reads it,
+    more than `room` bytes. A value that is only drawn is none yet, where there are `deferred`: it is made when somebody reads it,
     or after all that draws it; to a drive it goes in pieces, of which each rank makes its own.
     """
 
-    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, promises: Promises | None = None) -> None:
+    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, deferred: DeferredFills | None = None) -> None:
         self._ledger = ledger
         self._room = room
-        self._promises = promises
+        self._deferred = deferred
         self._compare = compare
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
@@ -46,41 +46,41 @@ class Materializer:
         self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
         """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
 
-    def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
+    def whole(self, newborn: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
         self._reject_if_closed(newborn)
         opened = self._open.get(id(newborn))
         if opened is None:
-            self.close(but=newborn._zinf_birth.owner)
+            self.close(but=newborn._zinf_materialization.owner)
             opened = self._bring(newborn, fills=fills)
         return opened.value()
 
-    def filled(self, newborn: Newborn) -> None:
+    def filled(self, newborn: MaterializingParameter) -> None:
         """Note that a caller has filled what it asked for to `fill`."""
-        self._take_promise(newborn)
-        newborn._zinf_birth.filled = True
+        self._take_fill(newborn)
+        newborn._zinf_materialization.filled = True
 
-    def undo(self, newborn: Newborn) -> None:
+    def undo(self, newborn: MaterializingParameter) -> None:
         """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
         self._open.pop(id(newborn), None)
 
-    def is_open(self, newborn: Newborn) -> bool:
+    def is_open(self, newborn: MaterializingParameter) -> bool:
         """Say whether a value is whole now."""
         return id(newborn) in self._open
 
-    def may_promise(self, newborn: Newborn) -> bool:
+    def may_defer(self, newborn: MaterializingParameter) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
         large = is_large(newborn.numel(), newborn.dtype)
-        return self._promises is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
+        return self._deferred is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
 
-    def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+    def defer(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
         """Note which operator draws a value, for when it is needed; say whether that could be done."""
         self._reject_if_closed(newborn)
-        return self._promises is not None and self._promises.note(newborn, func, settings)
+        return self._deferred is not None and self._deferred.note(newborn, func, settings)
 
-    def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
+    def adopt(self, newborn: MaterializingParameter, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
-        birth = newborn._zinf_birth
+        birth = newborn._zinf_materialization
         if birth.settled and (value.shape != newborn.shape or value.dtype != newborn.dtype):
             raise UnsupportedModelError(
                 f"parameter {birth.name}, {list(newborn.shape)} {newborn.dtype}, is being partitioned, and its initialiser makes "
@@ -95,10 +95,10 @@ class Materializer:
                 self._open[id(newborn)] = _Open(newborn, self._ledger, value)
         self.filled(newborn)
 
-    def forget(self, newborn: Newborn) -> None:
+    def forget(self, newborn: MaterializingParameter) -> None:
         """Drop a value that is about to be replaced where it is kept."""
         self._open.pop(id(newborn), None)
-        self._take_promise(newborn)
+        self._take_fill(newborn)
 
     def close(self, *, but: int | None = None) -> None:
         """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
@@ -111,7 +111,7 @@ class Materializer:
         """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
         self.close()
         self._open.clear()
-        for newborn in self._promises.finish() if self._promises is not None else ():
+        for newborn in self._deferred.finish() if self._deferred is not None else ():
             self.whole(newborn)
             self.close()
         while self._leaving:
@@ -122,19 +122,19 @@ class Materializer:
         """Forget everything; from now on there are no values."""
         self._closed = True
         self._open.clear()
-        if self._promises is not None:
-            self._promises.drop()
+        if self._deferred is not None:
+            self._deferred.drop()
         self._leaving.clear()
         self._memory.clear()
 
-    def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
-        birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
+    def _bring(self, newborn: MaterializingParameter, *, fills: bool) -> _Open:
+        birth, opened = newborn._zinf_materialization, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
         flat = opened.flat
-        promised = None if fills else self._take_promise(newborn)
+        fill = None if fills else self._take_fill(newborn)
         if fills:
             pass
-        elif promised is not None:
-            promised.whole(flat)
+        elif fill is not None:
+            fill.whole(flat)
         elif birth.place is not None and birth.kept:
             birth.place.load(flat)
         elif _has_nan(flat.dtype):
@@ -144,16 +144,17 @@ class Materializer:
         self._open[id(newborn)] = opened
         return opened
 
-    def _take_promise(self, newborn: Newborn) -> Fill | None:
-        return None if self._promises is None else self._promises.take(newborn)
+    def _take_fill(self, newborn: MaterializingParameter) -> Fill | None:
+        return None if self._deferred is None else self._deferred.take(newborn)
 
-    def _reject_if_closed(self, newborn: Newborn) -> None:
+    def _reject_if_closed(self, newborn: MaterializingParameter) -> None:
         if self._closed:
             raise UnsupportedModelError(
-                f"parameter {newborn._zinf_birth.name} was being partitioned when an error ended that: build the model anew"
+                f"parameter {newborn._zinf_materialization.name} was being partitioned when an error ended that: "
+                "build the model anew"
             )
 
-    def _put_away(self, birth: Birth, opened: _Open) -> bool:
+    def _put_away(self, birth: Materialization, opened: _Open) -> bool:
         """Keep a value; say whether nobody has a view of it."""
         alone = opened.is_alone()
         flat = opened.flat
@@ -175,7 +176,7 @@ class Materializer:
 
     def _take_memory(self, size: int) -> memoryview:
         """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
-        if self._promises is None and not self._open and not self._leaving:  # else large values are rarely whole
+        if self._deferred is None and not self._open and not self._leaving:  # else large values are rarely whole
             self._memory.reserve(self._room)
         while self._leaving:
             held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
@@ -196,7 +197,7 @@ class Materializer:
 class _Open:
     """A value in memory."""
 
-    def __init__(self, newborn: Newborn, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
+    def __init__(self, newborn: MaterializingParameter, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
         """Take memory that is lent; or a value's, copied where this is not all there is in it."""
         self._newborn = weakref.ref(newborn)
         self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
@@ -212,10 +213,10 @@ class _Open:
         ledger.add("staged", size)
         weakref.finalize(self, ledger.add, "staged", -size).atexit = False
 
-    def birth(self) -> Birth | None:
+    def birth(self) -> Materialization | None:
         """Return what is known of the parameter, while there is one."""
         newborn = self._newborn()
-        return None if newborn is None else newborn._zinf_birth
+        return None if newborn is None else newborn._zinf_materialization
 
     def value(self) -> torch.Tensor:
         """Return the value in its shape."""

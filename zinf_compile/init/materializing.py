@@ -31,7 +31,7 @@ _DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 """Those of `_FILLS` that draw all of it by one operator of which it can be noted what it would make."""
 
 
-class Place(Protocol):
+class ValueStore(Protocol):
     """Where a value is kept between the times when it is needed whole."""
 
     def load(self, into: torch.Tensor) -> None:
@@ -50,38 +50,38 @@ class ValueHolder(Protocol):
     enlist: Callable[[nn.Parameter, str, int], None] | None
     """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
 
-    def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
+    def whole(self, newborn: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
 
-    def filled(self, newborn: Newborn) -> None:
+    def filled(self, newborn: MaterializingParameter) -> None:
         """Note that a caller has filled what it asked for to `fill`."""
 
-    def undo(self, newborn: Newborn) -> None:
+    def undo(self, newborn: MaterializingParameter) -> None:
         """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
 
-    def is_open(self, newborn: Newborn) -> bool:
+    def is_open(self, newborn: MaterializingParameter) -> bool:
         """Say whether a value is whole now."""
 
-    def may_promise(self, newborn: Newborn) -> bool:
+    def may_defer(self, newborn: MaterializingParameter) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
 
-    def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+    def defer(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
         """Note which operator draws a value, for when it is needed; say whether that could be done."""
 
-    def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
+    def adopt(self, newborn: MaterializingParameter, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
 
 
 @dataclasses.dataclass
-class Birth:
+class Materialization:
     """What is known of a parameter until it is born."""
 
     name: str
     owner: int
     """Identifies the module whose parameters are whole at the same time."""
-    place: Place | None
+    place: ValueStore | None
     """None: its value counts for nothing, see `tied` in `from_meta.py`."""
-    nursery: ValueHolder
+    materializer: ValueHolder
     settled: bool = True
     """There is room for this shape and type, and no other."""
     kept: bool = False
@@ -91,10 +91,10 @@ class Birth:
     checksum: int = 0
 
 
-class Newborn(nn.Parameter):
-    """Answers for its metadata as it is; anything else is done to its whole value, which the nursery brings and keeps."""
+class MaterializingParameter(nn.Parameter):
+    """Answers for its metadata as it is; anything else is done to its whole value, which the materializer brings and keeps."""
 
-    _zinf_birth: Birth
+    _zinf_materialization: Materialization
 
     @classmethod
     def __torch_function__(
@@ -106,26 +106,26 @@ class Newborn(nn.Parameter):
         return _on_whole(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Newborn({self._zinf_birth.name}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"MaterializingParameter({self._zinf_materialization.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another newborn with a copy of the value, where more may come."""
-        birth = self._zinf_birth
+        birth = self._zinf_materialization
         with torch.no_grad():
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
-        if birth.nursery.enlist is not None:
-            birth.nursery.enlist(copied, birth.name, id(copied))
+        if birth.materializer.enlist is not None:
+            birth.materializer.enlist(copied, birth.name, id(copied))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedModelError(
-            f"parameter {self._zinf_birth.name} is being partitioned and can't be pickled: save "
+            f"parameter {self._zinf_materialization.name} is being partitioned and can't be pickled: save "
             "zinf_compile.full_state_dict(model) once it is"
         )
 
 
-class _Promising(TorchDispatchMode):
+class _Deferring(TorchDispatchMode):
     """Context in which of a newborn that is drawn it is only noted how."""
 
     def __torch_dispatch__(
@@ -133,52 +133,58 @@ class _Promising(TorchDispatchMode):
     ) -> Any:
         """Note it, or do it."""
         first = args[0] if args else None
-        if not isinstance(first, Newborn):
+        if not isinstance(first, MaterializingParameter):
             return func(*args, **(kwargs or {}))
-        if is_draw(func) and not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
+        if is_draw(func) and not kwargs and first._zinf_materialization.materializer.defer(first, func, settings_of(func, args)):
             return first
-        return _on_whole(func, args, kwargs or {}, promises=False)
+        return _on_whole(func, args, kwargs or {}, deferred=False)
 
 
-def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, promises: bool = True) -> Any:
+def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, deferred: bool = True) -> Any:
     name = getattr(func, "__name__", "").partition(".")[0]
-    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Newborn)]
+    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, MaterializingParameter)]
     first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
     if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
         return True
-    if name == "__set__" and isinstance(first, Newborn):
+    if name == "__set__" and isinstance(first, MaterializingParameter):
         if args[1] is not first:
             _assign(first, args[1])
         return None
-    fills = name in _FILLS and isinstance(first, Newborn) and sum(item is first for item in newborns) == 1
-    if promises and fills and name in _DRAWS and len(newborns) == 1 and newborns[0]._zinf_birth.nursery.may_promise(newborns[0]):
-        with no_torch_function(), _Promising():
+    fills = name in _FILLS and isinstance(first, MaterializingParameter) and sum(item is first for item in newborns) == 1
+    if (
+        deferred
+        and fills
+        and name in _DRAWS
+        and len(newborns) == 1
+        and newborns[0]._zinf_materialization.materializer.may_defer(newborns[0])
+    ):
+        with no_torch_function(), _Deferring():
             return func(*args, **kwargs)
-    target = first if fills and isinstance(first, Newborn) else None
-    was_open = target is not None and target._zinf_birth.nursery.is_open(target)
+    target = first if fills and isinstance(first, MaterializingParameter) else None
+    was_open = target is not None and target._zinf_materialization.materializer.is_open(target)
     with torch.no_grad():
-        wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
+        wholes = {id(p): p._zinf_materialization.materializer.whole(p, fills=fills and p is first) for p in newborns}
 
     def value_of(item: Any) -> Any:
-        return wholes[id(item)] if isinstance(item, Newborn) else item
+        return wholes[id(item)] if isinstance(item, MaterializingParameter) else item
 
     try:
         with ParallelDraws() if fills else contextlib.nullcontext():
             result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
     except BaseException:
         if target is not None and not was_open:
-            target._zinf_birth.nursery.undo(target)
+            target._zinf_materialization.materializer.undo(target)
         raise
     if target is not None:
-        target._zinf_birth.nursery.filled(target)
+        target._zinf_materialization.materializer.filled(target)
     for newborn in newborns:
         if result is wholes[id(newborn)]:
             return newborn
     return result
 
 
-def _assign(newborn: Newborn, value: torch.Tensor) -> None:
+def _assign(newborn: MaterializingParameter, value: torch.Tensor) -> None:
     """Do `parameter.data = value`."""
-    birth = newborn._zinf_birth
+    birth = newborn._zinf_materialization
     with torch.no_grad():
-        birth.nursery.adopt(newborn, value.detach().cpu())
+        birth.materializer.adopt(newborn, value.detach().cpu())

@@ -24,7 +24,7 @@ from transformer_models import bert, gpt2, llama, t5
 
 import zinf_compile
 from zinf_compile.errors import StoreError
-from zinf_compile.init.deferred_fills import Promises
+from zinf_compile.init.deferred_fills import DeferredFills
 from zinf_compile.runtime.units.backing import DriveHome
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarnin
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yield the names of what is noted."""
     names: list[str] = []
-    note = Promises.note
+    note = DeferredFills.note
 
-    def noting(self: Promises, newborn: Any, *arguments: Any) -> bool:
+    def noting(self: DeferredFills, newborn: Any, *arguments: Any) -> bool:
         done = note(self, newborn, *arguments)
-        names.extend([newborn._zinf_birth.name] if done else [])
+        names.extend([newborn._zinf_materialization.name] if done else [])
         return done
 
-    monkeypatch.setattr(Promises, "note", noting)
+    monkeypatch.setattr(DeferredFills, "note", noting)
     with noticing_small_ones():
         yield names
 
@@ -150,4 +150,4 @@ def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[st
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [more(2), 3, more(4)])
 def test_ranks_make_their_own_pieces_of_the_same_model(world_size: int, tmp_path: Path) -> None:
-    assert all(run_ranks(rank_from_meta.promised_on_ranks, world_size, str(tmp_path)))
+    assert all(run_ranks(rank_from_meta.deferred_on_ranks, world_size, str(tmp_path)))
