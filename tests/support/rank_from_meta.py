@@ -18,7 +18,8 @@ from transformer_models import gpt2, llama
 import zinf_compile
 from zinf_compile.errors import CheckpointError, RankMismatchError, StoreWarning
 from zinf_compile.init import parallel_random
-from zinf_compile.init.mt19937 import Stream
+from zinf_compile.init.parallel_random import Fill
+from zinf_compile.runtime.comm.shard_ranges import shard_range
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -171,12 +172,11 @@ def noticing_small_ones() -> Iterator[None]:
     """Let values that are drawn be noted, and go to drives in pieces, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
-        patch.setattr(parallel_random, "_COMPARED_FIRST", 32)
         patch.setattr(pieces, "PIECE_NUMEL", 300)
         yield
 
 
-def promised_on_ranks(rank: int, size: int, folder: str) -> bool:
+def deferred_on_ranks(rank: int, size: int, folder: str) -> bool:
     """Check values that are noted to be drawn on these ranks: which, how many of them here, and that the ranks agree."""
     warnings.filterwarnings("ignore", category=StoreWarning)
     away = {"params": "nvme", "nvme": folder, "timeout_s": 60}
@@ -187,23 +187,25 @@ def promised_on_ranks(rank: int, size: int, folder: str) -> bool:
                 random = torch.get_rng_state()
                 compare(whole, made_on_meta(build, **options))
                 assert torch.equal(torch.get_rng_state(), random)
-        _make_own_part(size, away)
+        _make_own_part(rank, size, away)
         _differ(rank, away)
         _draw_in_different_ways(rank, away)
     return True
 
 
-def _make_own_part(size: int, options: dict[str, Any]) -> None:
+def _make_own_part(rank: int, size: int, options: dict[str, Any]) -> None:
     drawn: list[int] = []
+    make = Fill._make
 
-    def counting(stream: Stream, into: torch.Tensor, *settings: float) -> None:
+    def counting(self: Fill, stream: Any, start: int, into: torch.Tensor) -> None:
         drawn.append(into.numel())
-        Stream.uniform(stream, into, *settings)
+        make(self, stream, start, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, counting)
+        patch.setattr(Fill, "_make", counting)
         made_on_meta(lambda: nn.Linear(100, 500, bias=False), **options)
-    assert sum(drawn) < 50_000 / size + 5_000, "and some groups on borders"
+    start, end = shard_range(50_000, size, rank)
+    assert sum(drawn) == end - start
 
 
 def _differ(rank: int, options: dict[str, Any]) -> None:
@@ -218,7 +220,7 @@ def _differ(rank: int, options: dict[str, Any]) -> None:
 
 
 def _draw_in_different_ways(rank: int, options: dict[str, Any]) -> None:
-    """On rank 0 alone the loops make PyTorch's numbers: then nobody notes anything, as who reads a value asks the others."""
+    """On rank 0 alone ranges are PyTorch's numbers: then nobody notes anything, as who reads a value asks the others."""
 
     def initialise(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -230,5 +232,5 @@ def _draw_in_different_ways(rank: int, options: dict[str, Any]) -> None:
 
     whole = built_whole(build).apply(initialise)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_random, "_loops_agree", lambda func, dtype: rank == 0)
+        patch.setattr(parallel_random, "_parts_agree", lambda func, dtype: rank == 0)
         compare(whole, made_on_meta(build, init=initialise, **options))

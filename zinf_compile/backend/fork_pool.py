@@ -4,81 +4,97 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
-import select
-import signal
-import struct
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any
 
 import torch
 
-_RECORD = struct.Struct("=I")
-_MOST_JOBS = 4096
-"""What surely fits into a pipe that nobody reads yet."""
-
 Job = Callable[[], object]
+
+_jobs: Sequence[Job] = ()
+"""In a copy: what it may be asked to run. Jobs reach it by the fork, as most can't be pickled."""
 
 
 def run_forked(jobs: Sequence[Job], *, processes: int, patience_s: float = 600.0) -> Iterator[int]:
     """Run the jobs in up to `processes` copies of this process; yield each job's number once a copy is through with it.
 
     A copy's memory is its own and its errors stay there: whoever needs a result looks for what the job wrote to disk. Every
-    number is yielded exactly once: those of a copy that died, or that said nothing for `patience_s`, at the end.
+    number is yielded exactly once. Where a copy dies, where none finishes a job for `patience_s`, or where copies can't be made,
+    all copies are ended, and the numbers that are left come at the end.
 
     Only the calling thread lives on in a copy, so jobs may neither take locks of other threads nor compute on more than one
     thread nor touch a GPU.
     """
     left = dict.fromkeys(range(len(jobs)))
-    todo, done = os.pipe(), os.pipe()
-    copies: list[int] = []
+    with _copies(jobs, processes) as running:
+        while running and (done := wait(running, patience_s, FIRST_COMPLETED).done):
+            for future in done:
+                number = running.pop(future)
+                if future.exception() is None:
+                    del left[number]
+                    yield number
+    yield from left
+
+
+@contextlib.contextmanager
+def _copies(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[None], int]]:
+    """Context with copies that run the jobs, by what each job's end is told by. They end with it, whatever they do then."""
+    context, running, pool = _Copying(), dict[Future[None], int](), None
     try:
-        os.write(todo[1], b"".join(_RECORD.pack(number) for number in list(left)[:_MOST_JOBS]))
-        os.close(todo[1])
-        with contextlib.suppress(OSError):  # no memory or no process left: as many copies as there are
-            for _ in range(min(processes, len(jobs))):
-                copies.append(_fork(jobs, todo[0], done))
-        os.close(done[1])
-        patient = select.poll()
-        patient.register(done[0], select.POLLIN)
-        while left and patient.poll(patience_s * 1000):
-            record = os.read(done[0], _RECORD.size)
-            if not record:
-                break
-            (number,) = _RECORD.unpack(record)
-            del left[number]
-            yield number
-        yield from left
+        # no memory, process or semaphore left, a daemon that may have no children, or a copy that died already
+        with contextlib.suppress(OSError, NotImplementedError, AssertionError, BrokenProcessPool), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads, which no job waits for
+            size = max(1, min(processes, len(jobs)))
+            pool = ProcessPoolExecutor(size, mp_context=context, initializer=_become_worker, initargs=(jobs,))
+            for number in range(len(jobs)):
+                running[pool.submit(_run, number)] = number
+        yield running
     finally:
-        os.close(todo[0])
-        os.close(done[0])
-        for copy in copies:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another part of the program may have waited
-                os.kill(copy, signal.SIGKILL)
-                os.waitpid(copy, 0)
+        for copy in context.made:
+            if copy.pid is not None:
+                copy.kill()  # not asked to end: nothing of the original's may be flushed, closed or joined there
+                copy.join()
+        if pool is not None:
+            pool.shutdown()
 
 
-def _fork(jobs: Sequence[Job], todo: int, done: tuple[int, int]) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads, which no job waits for
-        copy = os.fork()
-    if copy == 0:
-        try:
-            _work(jobs, todo, done)
-        finally:
-            os._exit(0)  # whatever was raised: nothing of the original's may be flushed, closed or joined here
-    return copy
+class _Copying(ForkContext):
+    """Forks for an executor, and knows what it forked: an executor itself can't end a copy that is stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[ForkProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> ForkProcess:  # type: ignore[override]
+        self.made.append(ForkProcess(*args, **kwargs))
+        return self.made[-1]
 
 
-def _work(jobs: Sequence[Job], todo: int, done: tuple[int, int]) -> None:
-    os.close(done[0])
+def _become_worker(jobs: Sequence[Job]) -> None:
+    global _jobs  # noqa: PLW0603
+    _jobs = jobs
     silence = os.open(os.devnull, os.O_RDWR)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
+    threading.Thread(target=_end_with_original, daemon=True).start()
     gc.freeze()  # what was there before is the original's: looking it through would copy its pages
     torch.set_num_threads(1)
-    while record := os.read(todo, _RECORD.size):
-        (number,) = _RECORD.unpack(record)
-        with contextlib.suppress(Exception):
-            jobs[number]()
-        os.write(done[1], record)
+
+
+def _end_with_original() -> None:
+    original = multiprocessing.parent_process()
+    assert original is not None
+    original.join()  # its end only: it ends its copies itself, unless it is killed
+    os._exit(1)
+
+
+def _run(number: int) -> None:
+    with contextlib.suppress(Exception):
+        _jobs[number]()

@@ -6,11 +6,11 @@ from_checkpoint — A checkpoint's values into a model being born: of each param
 from_meta — Models that fit nowhere whole: made on the meta device, given their values one module at a time, straight into
     shards.
 initializers — Which initialisers a model's modules have, in the order in which building it runs them.
-materializing — A parameter on its way into shards: hollow, but initialisers may read and write it, with one module's values
-    in memory.
+materializer — The values of parameters on their way into shards: those of one module at a time are in memory.
+materializing — A parameter on its way into shards: hollow, but initialisers may read and write it.
 meta_buffers — Buffers of a model on meta, made real for initialisers to fill, and put back where something fails.
-mt19937 — The random numbers that a generator of PyTorch on the CPU will draw: any of them, without those before.
-parallel_random — `normal_` and `uniform_` on the CPU with the numbers that PyTorch draws, sooner.
+mt19937 — States of PyTorch's generator on the CPU, MT19937: the one after any number of draws, found without drawing.
+parallel_random — `normal_` and `uniform_` on the CPU with the numbers that PyTorch draws, any range of a tensor by itself.
 shard_writer — Shards that go to a drive piece by piece, each made while those before it are written.
 value_stores — Where the values of parameters are kept while these are being born: in their unit, or for now in memory or a
     file.

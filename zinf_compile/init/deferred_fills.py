@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zinf_compile.runtime.memory.ledger import Ledger
 
+from .materializing import MaterializingParameter
 from .parallel_random import Fill, plan_fill
 from .shard_writer import BYTES_ON_THE_WAY, PieceWriter
 
-if TYPE_CHECKING:
-    from .materializing import Newborn
 
-
-class Promises:
+class DeferredFills:
     """Notes how newborns are drawn. Those of one module at a time may be drawn again; those before go to their drives."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int, at_once: bool) -> None:
         """`at_once`: begin to write while others are noted; False where most are drawn again, later."""
         self._at_once = at_once
-        self._noted: dict[int, tuple[weakref.ref[Newborn], Fill]] = {}
+        self._noted: dict[int, tuple[weakref.ref[MaterializingParameter], Fill]] = {}
         self._on_their_way: set[int] = set()
         self._writer = PieceWriter(ledger, most_bytes=min(most_bytes, BYTES_ON_THE_WAY), threads=torch.get_num_threads())
 
-    def note(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
+    def note(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
         """Note which operator draws a newborn; say whether that could be done."""
         fill = plan_fill(func, newborn.numel(), newborn.dtype, settings)
         if fill is None:
             return False
         self.take(newborn)
         self._noted[id(newborn)] = weakref.ref(newborn), fill
-        newborn._zinf_birth.filled = True
+        newborn._zinf_materialization.filled = True
         if self._at_once:
-            self._send(but=newborn._zinf_birth.owner)
+            self._send(but=newborn._zinf_materialization.owner)
         return True
 
-    def take(self, newborn: Newborn) -> Fill | None:
+    def take(self, newborn: MaterializingParameter) -> Fill | None:
         """Return what was noted of a newborn whose value is about to be made or replaced; its place is no longer written to."""
         _, fill = self._noted.pop(id(newborn), (None, None))
         if id(newborn) in self._on_their_way:
@@ -47,12 +45,12 @@ class Promises:
             self._on_their_way.clear()
         return fill
 
-    def finish(self) -> list[Newborn]:
+    def finish(self) -> list[MaterializingParameter]:
         """Return when all is kept that can be made piece by piece; return the newborns that can't."""
         self._send(but=None)
         self._writer.close()
         left = [newborn for reference, _ in self._noted.values() if (newborn := reference()) is not None]
-        return [newborn for newborn in left if newborn._zinf_birth.place is not None]
+        return [newborn for newborn in left if newborn._zinf_materialization.place is not None]
 
     def drop(self) -> None:
         """Forget everything. What is being written is written to its end."""
@@ -62,7 +60,7 @@ class Promises:
     def _send(self, *, but: int | None) -> None:
         for key, (reference, fill) in list(self._noted.items()):
             newborn = reference()
-            birth = None if newborn is None else newborn._zinf_birth
+            birth = None if newborn is None else newborn._zinf_materialization
             if birth is None or birth.place is None or birth.owner == but or not birth.place.fill(fill, self._writer):
                 continue
             birth.checksum, birth.kept = fill.identity(), True

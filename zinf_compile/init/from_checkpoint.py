@@ -21,7 +21,8 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.units.backing import DriveHome
 from zinf_compile.runtime.units.unit import Unit
 
-from .materializing import Newborn, Nursery
+from .materializer import Materializer
+from .materializing import MaterializingParameter
 from .shard_writer import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
 
 _BYTES_AHEAD = 16 << 20
@@ -79,12 +80,16 @@ def _problem_of_any_rank(mine: str, context: Context, what: str) -> str:
 
 
 def load_values(
-    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    newborns: Sequence[MaterializingParameter],
+    units: Sequence[Unit],
+    materializer: Materializer,
 ) -> None:
     """Bring parameters and buffers from the files to where they are kept, one after the other. What fails, fails on all ranks."""
     error: Exception | None = None
     try:
-        _load_values(model, checkpoint, newborns, units, nursery)
+        _load_values(model, checkpoint, newborns, units, materializer)
     except Exception as raised:
         error = raised
     said = _problem_of_any_rank("" if error is None else str(error) or repr(error), units[0].context, "loading a checkpoint")
@@ -95,7 +100,11 @@ def load_values(
 
 
 def _load_values(
-    model: nn.Module, checkpoint: Checkpoint, newborns: Sequence[Newborn], units: Sequence[Unit], nursery: Nursery
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    newborns: Sequence[MaterializingParameter],
+    units: Sequence[Unit],
+    materializer: Materializer,
 ) -> None:
     files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
     streamed = [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)]
@@ -103,15 +112,15 @@ def _load_values(
     with contextlib.closing(on_drives):
         for newborn, unit, name in zip(newborns, units, names, strict=True):
             if not newborn.is_contiguous():
-                whole = nursery.whole(newborn, fills=True)
+                whole = materializer.whole(newborn, fills=True)
                 whole.copy_(_read(files, name, whole.shape, whole.dtype))
             elif _streams(newborn, unit):
-                nursery.forget(newborn)
+                materializer.forget(newborn)
                 on_drives.load_next()
             else:
-                nursery.forget(newborn)
+                materializer.forget(newborn)
                 _load_range(files, name, unit)
-            newborn._zinf_birth.filled = newborn._zinf_birth.kept = True
+            newborn._zinf_materialization.filled = newborn._zinf_materialization.kept = True
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -119,7 +128,7 @@ def _load_values(
                 buffer.copy_(_read(files, name, buffer.shape, buffer.dtype))
 
 
-def _streams(newborn: Newborn, unit: Unit) -> bool:
+def _streams(newborn: MaterializingParameter, unit: Unit) -> bool:
     """Say whether a parameter's values go to a drive in the order in which they are stored."""
     return newborn.is_contiguous() and isinstance(unit.home, DriveHome)
 

@@ -29,13 +29,14 @@ from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
 
-from .deferred_fills import Promises
+from .deferred_fills import DeferredFills
 from .from_checkpoint import load_values, open_files
 from .initializers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
-from .materializing import Birth, Newborn, Nursery
+from .materializer import Materializer
+from .materializing import Materialization, MaterializingParameter
 from .meta_buffers import MetaBuffers
-from .parallel_random import SoonerDraws, is_made_by_loops, loops_agree
-from .value_stores import InUnit
+from .parallel_random import ParallelDraws, is_large, parts_agree
+from .value_stores import UnitValues
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -87,28 +88,28 @@ def partition(
         with context.ranks.fail_together("reserving room for the model"):
             check_shards(config, [birth.slot for birth in births], context)
             units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
-        nursery = Nursery(
+        materializer = Materializer(
             context.memory.host_ledger,
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
-            promises=_promises(
+            deferred=_deferred(
                 model, births, context, room, once=config.params == "nvme" and init is None and checkpoint is None
             ),
         )
-        undo.callback(nursery.drop)
+        undo.callback(materializer.drop)
         buffers = undo.enter_context(MetaBuffers(model))
-        newborns = undo.enter_context(_newborns(births, units, nursery))
-        with SoonerDraws():
+        newborns = undo.enter_context(_newborns(births, units, materializer))
+        with ParallelDraws():
             for module, step in steps:
                 step()
                 _take_replaced(module, births)
-        nursery.finish()
+        materializer.finish()
         if files is not None:
-            load_values(model, files, newborns, units, nursery)
-            nursery.finish()
-        untouched = [b.name for b, n in zip(births, newborns, strict=True) if not n._zinf_birth.filled]
+            load_values(model, files, newborns, units, materializer)
+            materializer.finish()
+        untouched = [b.name for b, n in zip(births, newborns, strict=True) if not n._zinf_materialization.filled]
         missing = untouched + buffers.untouched()
-        lines = [f"{n._zinf_birth.name} {n._zinf_birth.checksum}" for n in newborns]
+        lines = [f"{n._zinf_materialization.name} {n._zinf_materialization.checksum}" for n in newborns]
         context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
         if missing:
             raise explain_untouched(missing)
@@ -172,19 +173,19 @@ def _largest_module_bytes(births: Sequence[_Expected]) -> int:
     return max(sizes.values())
 
 
-def _promises(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, once: bool) -> Promises | None:
+def _deferred(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, once: bool) -> DeferredFills | None:
     """Return what notes how values are drawn; None where that must not differ between ranks, or is not worth it.
 
     `once`: what was drawn goes to a drive, and isn't drawn again or replaced, as are values of models of transformers.
     """
-    dtypes = {b.stand_in.dtype for b in births if is_made_by_loops(b.stand_in.numel(), b.stand_in.dtype)}
+    dtypes = {b.stand_in.dtype for b in births if is_large(b.stand_in.numel(), b.stand_in.dtype)}
     if not dtypes:
         return None
     what = "comparing the ranks' ways to draw random numbers"
-    if not all(context.ranks.agree([what], what=what, value=float(all(map(loops_agree, dtypes))))):
+    if not all(context.ranks.agree([what], what=what, value=float(all(map(parts_agree, dtypes))))):
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
-    return Promises(context.memory.host_ledger, most_bytes=room, at_once=at_once)
+    return DeferredFills(context.memory.host_ledger, most_bytes=room, at_once=at_once)
 
 
 def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
@@ -244,9 +245,11 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
 
 
 @contextlib.contextmanager
-def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nursery) -> Iterator[list[Newborn]]:
+def _newborns(
+    births: Sequence[_Expected], units: Sequence[Unit], materializer: Materializer
+) -> Iterator[list[MaterializingParameter]]:
     """Make newborns of the parameters in place; on the way out, make of what is not born what it was, and tie what is tied."""
-    made: list[Newborn] = []
+    made: list[MaterializingParameter] = []
     twins: list[nn.Parameter] = []
     try:
         for birth, unit in zip(births, units, strict=True):
@@ -254,36 +257,36 @@ def _newborns(births: Sequence[_Expected], units: Sequence[Unit], nursery: Nurse
             swap_contents(birth.meta, twin)
             twins.append(twin)
             first, *others = birth.owners
-            made.append(newborn_of(birth.meta, Birth(birth.name, id(first[0]), InUnit(unit), nursery)))
+            made.append(newborn_of(birth.meta, Materialization(birth.name, id(first[0]), UnitValues(unit), materializer)))
             birth.by_owner[id(first[0]), first[1]] = birth.meta
             for module, attribute in others:  # built whole, each had a weight of its own until it was replaced by the first one
                 decoy = nn.Parameter(hollow_tensor(twin.detach(), device=torch.device("cpu")), twin.requires_grad)
-                module._parameters[attribute] = newborn_of(decoy, Birth(birth.name, id(module), None, nursery))
+                module._parameters[attribute] = newborn_of(decoy, Materialization(birth.name, id(module), None, materializer))
                 birth.by_owner[id(module), attribute] = decoy
         yield made
     finally:
-        nursery.drop()
+        materializer.drop()
         for birth, twin in itertools.zip_longest(births, twins):
             if twin is not None and not birth.done:
                 birth.meta.__class__ = nn.Parameter
-                vars(birth.meta).pop("_zinf_birth", None)
+                vars(birth.meta).pop("_zinf_materialization", None)
                 swap_contents(birth.meta, twin)
             for module, attribute in birth.owners:
                 module._parameters[attribute] = birth.meta
 
 
-def newborn_of(parameter: nn.Parameter, birth: Birth) -> Newborn:
+def newborn_of(parameter: nn.Parameter, birth: Materialization) -> MaterializingParameter:
     """Make a hollow parameter a newborn, in place."""
-    parameter._zinf_birth = birth  # type: ignore[attr-defined]
-    parameter.__class__ = Newborn
-    assert isinstance(parameter, Newborn)
+    parameter._zinf_materialization = birth  # type: ignore[attr-defined]
+    parameter.__class__ = MaterializingParameter
+    assert isinstance(parameter, MaterializingParameter)
     return parameter
 
 
-def born(newborn: Newborn, unit: Unit) -> None:
+def born(newborn: MaterializingParameter, unit: Unit) -> None:
     """Make a newborn whose value its unit has a partitioned parameter."""
     parameter: nn.Parameter = newborn
-    del newborn._zinf_birth
+    del newborn._zinf_materialization
     parameter.__class__ = nn.Parameter
     unit.parameter = weakref.ref(parameter)
     plan_later([unit])
@@ -296,14 +299,14 @@ def born(newborn: Newborn, unit: Unit) -> None:
 def _take_replaced(root: nn.Module, births: Sequence[_Expected]) -> None:
     """Where an initialiser put a new parameter in a newborn's place, take its value."""
     for module, attribute, found in [(m, name, p) for m in root.modules() for name, p in m._parameters.items()]:
-        if isinstance(found, Newborn) or found is None:
+        if isinstance(found, MaterializingParameter) or found is None:
             continue
         expected = next((b.by_owner[id(module), attribute] for b in births if (id(module), attribute) in b.by_owner), None)
-        if not isinstance(expected, Newborn):
+        if not isinstance(expected, MaterializingParameter):
             raise UnsupportedModelError(
                 f"the initialiser of a {type(module).__name__} registered a parameter {attribute}, which the model on meta hasn't"
             )
-        expected._zinf_birth.nursery.adopt(expected, found.detach())
+        expected._zinf_materialization.materializer.adopt(expected, found.detach())
         module._parameters[attribute] = expected
 
 

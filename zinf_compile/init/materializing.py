@@ -1,13 +1,9 @@
-"""A parameter on its way into shards: hollow, but initialisers may read and write it, with one module's values in memory."""
+"""A parameter on its way into shards: hollow, but initialisers may read and write it."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import math
-import mmap
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,14 +13,9 @@ from torch import nn
 from zinf_compile._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.memory.aligned_buffers import private_memory
-from zinf_compile.runtime.memory.arena import GatherMemory
-from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.sharded.metadata_calls import reads_metadata
-from zinf_compile.sharded.parameter import hollow_tensor
 
-from .deferred_fills import Promises
-from .parallel_random import Fill, SoonerDraws, is_draw, is_made_by_loops, settings_of
+from .parallel_random import Fill, ParallelDraws, is_draw, settings_of
 from .shard_writer import PieceWriter
 
 _FILLS = frozenset(
@@ -40,7 +31,7 @@ _DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 """Those of `_FILLS` that draw all of it by one operator of which it can be noted what it would make."""
 
 
-class Place(Protocol):
+class ValueStore(Protocol):
     """Where a value is kept between the times when it is needed whole."""
 
     def load(self, into: torch.Tensor) -> None:
@@ -53,16 +44,44 @@ class Place(Protocol):
         """Start to keep this rank's part of what is to be drawn, piece by piece; say whether that can be done here."""
 
 
+class ValueHolder(Protocol):
+    """What newborns ask of the one that holds their values: see `materializer.py`."""
+
+    enlist: Callable[[nn.Parameter, str, int], None] | None
+    """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
+
+    def whole(self, newborn: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
+        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+
+    def filled(self, newborn: MaterializingParameter) -> None:
+        """Note that a caller has filled what it asked for to `fill`."""
+
+    def undo(self, newborn: MaterializingParameter) -> None:
+        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
+
+    def is_open(self, newborn: MaterializingParameter) -> bool:
+        """Say whether a value is whole now."""
+
+    def may_defer(self, newborn: MaterializingParameter) -> bool:
+        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
+
+    def defer(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
+        """Note which operator draws a value, for when it is needed; say whether that could be done."""
+
+    def adopt(self, newborn: MaterializingParameter, value: torch.Tensor) -> None:
+        """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
+
+
 @dataclasses.dataclass
-class Birth:
+class Materialization:
     """What is known of a parameter until it is born."""
 
     name: str
     owner: int
     """Identifies the module whose parameters are whole at the same time."""
-    place: Place | None
+    place: ValueStore | None
     """None: its value counts for nothing, see `tied` in `from_meta.py`."""
-    nursery: Nursery
+    materializer: ValueHolder
     settled: bool = True
     """There is room for this shape and type, and no other."""
     kept: bool = False
@@ -72,10 +91,10 @@ class Birth:
     checksum: int = 0
 
 
-class Newborn(nn.Parameter):
-    """Answers for its metadata as it is; anything else is done to its whole value, which the nursery brings and keeps."""
+class MaterializingParameter(nn.Parameter):
+    """Answers for its metadata as it is; anything else is done to its whole value, which the materializer brings and keeps."""
 
-    _zinf_birth: Birth
+    _zinf_materialization: Materialization
 
     @classmethod
     def __torch_function__(
@@ -87,243 +106,26 @@ class Newborn(nn.Parameter):
         return _on_whole(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Newborn({self._zinf_birth.name}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"MaterializingParameter({self._zinf_materialization.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return another newborn with a copy of the value, where more may come."""
-        birth = self._zinf_birth
+        birth = self._zinf_materialization
         with torch.no_grad():
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
-        if birth.nursery.enlist is not None:
-            birth.nursery.enlist(copied, birth.name, id(copied))
+        if birth.materializer.enlist is not None:
+            birth.materializer.enlist(copied, birth.name, id(copied))
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedModelError(
-            f"parameter {self._zinf_birth.name} is being partitioned and can't be pickled: save "
+            f"parameter {self._zinf_materialization.name} is being partitioned and can't be pickled: save "
             "zinf_compile.full_state_dict(model) once it is"
         )
 
 
-class Nursery:
-    """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
-
-    What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
-    more than `room` bytes. A value that is only drawn is none yet, where there are `promises`: it is made when somebody reads it,
-    or after all that draws it; to a drive it goes in pieces, of which each rank makes its own.
-    """
-
-    def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, promises: Promises | None = None) -> None:
-        self._ledger = ledger
-        self._room = room
-        self._promises = promises
-        self._compare = compare
-        """Take checksums, by which ranks find out that they don't make the same model."""
-        self._open: dict[int, _Open] = {}
-        self._leaving: collections.deque[tuple[_Open, Pending]] = collections.deque()
-        self._memory = GatherMemory()
-        self._closed = False
-        self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
-        """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
-
-    def whole(self, newborn: Newborn, *, fills: bool = False) -> torch.Tensor:
-        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
-        self._reject_if_closed(newborn)
-        opened = self._open.get(id(newborn))
-        if opened is None:
-            self.close(but=newborn._zinf_birth.owner)
-            opened = self._bring(newborn, fills=fills)
-        return opened.value()
-
-    def filled(self, newborn: Newborn) -> None:
-        """Note that a caller has filled what it asked for to `fill`."""
-        self._take_promise(newborn)
-        newborn._zinf_birth.filled = True
-
-    def undo(self, newborn: Newborn) -> None:
-        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
-        self._open.pop(id(newborn), None)
-
-    def is_open(self, newborn: Newborn) -> bool:
-        """Say whether a value is whole now."""
-        return id(newborn) in self._open
-
-    def may_promise(self, newborn: Newborn) -> bool:
-        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
-        large = is_made_by_loops(newborn.numel(), newborn.dtype)
-        return self._promises is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
-
-    def promise(self, newborn: Newborn, func: Any, settings: Sequence[float]) -> bool:
-        """Note which operator draws a value, for when it is needed; say whether that could be done."""
-        self._reject_if_closed(newborn)
-        return self._promises is not None and self._promises.note(newborn, func, settings)
-
-    def adopt(self, newborn: Newborn, value: torch.Tensor) -> None:
-        """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
-        birth = newborn._zinf_birth
-        if birth.settled and (value.shape != newborn.shape or value.dtype != newborn.dtype):
-            raise UnsupportedModelError(
-                f"parameter {birth.name}, {list(newborn.shape)} {newborn.dtype}, is being partitioned, and its initialiser makes "
-                f"it {list(value.shape)} {value.dtype}: build the model in the shapes and types it is to have"
-            )
-        with torch.no_grad(), no_torch_function():
-            if birth.settled:
-                self.whole(newborn, fills=True).copy_(value)
-            else:
-                self.close(but=birth.owner)
-                newborn.data = hollow_tensor(value)
-                self._open[id(newborn)] = _Open(newborn, self._ledger, value)
-        self.filled(newborn)
-
-    def forget(self, newborn: Newborn) -> None:
-        """Drop a value that is about to be replaced where it is kept."""
-        self._open.pop(id(newborn), None)
-        self._take_promise(newborn)
-
-    def close(self, *, but: int | None = None) -> None:
-        """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
-        for key, opened in list(self._open.items()):
-            birth = opened.birth()  # None: it was replaced by another while it was here
-            if birth is None or (birth.owner != but and self._put_away(birth, opened)):
-                del self._open[key]
-
-    def finish(self) -> None:
-        """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
-        self.close()
-        self._open.clear()
-        for newborn in self._promises.finish() if self._promises is not None else ():
-            self.whole(newborn)
-            self.close()
-        while self._leaving:
-            self._wait_for_oldest()
-        self._memory.clear()
-
-    def drop(self) -> None:
-        """Forget everything; from now on there are no values."""
-        self._closed = True
-        self._open.clear()
-        if self._promises is not None:
-            self._promises.drop()
-        self._leaving.clear()
-        self._memory.clear()
-
-    def _bring(self, newborn: Newborn, *, fills: bool) -> _Open:
-        birth, opened = newborn._zinf_birth, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
-        flat = opened.flat
-        promised = None if fills else self._take_promise(newborn)
-        if fills:
-            pass
-        elif promised is not None:
-            promised.whole(flat)
-        elif birth.place is not None and birth.kept:
-            birth.place.load(flat)
-        elif _has_nan(flat.dtype):
-            flat.fill_(math.nan)  # by which is seen what no initialiser touches
-        else:
-            flat.zero_()
-        self._open[id(newborn)] = opened
-        return opened
-
-    def _take_promise(self, newborn: Newborn) -> Fill | None:
-        return None if self._promises is None else self._promises.take(newborn)
-
-    def _reject_if_closed(self, newborn: Newborn) -> None:
-        if self._closed:
-            raise UnsupportedModelError(
-                f"parameter {newborn._zinf_birth.name} was being partitioned when an error ended that: build the model anew"
-            )
-
-    def _put_away(self, birth: Birth, opened: _Open) -> bool:
-        """Keep a value; say whether nobody has a view of it."""
-        alone = opened.is_alone()
-        flat = opened.flat
-        if birth.place is None:
-            del flat
-            return opened.let_go()
-        if not birth.filled:
-            birth.filled = not (_has_nan(flat.dtype) and bool(torch.isnan(flat).any()))
-        if self._compare:
-            birth.checksum = _checksum(flat)
-        saving = birth.place.save(flat)
-        birth.kept = True
-        if alone:
-            self._leaving.append((opened, saving))
-            return True
-        saving.wait()  # whoever has a view may change it at any time
-        del flat
-        return opened.let_go()
-
-    def _take_memory(self, size: int) -> memoryview:
-        """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
-        if self._promises is None and not self._open and not self._leaving:  # else large values are rarely whole
-            self._memory.reserve(self._room)
-        while self._leaving:
-            held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
-            view = self._memory.lend_view(size, fresh=False) if held + size <= self._room else None
-            if view is not None:
-                return view
-            self._wait_for_oldest()
-        fresh = self._memory.lend_view(size)
-        assert fresh is not None, "there is always new memory"
-        return fresh
-
-    def _wait_for_oldest(self) -> None:
-        opened, saving = self._leaving.popleft()
-        saving.wait()
-        del opened  # counted until then
-
-
-class _Open:
-    """A value in memory."""
-
-    def __init__(self, newborn: Newborn, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
-        """Take memory that is lent; or a value's, copied where this is not all there is in it."""
-        self._newborn = weakref.ref(newborn)
-        self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
-        self.size = size = numel * newborn.dtype.itemsize
-        self._memory = source if isinstance(source, memoryview) else None
-        if isinstance(source, memoryview):
-            self.flat = self._view(source, newborn.dtype)
-        elif source.untyped_storage().nbytes() == size:
-            self.flat = source.as_strided((numel,), (1,))
-        else:
-            whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), newborn.dtype)
-            self.flat = whole.copy_(source.as_strided((numel,), (1,)))
-        ledger.add("staged", size)
-        weakref.finalize(self, ledger.add, "staged", -size).atexit = False
-
-    def birth(self) -> Birth | None:
-        """Return what is known of the parameter, while there is one."""
-        newborn = self._newborn()
-        return None if newborn is None else newborn._zinf_birth
-
-    def value(self) -> torch.Tensor:
-        """Return the value in its shape."""
-        return self.flat.as_strided(self._shape, self._stride)
-
-    def is_alone(self) -> bool:
-        """Say whether the memory is its own, and nobody else has a tensor on it."""
-        dtype = self.flat.dtype
-        if self._memory is None or not self.let_go():
-            return False
-        self.flat = self._view(self._memory, dtype)
-        return True
-
-    def let_go(self) -> bool:
-        """Drop the value, unless somebody holds a tensor on it: say whether it is gone."""
-        storage, count, dtype = weakref.ref(self.flat.untyped_storage()), self.flat.numel(), self.flat.dtype
-        del self.flat
-        held = storage()
-        if held is not None:
-            self.flat = torch.empty(0, dtype=dtype).set_(held, 0, (count,), (1,))
-        return held is None
-
-    def _view(self, memory: memoryview | mmap.mmap, dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(memory, dtype=torch.uint8)[: self.size].view(dtype)
-
-
-class _Promising(TorchDispatchMode):
+class _Deferring(TorchDispatchMode):
     """Context in which of a newborn that is drawn it is only noted how."""
 
     def __torch_dispatch__(
@@ -331,64 +133,58 @@ class _Promising(TorchDispatchMode):
     ) -> Any:
         """Note it, or do it."""
         first = args[0] if args else None
-        if not isinstance(first, Newborn):
+        if not isinstance(first, MaterializingParameter):
             return func(*args, **(kwargs or {}))
-        if is_draw(func) and not kwargs and first._zinf_birth.nursery.promise(first, func, settings_of(func, args)):
+        if is_draw(func) and not kwargs and first._zinf_materialization.materializer.defer(first, func, settings_of(func, args)):
             return first
-        return _on_whole(func, args, kwargs or {}, promises=False)
+        return _on_whole(func, args, kwargs or {}, deferred=False)
 
 
-def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, promises: bool = True) -> Any:
+def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, deferred: bool = True) -> Any:
     name = getattr(func, "__name__", "").partition(".")[0]
-    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Newborn)]
+    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, MaterializingParameter)]
     first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
     if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
         return True
-    if name == "__set__" and isinstance(first, Newborn):
+    if name == "__set__" and isinstance(first, MaterializingParameter):
         if args[1] is not first:
             _assign(first, args[1])
         return None
-    fills = name in _FILLS and isinstance(first, Newborn) and sum(item is first for item in newborns) == 1
-    if promises and fills and name in _DRAWS and len(newborns) == 1 and newborns[0]._zinf_birth.nursery.may_promise(newborns[0]):
-        with no_torch_function(), _Promising():
+    fills = name in _FILLS and isinstance(first, MaterializingParameter) and sum(item is first for item in newborns) == 1
+    if (
+        deferred
+        and fills
+        and name in _DRAWS
+        and len(newborns) == 1
+        and newborns[0]._zinf_materialization.materializer.may_defer(newborns[0])
+    ):
+        with no_torch_function(), _Deferring():
             return func(*args, **kwargs)
-    target = first if fills and isinstance(first, Newborn) else None
-    was_open = target is not None and target._zinf_birth.nursery.is_open(target)
+    target = first if fills and isinstance(first, MaterializingParameter) else None
+    was_open = target is not None and target._zinf_materialization.materializer.is_open(target)
     with torch.no_grad():
-        wholes = {id(p): p._zinf_birth.nursery.whole(p, fills=fills and p is first) for p in newborns}
+        wholes = {id(p): p._zinf_materialization.materializer.whole(p, fills=fills and p is first) for p in newborns}
 
     def value_of(item: Any) -> Any:
-        return wholes[id(item)] if isinstance(item, Newborn) else item
+        return wholes[id(item)] if isinstance(item, MaterializingParameter) else item
 
     try:
-        with SoonerDraws() if fills else contextlib.nullcontext():
+        with ParallelDraws() if fills else contextlib.nullcontext():
             result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
     except BaseException:
         if target is not None and not was_open:
-            target._zinf_birth.nursery.undo(target)
+            target._zinf_materialization.materializer.undo(target)
         raise
     if target is not None:
-        target._zinf_birth.nursery.filled(target)
+        target._zinf_materialization.materializer.filled(target)
     for newborn in newborns:
         if result is wholes[id(newborn)]:
             return newborn
     return result
 
 
-def _assign(newborn: Newborn, value: torch.Tensor) -> None:
+def _assign(newborn: MaterializingParameter, value: torch.Tensor) -> None:
     """Do `parameter.data = value`."""
-    birth = newborn._zinf_birth
+    birth = newborn._zinf_materialization
     with torch.no_grad():
-        birth.nursery.adopt(newborn, value.detach().cpu())
-
-
-def _has_nan(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _checksum(flat: torch.Tensor) -> int:
-    """Add up the bits: fast, and different for values that are."""
-    data = flat.view(torch.uint8)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    places = data[data.numel() // 8 * 8 :]
-    return int(words.sum()) ^ int(places.sum(dtype=torch.int64)) << 1 if flat.numel() else 0
+        birth.materializer.adopt(newborn, value.detach().cpu())

@@ -1,10 +1,10 @@
-"""The random numbers that a generator of PyTorch on the CPU will draw: any of them, without those before."""
+"""States of PyTorch's generator on the CPU, MT19937: the one after any number of draws, found without drawing."""
 
 from __future__ import annotations
 
 import torch
 
-from zinf_compile._csrc import Mersenne
+from zinf_compile._csrc import Mt19937
 
 _WORDS, _STATE_BYTES = 624, 5056
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
@@ -17,7 +17,7 @@ def is_state(state: torch.Tensor) -> bool:
 
 
 class Stream:
-    """What a generator would draw after a state."""
+    """The numbers that a generator draws after a state. It is a value: `ahead` returns another."""
 
     def __init__(self, state: torch.Tensor) -> None:
         """Begin where `generator.get_state()` says. Raises `ValueError` for a state of another form."""
@@ -26,7 +26,7 @@ class Stream:
         self._rest = state
         words = state[_STATE].clone()
         left = int(state[_LEFT].view(torch.int32))
-        self._native = Mersenne(words.data_ptr(), _WORDS + 1 - left)
+        self._native = Mt19937(words.data_ptr(), _WORDS + 1 - left)
 
     def state(self) -> torch.Tensor:
         """Return what `generator.set_state` takes to go on here."""
@@ -43,10 +43,8 @@ class Stream:
         other._native.skip(count)
         return other
 
-    def uniform(self, into: torch.Tensor, from_: float, to: float) -> None:
-        """Fill a flat tensor, float32 or bfloat16, as `uniform_` does, and go on after it."""
-        self._native.uniform(into.data_ptr(), into.numel(), into.dtype == torch.bfloat16, from_, to)
-
-    def normal(self, into: torch.Tensor, mean: float, std: float) -> None:
-        """Fill a flat tensor of 16, 32 ... elements, float32 or bfloat16, as `normal_` does, and go on after it."""
-        self._native.normal(into.data_ptr(), into.numel(), into.dtype == torch.bfloat16, mean, std)
+    def generator(self) -> torch.Generator:
+        """Return a generator that draws the stream's numbers."""
+        generator = torch.Generator()
+        generator.set_state(self.state())
+        return generator

@@ -18,7 +18,7 @@ from zinf_compile.runtime.units.backing import DriveHome
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
-from .materializing import Place
+from .materializing import ValueStore
 from .parallel_random import Fill
 from .shard_writer import PieceWriter, pieces_of
 
@@ -57,14 +57,14 @@ def filled_on(device: torch.device, into: torch.Tensor, context: Context) -> Ite
         into.copy_(full)
 
 
-class InUnit:
+class UnitValues:
     """The unit's own place, whatever its tier: what is saved here stays."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def load(self, into: torch.Tensor) -> None:
-        """See `Place.load`."""
+        """See `ValueStore.load`."""
         unit = self._unit
         if unit.home is not None and unit.context.size == 1:
             unit.home.read(into).wait()
@@ -73,14 +73,14 @@ class InUnit:
                 gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
 
     def save(self, whole: torch.Tensor) -> Pending:
-        """See `Place.save`."""
+        """See `ValueStore.save`."""
         unit = self._unit
         if unit.home is not None and unit.context.size == 1:
             return unit.home.write(whole)
         return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
-        """See `Place.fill`."""
+        """See `ValueStore.fill`."""
         if not isinstance(self._unit.home, DriveHome):
             return False
         pieces = pieces_of(self._unit)
@@ -89,7 +89,7 @@ class InUnit:
         return True
 
 
-class InMemory:
+class HostValues:
     """Host memory."""
 
     def __init__(self, context: Context, name: str) -> None:
@@ -97,11 +97,11 @@ class InMemory:
         self._shard = torch.empty(0)
 
     def load(self, into: torch.Tensor) -> None:
-        """See `Place.load`."""
+        """See `ValueStore.load`."""
         gather(self._shard, into, self._context, self._name)
 
     def save(self, whole: torch.Tensor) -> Pending:
-        """See `Place.save`."""
+        """See `ValueStore.save`."""
         numel = shard_numel(whole.numel(), self._context.size)
         if (self._shard.numel(), self._shard.dtype) != (numel, whole.dtype):
             self._shard = torch.empty(numel, dtype=whole.dtype)
@@ -109,7 +109,7 @@ class InMemory:
         return Done()
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
-        """See `Place.fill`."""
+        """See `ValueStore.fill`."""
         return False
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Notebook:
         self._scratch.close()
 
 
-class InNotebook:
+class SpilledValues:
     """A stretch of a notebook, as long as this rank's part without its padding."""
 
     def __init__(self, notebook: Notebook, context: Context, name: str) -> None:
@@ -165,7 +165,7 @@ class InNotebook:
         self._start = self._size = 0
 
     def load(self, into: torch.Tensor) -> None:
-        """See `Place.load`."""
+        """See `ValueStore.load`."""
         if self._context.size == 1:
             self.hand_over(into)
         else:
@@ -173,7 +173,7 @@ class InNotebook:
             gather(self.hand_over(shard), into, self._context, self._name)
 
     def save(self, whole: torch.Tensor) -> Pending:
-        """See `Place.save`."""
+        """See `ValueStore.save`."""
         start, end = shard_range(whole.numel(), self._context.size, self._context.rank)
         part = whole[start:end].view(torch.uint8)
         if part.numel() != self._size:
@@ -182,7 +182,7 @@ class InNotebook:
         return Done()
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
-        """See `Place.fill`."""
+        """See `ValueStore.fill`."""
         return False
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
@@ -193,4 +193,4 @@ class InNotebook:
         return shard if shard.device.type == "cpu" else shard.copy_(data.view(shard.dtype))
 
 
-__all__ = ["InMemory", "InNotebook", "InUnit", "Notebook", "Place", "gather", "part_of"]
+__all__ = ["HostValues", "Notebook", "SpilledValues", "UnitValues", "ValueStore", "gather", "part_of"]

@@ -25,8 +25,9 @@ from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
 from .from_meta import born, newborn_of, reject_lazy, share_random_state, slot_of
-from .materializing import Birth, Newborn, Nursery
-from .value_stores import InMemory, InNotebook, InUnit, Notebook
+from .materializer import Materializer
+from .materializing import Materialization, MaterializingParameter
+from .value_stores import HostValues, Notebook, SpilledValues, UnitValues
 
 _active: list[_Building] = []
 _UNTRIMMED_BYTES = 16 << 20
@@ -81,9 +82,9 @@ class _Building:
         self._config, self._host = config, host
         folders = config.placement().nvme if config.params == "nvme" else ()
         self._notebook = Notebook(folders[0]) if folders else None
-        self._nursery = Nursery(host.memory.host_ledger, compare=host.size > 1)
-        self._nursery.enlist = self._enlist
-        self._newborns: dict[int, weakref.ref[Newborn]] = {}
+        self._materializer = Materializer(host.memory.host_ledger, compare=host.size > 1)
+        self._materializer.enlist = self._enlist
+        self._newborns: dict[int, weakref.ref[MaterializingParameter]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._freed = 0
         """Bytes of parameters that the allocator has had back since it was last told to let go of what is free."""
@@ -108,16 +109,16 @@ class _Building:
                 _reject(parameter, name)
                 if type(parameter) is nn.Parameter:  # it came by a way that no hook sees
                     self._enlist(parameter, name, id(parameter))
-        self._nursery.enlist = None
-        self._nursery.finish()
+        self._materializer.enlist = None
+        self._materializer.finish()
         return_free_memory()
         placed: set[int] = set()
-        born_with: list[tuple[Newborn, Unit]] = []
+        born_with: list[tuple[MaterializingParameter, Unit]] = []
         compared: list[str] = []
         for _, named in [*models, (None, self._strays())]:
-            fresh = [(name, p) for name, p in named if isinstance(p, Newborn) and id(p) not in placed]
+            fresh = [(name, p) for name, p in named if isinstance(p, MaterializingParameter) and id(p) not in placed]
             placed.update(id(p) for _, p in fresh)
-            compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_birth.checksum}" for name, p in fresh]
+            compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_materialization.checksum}" for name, p in fresh]
             with context.ranks.fail_together("partitioning what was built"):
                 born_with += self._keep(fresh, context, device)
         context.ranks.agree(compared, what="comparing the ranks' models, which every rank builds alike")
@@ -131,7 +132,7 @@ class _Building:
 
     def close(self) -> None:
         """Let go of what isn't partitioned by now."""
-        self._nursery.drop()
+        self._materializer.drop()
         if self._notebook is not None:
             self._notebook.close()
 
@@ -142,12 +143,12 @@ class _Building:
                 f"parameter {name} was made on {parameter.device}: inside partitioned() models are built on the CPU, and "
                 f"partitioned(device={str(parameter.device)!r}) says where they are to be used"
             )
-        place = InMemory(self._host, name) if self._notebook is None else InNotebook(self._notebook, self._host, name)
+        place = HostValues(self._host, name) if self._notebook is None else SpilledValues(self._notebook, self._host, name)
         with torch.inference_mode(False), torch.no_grad(), no_torch_function():
             value = parameter.detach()
             parameter.data = hollow_tensor(value)
-            newborn = newborn_of(parameter, Birth(name, owner, place, self._nursery, settled=False))
-        self._nursery.adopt(newborn, value)
+            newborn = newborn_of(parameter, Materialization(name, owner, place, self._materializer, settled=False))
+        self._materializer.adopt(newborn, value)
         self._newborns[id(newborn)] = weakref.ref(newborn)
         self._freed += value.nbytes
         if self._freed > _UNTRIMMED_BYTES:
@@ -164,9 +165,11 @@ class _Building:
     def _strays(self) -> list[tuple[str, nn.Parameter]]:
         """Return newborns of modules that were copied as a whole; their names are those of what they are copies of."""
         alive = [newborn for reference in self._newborns.values() if (newborn := reference()) is not None]
-        return [(newborn._zinf_birth.name, newborn) for newborn in alive]
+        return [(newborn._zinf_materialization.name, newborn) for newborn in alive]
 
-    def _keep(self, named: list[tuple[str, Newborn]], context: Context, device: torch.device) -> list[tuple[Newborn, Unit]]:
+    def _keep(
+        self, named: list[tuple[str, MaterializingParameter]], context: Context, device: torch.device
+    ) -> list[tuple[MaterializingParameter, Unit]]:
         """Bring values to units of their own."""
         if not named:
             return []
@@ -174,12 +177,12 @@ class _Building:
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
         for (_, newborn), unit in zip(named, units, strict=True):
-            place = newborn._zinf_birth.place
-            assert isinstance(place, InMemory | InNotebook), "built in this block"
+            place = newborn._zinf_materialization.place
+            assert isinstance(place, HostValues | SpilledValues), "built in this block"
             if unit.tiles and context.size > 1:  # its shard isn't a stretch of the whole
                 whole = torch.empty(unit.numel, dtype=unit.dtype)
                 place.load(whole)
-                InUnit(unit).save(whole).wait()
+                UnitValues(unit).save(whole).wait()
             else:
                 unit.save(place.hand_over(unit.blank()))
         return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
@@ -192,5 +195,5 @@ def _reject(parameter: nn.Parameter, name: str) -> None:
             f"parameter {name} is on the meta device and got no value inside partitioned(): build the model on the CPU there, or "
             "give one on meta to zinf_compile.partition(model, ...)"
         )
-    if not isinstance(parameter, Newborn | ShardedParameter) and type(parameter) is not nn.Parameter:
+    if not isinstance(parameter, MaterializingParameter | ShardedParameter) and type(parameter) is not nn.Parameter:
         reject_unsupported(parameter, slot_of(parameter, name, parameter.device))

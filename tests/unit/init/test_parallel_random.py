@@ -1,7 +1,8 @@
-"""Random numbers of the CPU drawn sooner: PyTorch's own, bit by bit, and its state afterwards."""
+"""Random numbers of the CPU drawn in ranges: those that PyTorch draws at once, bit by bit, and its state afterwards."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 import zinf_compile
 from zinf_compile.init import parallel_random
 from zinf_compile.init.mt19937 import Stream
-from zinf_compile.init.parallel_random import SoonerDraws
+from zinf_compile.init.parallel_random import ParallelDraws, plan_fill
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Draw = Callable[[torch.Tensor], Any]
@@ -29,14 +30,14 @@ def two_threads() -> Iterator[None]:
     torch.set_rng_state(state)
 
 
-def values(draw: Draw, *tensors: torch.Tensor, sooner: bool, seed: int = 3, before: int = 7) -> list[torch.Tensor]:
+def values(draw: Draw, *tensors: torch.Tensor, apart: bool, seed: int = 3, before: int = 7) -> list[torch.Tensor]:
     """Return what is drawn, one tensor after the other, and the state that is left."""
     torch.manual_seed(seed)
     torch.rand(before)
     torch.randn(3)  # an odd number of normal ones: the generator keeps the fourth
     made = [torch.zeros_like(tensor) for tensor in tensors]
-    if sooner:
-        with SoonerDraws():
+    if apart:
+        with ParallelDraws():
             for tensor in made:
                 draw(tensor)
     else:
@@ -46,7 +47,7 @@ def values(draw: Draw, *tensors: torch.Tensor, sooner: bool, seed: int = 3, befo
 
 
 def assert_the_same(draw: Draw, *tensors: torch.Tensor, **how: int) -> None:
-    for ours, theirs in zip(values(draw, *tensors, sooner=True, **how), values(draw, *tensors, sooner=False, **how), strict=True):
+    for ours, theirs in zip(values(draw, *tensors, apart=True, **how), values(draw, *tensors, apart=False, **how), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -77,62 +78,68 @@ def test_any_size_from_any_state(numels: list[int], before: int, seed: int, thre
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
-        patch.setattr(parallel_random, "_COMPARED_FIRST", 32)
         tensors = [torch.empty(numel, dtype=dtype) for numel in numels]
         assert_the_same(lambda t: t.normal_() if normal else t.uniform_(), *tensors, seed=seed, before=before)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[bool]:
-    """Note what a way of drawing says each time that it is asked."""
+@settings(max_examples=60)
+@given(
+    data=st.data(), numel=st.integers(100, 3000), before=st.integers(0, 1500), dtype=st.sampled_from(DTYPES), normal=st.booleans()
+)
+def test_any_ranges_are_those_of_the_whole(data: Any, numel: int, before: int, dtype: Any, normal: bool) -> None:
+    """Whatever their borders, and in whatever order they are drawn."""
+    op = parallel_random._NORMAL if normal else parallel_random._UNIFORM
+    torch.rand(before)
+    random = torch.get_rng_state()
+    whole = op(torch.empty(numel, dtype=dtype), 0.25, 0.75)
+    after = torch.get_rng_state()
+    torch.set_rng_state(random)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
+        fill = plan_fill(op, numel, dtype, (0.25, 0.75))
+    assert fill is not None
+    assert torch.equal(torch.get_rng_state(), after)
+    borders = sorted({0, numel, *data.draw(st.lists(st.integers(0, numel), max_size=6))})
+    ranges = [*zip(fill.parts(borders[:-1]), itertools.pairwise(borders), strict=True)]
+    for make, (start, end) in data.draw(st.permutations(ranges)):
+        drawn = torch.full((end - start,), 7, dtype=dtype)
+        make(drawn)
+        assert torch.equal(drawn, whole[start:end])
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note of each draw whether it could be done in ranges."""
     said: list[bool] = []
-    way = getattr(parallel_random, name)
 
-    def ask(*arguments: Any) -> bool:
-        said.append(way(*arguments))
-        return said[-1]
+    def ask(*arguments: Any) -> Any:
+        fill = plan_fill(*arguments)
+        said.append(fill is not None)
+        return fill
 
-    monkeypatch.setattr(parallel_random, name, ask)
+    monkeypatch.setattr(parallel_random, "plan_fill", ask)
     return said
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loops_are_what_draws(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_loops, tensor = counted(monkeypatch, "_draw_by_loops"), torch.empty(2 << 20, dtype=dtype)
-    with SoonerDraws():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_tensors_are_drawn_in_ranges(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_ranges, tensor = planned(monkeypatch), torch.empty(2 << 20, dtype=dtype)
+    with ParallelDraws():
         nn.init.normal_(nn.init.uniform_(tensor))
-    if not all(parallel_random._loops_agree(op, dtype) for op in parallel_random._LOOPS):
-        pytest.skip("this PyTorch, on this processor, makes other numbers than the loops")
-    assert by_loops == [True, True]
+    assert in_ranges == [True, True]
 
 
-@pytest.mark.parametrize("where", [5, (1 << 20) - 7])
-def test_where_the_loops_make_other_numbers_pytorch_draws(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(stream: Stream, into: torch.Tensor, *settings: float) -> None:
-        Stream.uniform(stream, into, *settings)
-        if into.numel() > where:
-            into[where] += 1
-
-    monkeypatch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, other)
-    by_loops = counted(monkeypatch, "_draw_by_loops")
-    parallel_random._loops_agree.cache_clear()
+@pytest.mark.parametrize(("name", "value"), [("_WORDS", {torch.float32: 2}), ("_GROUP", 8)])
+def test_where_ranges_would_have_other_numbers_pytorch_draws(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_ranges = planned(monkeypatch)
+    monkeypatch.setattr(parallel_random, name, value)
+    parallel_random._parts_agree.cache_clear()
     try:
-        assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20))
+        assert not parallel_random.parts_agree(torch.float32)
+        assert_the_same(lambda t: t.normal_(), torch.empty(3 << 20))
     finally:
-        parallel_random._loops_agree.cache_clear()
-    assert by_loops == [False]
-
-
-def test_a_tensor_whose_first_elements_differ_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_random, "_loops_agree", lambda func, dtype: True)
-    monkeypatch.setitem(parallel_random._LOOPS, parallel_random._UNIFORM, Stream.normal)
-    assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20))
-
-
-def test_parts_that_do_not_meet_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_parts = counted(monkeypatch, "_draw_in_parts")
-    monkeypatch.setitem(parallel_random._WORDS, torch.float64, 1)
-    assert_the_same(lambda t: t.uniform_(), torch.empty(3 << 20, dtype=torch.float64))
-    assert in_parts == [False]
+        parallel_random._parts_agree.cache_clear()
+    assert in_ranges == [False]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +154,13 @@ def test_parts_that_do_not_meet_are_drawn_again(monkeypatch: pytest.MonkeyPatch)
         lambda t: t.bernoulli_(0.5),
     ],
 )
-def test_what_is_drawn_in_another_way_is_left_alone(draw: Draw) -> None:
+def test_other_draws_are_pytorchs(draw: Draw) -> None:
     assert_the_same(draw, torch.empty(1500, 1501))
 
 
 def test_errors_are_pytorchs_and_leave_its_state() -> None:
     tensor, state = torch.empty(3 << 20, dtype=torch.float16), torch.get_rng_state()
-    with SoonerDraws():
+    with ParallelDraws():
         for dtype in DTYPES:
             with pytest.raises(RuntimeError, match="std"):
                 tensor.to(dtype).normal_(0.0, -1.0)
@@ -163,7 +170,7 @@ def test_errors_are_pytorchs_and_leave_its_state() -> None:
 
 
 def test_gradients_and_inference_mode_do_not_mind() -> None:
-    with SoonerDraws():
+    with ParallelDraws():
         for dtype in (torch.bfloat16, torch.float16):
             parameter = nn.Parameter(torch.zeros(2 << 20, dtype=dtype))
             with torch.no_grad():
