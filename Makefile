@@ -6,7 +6,9 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-CORE := -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo
+CORE := tests/unit tests/e2e -m "unit or smoke"
+QUICK := -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo
+NUMBERS := tests/unit tests/e2e $(QUICK)
 
 CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp csrc/*/*.cpp))
 
@@ -28,21 +30,21 @@ train: setup
 test: setup
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
 
-# What is quick and needs one process.
+# The parts by themselves, and one test of each thing that the README promises: a minute.
 test-core: setup
 	$(BIN)/pytest -n 2 --dist loadfile $(CORE) $(ARGS)
 
-# The core suite as other processors, thread counts and busy machines would run it: nothing may rest on one kernel's rounding.
+# The quick tests as other processors, thread counts and busy machines would run it: nothing may rest on one kernel's rounding.
 ISAS := MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX2
 test-isa: setup
-	set -e; for isa in $(ISAS); do echo "== $$isa"; env $$isa $(BIN)/pytest -n 2 --dist loadfile $(CORE) $(ARGS); done
+	set -e; for isa in $(ISAS); do echo "== $$isa"; env $$isa $(BIN)/pytest -n 2 --dist loadfile $(NUMBERS) $(ARGS); done
 	@echo "== four threads"
-	$(BIN)/pytest --threads 4 -n 2 --dist loadfile $(CORE) $(ARGS)
+	$(BIN)/pytest --threads 4 -n 2 --dist loadfile $(NUMBERS) $(ARGS)
 	@echo "== eight busy processes"
 	for i in 1 2 3 4 5 6 7 8; do yes > /dev/null & done; trap "kill $$(jobs -p | tr '\n' ' ')" EXIT; \
-	$(BIN)/pytest -n 2 --dist loadfile $(CORE) $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(NUMBERS) $(ARGS)
 
-# The core suite on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
+# The quick tests on another PyTorch, in an environment of its own: make test-torch TORCH=2.11.0, or 2.15.0. Their builds bring
 # gigabytes of CUDA with them and run without a GPU.
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
@@ -52,7 +54,7 @@ test-torch:
 	sed 's/^torch==.*/torch==$(TORCH)/' requirements-dev.txt > $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install -r $(OTHER)/requirements.txt
 	$(OTHER)/bin/pip install --no-build-isolation --no-deps -e .
-	$(OTHER)/bin/pytest $(CORE) $(ARGS)
+	$(OTHER)/bin/pytest $(QUICK) $(ARGS)
 
 # The I/O engines against real and faulty kernels, once under each sanitizer. Needs a C++ compiler only.
 test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from irtext import copied, traced
+from irtext import copied
 from marks import more
 from models import CASES, tokens, vectors
 from torch import fx, nn
+from tracing import compiled, traced
 
 from zinf_compile.backend.regions import structure
 from zinf_compile.cli.models import GPT
@@ -68,7 +69,6 @@ def operators_by_region(gm: fx.GraphModule, passes: Sequence[Pass]) -> list[list
 def test_batch_shapes_have_equal_regions(bucket: int) -> None:
     found = []
     for rows in (3, 400):
-        torch.compiler.reset()
         graphs = traced(CASES["blocks"].build(), *vectors(0, rows=rows))
         found.append({k: operators_by_region(graphs[k], graph_passes(bucket_bytes=bucket)) for k in ("forward", "backward")})
     assert found[0] == found[1]
@@ -77,7 +77,7 @@ def test_batch_shapes_have_equal_regions(bucket: int) -> None:
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("case", ["blocks", "tied", "checkpoint"])
 def test_what_is_fetched_ahead_and_held_has_no_say(case: str, bucket: int) -> None:
-    graphs = traced(CASES[case].build(), *CASES[case].batch(0, 0))
+    graphs = (compiled if case == "checkpoint" else traced)(CASES[case].build(), *CASES[case].batch(0, 0))
     schedules = [graph_passes(bucket_bytes=bucket), without("merge_gathers", bucket)]
     for look_ahead, limit_bytes in ((0, 0), (1, 2**9), (5, 2**30)):
         ahead = partial(prefetch, look_ahead=look_ahead, limit_bytes=limit_bytes)

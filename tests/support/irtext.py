@@ -6,18 +6,17 @@ import ast
 import dataclasses
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from zinf_compile.backend.graph_compiler import GraphCompiler
-from zinf_compile.config import Config
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.ir.program import Program, Slot
+from zinf_compile.ir.program import Slot
 from zinf_compile.ir.tiling import choose_tiles
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
@@ -125,40 +124,12 @@ def results(gm: fx.GraphModule) -> list[Any]:
     return [*outputs, *inputs]  # inputs too: a graph may write to a buffer
 
 
-def traced(module: nn.Module, *inputs: Any, dynamic: bool | None = None) -> dict[str, fx.GraphModule]:
-    """Compile for real; return the joint graph before its passes, and each other graph before the schedule is inserted.
-
-    Keys: joint, forward, backward, inference.
-    """
-    found: dict[str, fx.GraphModule] = {}
-
-    class Recorder(GraphCompiler):
-        def run_joint_passes(self, joint: fx.GraphModule) -> None:
-            found["joint"] = copied(joint)
-            super().run_joint_passes(joint)
-
-        def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
-            found[kind] = copied(graph)
-            return super().schedule(graph, kind)
-
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        return Recorder(Config(compute="fx")).compile(gm, examples)
-
-    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
-    output = compiled(*inputs)
-    outputs = [t for t in (output if isinstance(output, tuple) else (output,)) if t.requires_grad and t.grad_fn]
-    torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    with torch.no_grad():
-        compiled(*inputs)
-    return found
-
-
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return the same graph as other nodes."""
     graph, nodes = fx.Graph(), {}
     for node in gm.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    return fx.GraphModule(gm, graph)
+    return _LazyGraphModule(gm, graph)  # whose code is written once somebody calls it
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -1,9 +1,12 @@
-"""Which folder may import which, as one table: every file is read, with imports inside functions and for type checkers only."""
+"""Which folder may import which, as one table, and which libraries: every file is read, with imports inside functions and for
+type checkers only."""
 
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,25 +76,35 @@ MODULES = _modules()
 
 
 def _imported(module: str) -> Iterator[str]:
+    """Yield the dotted names of everything a file imports, wherever in the file; relative ones from the package's own name."""
     path = MODULES[module]
-    parts = module.split(".") if module else []
+    parts = ["zinf_compile", *(module.split(".") if module else [])]
     package = parts if path.name == "__init__.py" else parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
-            elif node.module and node.module.split(".")[0] == "zinf_compile":
-                base = node.module.split(".")[1:]
-            else:
-                continue
-            for alias in node.names:
-                full = ".".join([*base, alias.name])
-                yield full if full in MODULES or alias.name == "_csrc" else ".".join(base)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.split(".")[0] == "zinf_compile")
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-ARROWS = [(module, target) for module in MODULES for target in _imported(module) if target != module]
+IMPORTED = {module: sorted(set(_imported(module))) for module in MODULES}
+
+
+def _module_of(name: str) -> str | None:
+    """Return the module of the package behind an imported name, None for one of another library."""
+    house, _, rest = name.partition(".")
+    if house != "zinf_compile":
+        return None
+    return rest if rest in MODULES or rest == "_csrc" else rest.rpartition(".")[0]
+
+
+ARROWS = [
+    (module, target)
+    for module in MODULES
+    for target in dict.fromkeys(map(_module_of, IMPORTED[module]))
+    if target is not None and target != module
+]
 
 
 def _top(module: str) -> str:
@@ -147,3 +160,29 @@ def test_every_folder_has_a_map_of_its_files() -> None:
             text = ast.get_docstring(ast.parse(path.read_text())) or ""
             named = {line.split(" — ")[0] for line in text.splitlines() if " — " in line}
             assert named == {other.stem for other in path.parent.glob("*.py")} - {"__init__"}, path
+
+
+def test_private_modules_of_torch_are_imported_in_one_file() -> None:
+    for module, names in IMPORTED.items():
+        private = [name for name in names if re.match(r"torch\.(.*\.)?_", name)]
+        assert not private or module == "_torch", f"{module} imports {private}"
+
+
+def test_the_runtime_knows_nothing_of_fx() -> None:
+    for module, names in IMPORTED.items():
+        if _top(module) == "runtime" or module == "ir.program":
+            assert not [name for name in names if re.match(r"torch\.fx\b", name)], module
+
+
+def test_the_io_engine_knows_nothing_of_torch() -> None:
+    sources = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".hpp", ".h", ".cc")]
+    assert sources
+    for path in sources:
+        included = re.findall(r"#\s*include\s*[<\"]([^>\"]+)", path.read_text())
+        assert not [i for i in included if re.match(r"(torch|ATen|c10|caffe2)\b", i)], path
+
+
+def test_the_functorch_of_pypi_is_no_dependency() -> None:
+    required = {re.split(r"[^\w-]", line)[0].lower() for line in importlib.metadata.requires("zinf-compile") or ()}
+    assert "torch" in required
+    assert "functorch" not in required

@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_from_meta
 import torch
 from faults import failing
-from marks import more
 from models import CASES
 from rank_from_meta import REBUILT, assert_born, built_whole, compare, made_on_meta, noticing_small_ones
-from ranks import run_ranks
 from tiers import context_of
 from torch import nn
 from transformer_models import bert, gpt2, llama, t5
@@ -145,9 +142,3 @@ def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[st
     assert context.memory.host_ledger.now()["staged"] == 0
     assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
     zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [more(2), 3, more(4)])
-def test_ranks_make_their_own_pieces_of_the_same_model(world_size: int, tmp_path: Path) -> None:
-    assert all(run_ranks(rank_from_meta.deferred_on_ranks, world_size, str(tmp_path)))

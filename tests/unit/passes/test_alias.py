@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from irtext import graph_of, traced, unit
-from torch import fx, nn
+from irtext import graph_of, unit
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs, derived_from
+from zinf_compile.passes.graph.alias import alias_closure, derived_from
 
 aten = torch.ops.aten
 
@@ -80,23 +79,6 @@ def test_aliases_are_followed_through_parts_and_views_and_end_at_copies() -> Non
 def test_the_target_of_an_in_place_operator_is_its_result() -> None:
     assert closure_of("v = view(w, [4, 4]); c = copy_(v, x); a = relu(c)") == {"w", "v", "c"}
     assert closure_of("c = copy_(x, w); a = relu(c)") == {"w"}, "what is copied from isn't shared"
-
-
-def test_operators_without_a_schema_are_assumed_to_share_all_inputs() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return torch.cond(x.sum() > 0, lambda x, w: (x * w,), lambda x, w: (x - w,), (x, self.w))[0].sum()
-
-    graph: fx.Graph = traced(Branch(), torch.randn(4))["inference"].graph
-    cond = next(n for n in graph.nodes if n.op == "call_function" and "cond" in n.name)
-    weight = next(n for n in cond.all_input_nodes if n.op == "placeholder")
-    assert weight in aliased_inputs(cond)
-    assert cond in alias_closure(weight)
-    assert cond not in derived_from([weight])
 
 
 def test_derived_values_are_views_and_casts_alone() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from irtext import copied, example_of, graph_of, lines_of, text_of, traced, unit
+from irtext import copied, example_of, graph_of, lines_of, text_of, unit
 from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, batch, exact
 from torch import fx
+from tracing import traced
 
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
@@ -157,10 +158,9 @@ def in_tiles(rows: int) -> Any:
     return make
 
 
-def joint_of(head: Head, x: torch.Tensor, targets: torch.Tensor, **options: Any) -> fx.GraphModule:
+def joint_of(head: Head, x: torch.Tensor, targets: torch.Tensor) -> fx.GraphModule:
     """Return the joint graph as chunk_loss gets it."""
-    torch.compiler.reset()
-    return traced(head, x.requires_grad_(), targets, **options)["joint"]
+    return traced(head, x.requires_grad_(), targets)["joint"]
 
 
 def run(gm: fx.GraphModule, head: Head, x: torch.Tensor, targets: torch.Tensor, tangent: float = 1.0) -> list[torch.Tensor]:
@@ -309,14 +309,6 @@ def test_each_chunk_is_a_region_and_only_gradients_are_saved() -> None:
     assert [line.split()[0] for line in text.splitlines() if "must_save" in line and "logits" not in line] == [
         "dhidden", "dhidden_1", "dweight_1", "cat_1",
     ]  # fmt: skip
-
-
-def test_dynamic_shapes_are_left_alone() -> None:
-    head, (x, targets) = Head(LOSSES["mean"]), batch()
-    joint = joint_of(head, x, targets, dynamic=True)
-    before = text_of(joint)
-    assert text_of(chunk_loss(joint, enabled=True)) == before
-    assert "its number of tokens is dynamic" in left_alone(joint)[0]
 
 
 @given(st.integers(1, 5000), st.integers(1, 400_000), st.integers(1, 2**28))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from irtext import example_of, lines_of, results, text_of
 from torch import fx, nn
+from tracing import captured as functions_called
 
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 
@@ -35,21 +36,12 @@ class Owner(nn.Module):
 
 
 def captured(function: Callable[..., Any]) -> tuple[fx.GraphModule, set[fx.Node]]:
-    """Return the graph that Dynamo captures of `function(w, x)`, its parameter printed as w, and that input."""
-    found: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
-        found.append(gm)
-        return gm.forward
-
-    torch.compile(Owner(function), backend=backend)(torch.randn(4, 4))
-    (gm,) = found
-    placeholders = {n for n in gm.graph.nodes if n.op == "placeholder" and "self" in n.name}
+    """Return the graph of torch functions that `function(w, x)` calls, and its parameter."""
+    gm, _ = functions_called(Owner(function), torch.randn(4, 4))
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            node._rename("w" if node in placeholders else "x")
             node.meta["val"] = node.meta["example_value"]
-    return gm, placeholders
+    return gm, {node for node in gm.graph.nodes if node.op == "placeholder" and node.name == "w"}
 
 
 def test_docstring_example() -> None:

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from irtext import copied, example_of, lines_of, results, text_of, traced
+from irtext import copied, example_of, lines_of, results, text_of
 from torch import fx, nn
+from tracing import traced
 
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.verify import verify

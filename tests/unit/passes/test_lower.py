@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from irtext import graph_of, results, text_of, traced, unit
+from irtext import graph_of, results, text_of, unit
 from torch import fx, nn
 
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GradAlias, Reduce, Region, Release, SwapIn, SwapOut, Wait
-from zinf_compile.passes import graph_passes
 from zinf_compile.passes.graph.node_facts import mark_buffer
 from zinf_compile.passes.lower import lower
 
@@ -232,35 +231,3 @@ def test_constants_of_the_module_reach_their_regions() -> None:
     product, constant = perform(lower(gm, name="test"), [torch.tensor([3.0, 4.0])])
     assert product.tolist() == [3.0, 0.0]
     assert constant.tolist() == [1.0, 0.0]
-
-
-def test_a_region_is_given_the_symbols_that_its_inputs_sizes_are_made_of() -> None:
-    class Shortened(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.first(x)[2:].relu())
-
-    graphs = traced(Shortened(), torch.randn(7, 4), dynamic=True)
-    regions: list[fx.GraphModule] = []
-
-    def keep(region: fx.GraphModule) -> Any:
-        regions.append(region)
-
-    for kind in ("forward", "backward"):
-        for step in graph_passes(bucket_bytes=1):
-            step(graphs[kind])
-        lower(graphs[kind], name=kind, compile_region=keep)
-    assert any(placeholders_of(region, torch.SymInt) for region in regions)
-    for region in regions:
-        tensors = [node.meta["val"] for node in placeholders_of(region, torch.Tensor)]
-        numbers = [node.meta["val"] for node in placeholders_of(region, torch.SymInt)]
-        sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-        given = {n.node.expr for n in (*numbers, *sizes) if n.node.expr.is_Symbol}
-        assert {symbol for size in sizes for symbol in size.node.expr.free_symbols} <= given
-
-
-def placeholders_of(region: fx.GraphModule, kind: type) -> list[fx.Node]:
-    return [node for node in region.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], kind)]

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from irtext import copied, example_of, graph_of, lines_of, results, text_of, traced, unit
+from irtext import copied, example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
+from tracing import traced
 
 from zinf_compile.passes.graph.alias import derived_from
 from zinf_compile.passes.graph.node_facts import parameters

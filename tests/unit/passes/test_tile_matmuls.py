@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from irtext import copied, cut, results, text_of, traced
+from irtext import copied, cut, results, text_of
 from torch import fx, nn
 from torch.nn import functional as F
+from tracing import traced
 
 from zinf_compile.passes import graph_passes, run_passes, verify
 from zinf_compile.passes.graph.node_facts import left_alone

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from irtext import copied, cut, example_of, graph_of, lines_of, results, text_of, traced, unit
+from irtext import copied, cut, example_of, graph_of, lines_of, results, text_of, unit
 from torch import nn
+from tracing import traced
 
 from zinf_compile.passes.graph.node_facts import fake_value
 from zinf_compile.passes.tiling import _pointwise_chains

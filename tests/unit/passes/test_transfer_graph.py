@@ -8,15 +8,14 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+from dot import parsed
 from hypothesis import given
 from hypothesis import strategies as st
-from irtext import graph_of, traced, unit
-from torch import nn
+from irtext import graph_of, unit
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from zinf_compile.errors import IllegalGraphError
-from zinf_compile.passes import graph_passes, run_passes
 from zinf_compile.passes.analysis.traffic import measure_traffic
 from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph, find_critical_path, transfer_dot
 
@@ -162,86 +161,6 @@ def test_the_critical_path_is_the_heaviest_of_all_paths(nodes: list[tuple[int, s
 
 def test_an_empty_graph_has_an_empty_path() -> None:
     assert find_critical_path(transfers_of("return (x,)", x=torch.empty(2))) == []
-
-
-class Net(nn.Module):
-    """Three layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-WAYS = {"device": (), "nvme": ("nvme", "device"), "host": ("host", "device"), "nvme over host": ("nvme", "host", "device")}
-
-
-@pytest.fixture(scope="module", params=WAYS)
-def scheduled(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Both halves of a small model as they are run, with sizes of the batch unknown."""
-    way = WAYS[request.param]
-    graphs = traced(Net(), torch.ones(6, 8), dynamic=True)
-    passes = graph_passes(bucket_bytes=256, params=way, grads=way[::-1])
-    return {kind: run_passes(graphs[kind], passes).graph for kind in ("forward", "backward")}
-
-
-@pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_each_lane_is_a_chain_and_adds_up_to_the_traffic(scheduled: dict[str, Any], kind: str) -> None:
-    transfers = build_transfer_graph(scheduled[kind], world_size=4)
-    traffic = measure_traffic(scheduled[kind], world_size=4)
-    sizes, path = bytes_of(transfers), find_critical_path(transfers)
-    totals = {
-        "gather": traffic.gathered,
-        "reduce": traffic.reduced,
-        "read": traffic.read,
-        "copy in": traffic.copied_in,
-        "copy out": traffic.copied_out,
-        "write": traffic.written,
-    }
-    for lane in ("compute", *totals):
-        members = [node for node, found in transfers.nodes.data("lane") if found == lane]
-        assert all(transfers.has_edge(a, b) for a, b in itertools.pairwise(members))
-        assert lane == "compute" or sum(sizes[node] for node in members) == totals[lane]
-        assert sum(sizes[node] for node in path) >= sum(sizes[node] for node in members)
-    assert all(size > 0 for node, size in sizes.items() if transfers.nodes[node]["lane"] != "compute")
-
-
-STATEMENT = re.compile(
-    r"""(?P<open>digraph\ \w+\ \{|subgraph\ cluster_\d+\ \{) | (?P<close>\})
-    | (?:rankdir=LR|node\ \[shape=box,\ style=filled\]|label="(?:[^"\\]|\\.)*");
-    | (?P<source>"(?:[^"\\]|\\.)*")\ ->\ (?P<target>"(?:[^"\\]|\\.)*")\ \[style=(?:solid|dashed)(?:,\ penwidth=3)?\];
-    | (?P<node>"(?:[^"\\]|\\.)*")\ \[label="(?:[^"\\]|\\.)*",\ fillcolor=\w+(?:,\ penwidth=3)?\];""",
-    re.VERBOSE,
-)
-
-
-def parsed(dot: str) -> tuple[list[str], list[tuple[str, str]], int]:
-    """Return nodes, edges and the number of clusters; fails where a line is no DOT statement or a brace stands alone."""
-    nodes, edges, depth, clusters = [], [], 0, 0
-    for line in dot.splitlines():
-        match = STATEMENT.fullmatch(line.strip())
-        assert match, line
-        assert depth > 0 or match["open"], line
-        depth += bool(match["open"]) - bool(match["close"])
-        clusters += (match["open"] or "").startswith("subgraph")
-        nodes += [match["node"]] if match["node"] else []
-        edges += [(match["source"], match["target"])] if match["source"] else []
-    assert depth == 0
-    return nodes, edges, clusters
-
-
-def test_dot_has_each_node_and_edge_once(scheduled: dict[str, Any]) -> None:
-    graphs = [(kind, build_transfer_graph(graph, world_size=4)) for kind, graph in scheduled.items()]
-    dot = transfer_dot(graphs)
-    nodes, edges, clusters = parsed(dot)
-    assert clusters == 2
-    assert len(nodes) == len(set(nodes)) == sum(len(g) for _, g in graphs)
-    assert len(edges) == len(set(edges)) == sum(g.number_of_edges() for _, g in graphs)
-    assert {end for edge in edges for end in edge} <= set(nodes)
-    bold = [line for line in dot.splitlines() if "penwidth=3" in line and "->" not in line]
-    assert len(bold) == sum(len(find_critical_path(g)) for _, g in graphs)
 
 
 def test_dot_of_nothing_and_of_odd_names() -> None:
