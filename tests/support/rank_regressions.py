@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.comm.ranks import Ranks
 
 TIMEOUT_S = 30.0
 
@@ -163,18 +163,18 @@ def clipping_takes_one_exchange(rank: int) -> str:
     model = nn.Sequential(*[Block() for _ in range(9)])
     call = compiled(model)
     call(torch.ones(2, 5)).sum().backward()
-    asked, agree = [], Context.agree
+    asked, agree = [], Ranks.agree
 
-    def counting(self: Context, *args: Any, **kwargs: Any) -> list[float]:
+    def counting(self: Ranks, *args: Any, **kwargs: Any) -> list[float]:
         asked.append(kwargs["what"])
         return agree(self, *args, **kwargs)
 
-    Context.agree = counting  # type: ignore[method-assign]
+    Ranks.agree = counting  # type: ignore[method-assign]
     try:
         total = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         again = nn.utils.clip_grad_norm_(model.parameters(), 0.25)
     finally:
-        Context.agree = agree  # type: ignore[method-assign]
+        Ranks.agree = agree  # type: ignore[method-assign]
     if len(asked) != 2:
         return f"{len(asked)} exchanges"
     return "" if total > 0.5 and abs(float(again) - 0.5) < 1e-4 else f"norms {total}, {again}"

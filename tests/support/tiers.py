@@ -153,8 +153,8 @@ class Meter:
         let_steps_end()
         context, links = context_of(model), self._device.links if self._device is not None else {}
         lanes: list[Lane] = [link._lane for link in links.values()]
-        if context._swap_lane is not None:
-            lanes.insert(0, context._swap_lane)  # what it writes may have to be copied first
+        if context.lanes._swap is not None:
+            lanes.insert(0, context.lanes._swap)  # what it writes may have to be copied first
         for lane in lanes:
             lane.submit(lambda: None).wait()
         engine = context._engine
