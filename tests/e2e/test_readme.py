@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,22 @@ def test_readme_and_pages_show_schedules() -> None:
 
 
 @pytest.fixture
-def _modules_of_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let dumps find the modules that pages show: blocks of Python that begin with a file's name."""
+def _modules_of_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let dumps find the modules that pages show: blocks of Python that begin with a file's name.
+
+    Modules of the tests with the same names (`losses`) are out of the way meanwhile.
+    """
+    ours = {}
     for page in {dump.page for dump in SHOWN}:
-        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", TEXTS[page], re.DOTALL):
-            (tmp_path / name).write_text(code)
+        for name, code in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", TEXTS[page], re.DOTALL):
+            (tmp_path / f"{name}.py").write_text(f"# {name}.py\n{code}")
+            ours[name] = sys.modules.pop(name, None)
     monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name, module in ours.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
 
 
 @numbers_nodes_as_readme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -58,3 +59,12 @@ def possessions() -> tuple[int, int, int]:
     """Return how many threads, threads of ours and open files this process has, as the kernel and the interpreter count them."""
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("zinf")]
     return len(os.listdir("/proc/self/task")), len(ours), len(os.listdir("/proc/self/fd"))
+
+
+def assert_nothing_more_than(before: tuple[int, int, int]) -> None:
+    """Fail where a process still has more than before. Threads that were told to end may take a moment; there is no limit below 10 s."""
+    deadline = time.monotonic() + 10
+    while any(now > then for now, then in zip(possessions(), before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = possessions()
+    assert all(now <= then for now, then in zip(found, before, strict=True)), f"threads, threads of ours, files: {before}, then {found}"

@@ -12,7 +12,7 @@ from models import Case
 from torch import nn
 from training import BACKEND, MakeOptimizer, adamw, assert_same, plain_step, twins, whole_gradient
 
-from zinf_compile.sharded import parameter
+from zinf_compile.sharded import parameter_calls
 from zinf_compile.sharded.parameter import ShardedParameter
 
 STEPS = 2
@@ -57,7 +57,7 @@ def train_without_fallback(
     expected = train(reference, case, optimizer)
     torch.compiler.reset()
     ours.compile(backend=BACKEND, options={"compute": compute, "chunk_loss": chunk_loss, "tile": tile}, fullgraph=fullgraph)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), mock.patch.object(parameter, "_Whole", _Refused):
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), mock.patch.object(parameter_calls, "_Whole", _Refused):
         found = train(ours, case, optimizer)
     for number, (state, our_state) in enumerate(zip(expected, found, strict=True)):
         same = assert_same if compute == "fx" and not chunk_loss and tile is None else near(state)
