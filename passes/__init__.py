@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -55,7 +55,7 @@ def inference_passes(
     chunk: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     worth: Callable[[Logits], bool] | None = None,
-    rows: Callable[[Slot], bool] | None = None,
+    rows: Callable[[ParameterSlot], bool] | None = None,
     rules: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Pass, ...]:
     """Rewrites of a graph that has no backward, before its schedule is written.
@@ -77,7 +77,7 @@ def joint_passes(
     chunk: bool | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     worth: Callable[[Logits], bool] | None = None,
-    rows: Callable[[Slot], bool] | None = None,
+    rows: Callable[[ParameterSlot], bool] | None = None,
     rules: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Pass, ...]:
     """Rewrites of the joint graph, before forward and backward are cut apart."""

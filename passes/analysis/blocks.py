@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 
 _BLOCK = re.compile(r"^(?:.*\.)?\d+(?=\.|$)")
 
 
-def choose_regions(units: Sequence[Slot], *, region_bytes: int) -> list[int]:
+def choose_regions(units: Sequence[ParameterSlot], *, region_bytes: int) -> list[int]:
     """Return the position of each region's first unit, given the units in the order of their first use."""
     starts: list[int] = []
     block, size = "", 0

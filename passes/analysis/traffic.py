@@ -10,7 +10,7 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LANES, READ, REDUCE, SPECS, WRITE, OpSpec, Volume
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     group_of,
@@ -80,7 +80,7 @@ class Collective:
     """all_gather, gather_rows or reduce_scatter."""
     group: int
     """Collectives of one operator and group are issued as one; -1: alone."""
-    unit: Slot
+    unit: ParameterSlot
     dtype: torch.dtype
     """As which the unit moves."""
     bytes: int
@@ -98,7 +98,7 @@ class Swap:
     src: str
     dst: str
     """Tiers: device, host or nvme."""
-    unit: Slot
+    unit: ParameterSlot
     moved: int
     """Bytes of this rank's shard."""
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zinf_compile._torch import prettified
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, position_of, unit_position
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 
 _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
@@ -29,15 +29,15 @@ _PART = "zinf_part"
 _LEFT_ALONE = "zinf_left_alone"
 
 
-def mark_slot(node: fx.Node, slot: Slot) -> None:
+def mark_slot(node: fx.Node, slot: ParameterSlot) -> None:
     """Say that placeholder `node` is a parameter."""
     node.meta[_SLOT] = slot
 
 
-def slot_of(node: fx.Node) -> Slot | None:
+def slot_of(node: fx.Node) -> ParameterSlot | None:
     """Return the slot of a parameter's placeholder, None for any other node."""
     slot = node.meta.get(_SLOT)
-    return slot if isinstance(slot, Slot) and node.op == "placeholder" else None
+    return slot if isinstance(slot, ParameterSlot) and node.op == "placeholder" else None
 
 
 def mark_buffer(node: fx.Node, name: str) -> None:
@@ -89,14 +89,14 @@ def move_region_mark(node: fx.Node, to: fx.Node) -> None:
         mark_region(to)
 
 
-def leave_whole(gm: fx.GraphModule, slot: Slot, reason: str) -> None:
+def leave_whole(gm: fx.GraphModule, slot: ParameterSlot, reason: str) -> None:
     """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
     what = f"tiles of {slot.name}: {reason}"
     if what not in left_alone(gm):
         leave_alone(gm, what)
 
 
-def mark_tile(node: fx.Node, unit: fx.Node, slot: Slot) -> None:
+def mark_tile(node: fx.Node, unit: fx.Node, slot: ParameterSlot) -> None:
     """Say that placeholder `node` is a tile of parameter `unit`."""
     node.meta[_SLOT] = slot
     node.meta[_TILE_OF] = unit.name
@@ -138,7 +138,7 @@ def left_alone(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(gm.meta.get(_LEFT_ALONE, ()))
 
 
-def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
+def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, ParameterSlot]]:
     """Yield the graph's parameter placeholders in order."""
     for node in graph.nodes:
         if node.op != "placeholder":
@@ -148,7 +148,7 @@ def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, Slot]]:
             yield node, slot
 
 
-def slot_behind(node: fx.Node) -> Slot:
+def slot_behind(node: fx.Node) -> ParameterSlot:
     """Return the unit that a schedule operator moves, from any of them."""
     source = node
     while slot_of(source) is None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.analysis.blocks import choose_regions
 from zinf_compile.passes.graph.node_facts import set_group, slot_behind, wire_type
 
@@ -38,7 +38,7 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
     return gm
 
 
-def choose_groups(units: Sequence[Slot], types: Sequence[torch.dtype], *, bucket_bytes: int) -> list[list[int]]:
+def choose_groups(units: Sequence[ParameterSlot], types: Sequence[torch.dtype], *, bucket_bytes: int) -> list[list[int]]:
     """Divide the sequence of units into groups of one data type and at most `bucket_bytes`; a larger unit is alone.
 
     `types` are those in which the units move. What a region has of one type stays together, so that no region waits for two

@@ -8,7 +8,7 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.graph.alias import METADATA_OPS, derived_from
 from zinf_compile.passes.graph.node_facts import parameters, slot_of
 
@@ -63,7 +63,7 @@ def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
     return uses
 
 
-def choose_gathers(uses: list[tuple[Slot, ...]], *, keep_bytes: int) -> list[set[tuple[int, int]]]:
+def choose_gathers(uses: list[tuple[ParameterSlot, ...]], *, keep_bytes: int) -> list[set[tuple[int, int]]]:
     """Decide at which use each unit is gathered: for each use, the keys of the slots gathered in front of it."""
     fresh: list[set[tuple[int, int]]] = []
     last_seen: dict[tuple[int, int], int] = {}
@@ -127,7 +127,7 @@ def _gather_before(graph: fx.Graph, unit: fx.Node, place: fx.Node) -> fx.Node:
     return full
 
 
-def _slot(unit: fx.Node) -> Slot:
+def _slot(unit: fx.Node) -> ParameterSlot:
     slot = slot_of(unit)
     assert slot is not None
     return slot

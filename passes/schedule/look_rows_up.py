@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import rounds_of_rows
 from zinf_compile.passes.graph.alias import ALIASES, METADATA_OPS, is_cast
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
@@ -17,7 +17,7 @@ from zinf_compile.passes.graph.node_facts import hinted_numel, parameters
 aten = torch.ops.aten
 
 
-def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[Slot], bool]) -> fx.GraphModule:
+def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], bool]) -> fx.GraphModule:
     """Replace the lookups in a parameter that the graph uses for nothing else, where it is `chosen`.
 
         before:  y = embedding(w, i)
@@ -40,7 +40,7 @@ def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[Slot], bool]) -> fx.Gr
     return gm
 
 
-def find_lookups(unit: fx.Node, slot: Slot) -> list[tuple[fx.Node, list[fx.Node]]]:
+def find_lookups(unit: fx.Node, slot: ParameterSlot) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Return the embeddings that read a parameter, each with the casts and aliases before it; none where it is read whole too."""
     if slot.tiles or not rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize):
         return []

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiling import Box
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast, is_view
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
@@ -23,7 +23,7 @@ class Form:
     """A parameter whose dimensions stand in another order, of one or several of whose rows, in another data type."""
 
     unit: fx.Node
-    slot: Slot
+    slot: ParameterSlot
     dims: tuple[int, ...]
     """Of the parameter, in the order of the value's."""
     fixed: tuple[tuple[int, int], ...] = ()

@@ -8,7 +8,7 @@ from torch import fx
 
 from zinf_compile._torch import gradient_outputs
 from zinf_compile.ir import ops
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.graph.alias import METADATA_OPS
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import leave_whole, parameters
@@ -70,7 +70,7 @@ def _tile_use(gm: fx.GraphModule, node: fx.Node, source: fx.Node, form: Form, fo
         node.replace_all_uses_with(result)
 
 
-def _cut_gradients(gm: fx.GraphModule, units: Mapping[int, tuple[fx.Node, Slot]]) -> None:
+def _cut_gradients(gm: fx.GraphModule, units: Mapping[int, tuple[fx.Node, ParameterSlot]]) -> None:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = list(output.args[0])
     tiles = GradientTiles(gm.graph)

@@ -17,7 +17,7 @@ from training import assert_same
 import zinf_compile
 from zinf_compile.cli.trace import trace
 from zinf_compile.errors import StoreWarning
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import ROUND_BYTES, rounds_of_rows, rows_on_their_way
 from zinf_compile.passes.schedule.look_rows_up import look_rows_up as look_rows_up_pass
 
@@ -51,7 +51,7 @@ def test_a_table_that_is_not_cut_moves_in_rounds_of_bounded_size() -> None:
     rounds = rounds_of_rows((rows, 64), (64, 1), (), 4)
     assert [part.first for part in rounds] == [0, *(part.last for part in rounds[:-1])]
     assert len(rounds) == 3
-    slot = Slot(
+    slot = ParameterSlot(
         index=0,
         name="w",
         shape=(rows, 64),

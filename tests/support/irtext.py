@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiling import choose_tiles
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameters
@@ -24,10 +24,10 @@ from zinf_compile.passes.graph.node_facts import mark_slot, mark_tile, parameter
 _SCHEDULE = {op._schema.name.split("::")[1]: op for op in (*SCHEDULE_OPS, ops.tile, ops.join_tiles)}
 
 
-def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Slot:
+def slot(index: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> ParameterSlot:
     """Describe a parameter."""
     stride, cpu = torch.empty(shape).stride(), torch.device("cpu")
-    return Slot(index=index, name=name, shape=shape, stride=stride, dtype=dtype, device=cpu, requires_grad=True)
+    return ParameterSlot(index=index, name=name, shape=shape, stride=stride, dtype=dtype, device=cpu, requires_grad=True)
 
 
 def unit(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

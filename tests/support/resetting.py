@@ -62,9 +62,12 @@ def possessions() -> tuple[int, int, int]:
 
 
 def assert_nothing_more_than(before: tuple[int, int, int]) -> None:
-    """Fail where a process still has more than before. Threads that were told to end may take a moment; there is no limit below 10 s."""
+    """Fail where a process has more than before. Threads that were told to end get 10 s for it."""
+
+    def more() -> bool:
+        return any(now > then for now, then in zip(possessions(), before, strict=True))
+
     deadline = time.monotonic() + 10
-    while any(now > then for now, then in zip(possessions(), before, strict=True)) and time.monotonic() < deadline:
+    while more() and time.monotonic() < deadline:
         time.sleep(0.05)
-    found = possessions()
-    assert all(now <= then for now, then in zip(found, before, strict=True)), f"threads, threads of ours, files: {before}, then {found}"
+    assert not more(), f"threads, threads of ours, files: {before} before, {possessions()} now"

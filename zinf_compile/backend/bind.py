@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
-from zinf_compile.ir.program import Program, Slot, digest_of
+from zinf_compile.ir.program import ParameterSlot, Program, digest_of
 from zinf_compile.ir.tiers import Placement, way_in
 from zinf_compile.optim.step_under_way import refuse_steps_under_way
 from zinf_compile.runtime.comm.steps_done import mixed
@@ -203,7 +203,7 @@ def _first_of(units: Iterable[Unit]) -> int:
     return min((unit.serial for unit in units), default=-1)
 
 
-def _checked(parameter: Any, slot: Slot, context: Context) -> Unit | None:
+def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | None:
     """Check that the parameter is what the graph was compiled for; return its unit, None while it is whole."""
     kind = type(parameter)
     if kind is not ShardedParameter and kind not in PARAMETER_TYPES:  # what autograd or torch.utils.checkpoint saved

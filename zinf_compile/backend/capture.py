@@ -19,7 +19,7 @@ from zinf_compile._torch import (
     no_torch_function,
 )
 from zinf_compile.errors import UnsupportedModelError, ZinfError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import cut_parameter
 from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_slot, user_line
@@ -34,7 +34,7 @@ _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloa
 class Captured:
     """The inputs of one captured graph that belong to modules, by position."""
 
-    slots: Mapping[int, Slot]
+    slots: Mapping[int, ParameterSlot]
     buffers: Mapping[int, str]
     names: Mapping[int, str]
     """The user's name for each input."""
@@ -49,7 +49,7 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
             f"Dynamo attached parameter {attached[0]} to the graph instead of passing it as an input; set "
             "torch._dynamo.config.inline_inbuilt_nn_modules = True (its default)"
         )
-    slots: dict[int, Slot] = {}
+    slots: dict[int, ParameterSlot] = {}
     buffers: dict[int, str] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     names = {index: captured_name(node) for index, node in enumerate(placeholders)}
@@ -132,7 +132,7 @@ def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
     gm.recompile()
 
 
-def _assigns_itself(assignment: fx.Node, slot: Slot) -> bool:
+def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
     """Say whether what is assigned is the parameter, converted to what it is: `parameter.data = parameter.to(...)`."""
     parameter, value = assignment.args[:2]
     if not isinstance(value, fx.Node) or value.target not in _CONVERSIONS or value.args[0] is not parameter:
@@ -183,7 +183,7 @@ def reject_sparse_gradients(joint: fx.GraphModule, captured: Captured) -> None:
             )
 
 
-def _mutation(slot: Slot, culprit: object) -> UnsupportedModelError:
+def _mutation(slot: ParameterSlot, culprit: object) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"the model changes parameter {slot.name} in its forward, where it is partitioned (Embedding(max_norm=...), weight "
         "clipping, a moving average of weights). Change parameters between steps, inside "
@@ -196,9 +196,9 @@ def _at(culprit: object) -> str:
     return f"\n{line}" if line else ""
 
 
-def _slot(index: int, name: str, parameter: nn.Parameter) -> Slot:
+def _slot(index: int, name: str, parameter: nn.Parameter) -> ParameterSlot:
     strided = parameter.layout == torch.strided
-    return Slot(
+    return ParameterSlot(
         index=index,
         name=name,
         shape=tuple(parameter.shape),

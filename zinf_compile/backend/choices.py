@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from zinf_compile._torch import outside_tracing
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, slot_of
@@ -35,12 +35,12 @@ class Choices:
     """Those of the parameters of one graph that is compiled."""
 
     def __init__(
-        self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
+        self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
     ) -> None:
         """`first`: the function at hand is compiled for the first time, not again for other inputs: all ranks do so."""
         self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
         self._chosen: dict[tuple[str, int], bool] = {}
-        """By kind and `Slot.index`."""
+        """By kind and `ParameterSlot.index`."""
         for slot in slots:
             unit = unit_of(inputs[slot.index])
             for kind in (ROWS, CHUNKS):
@@ -50,7 +50,7 @@ class Choices:
                 if known is not None:
                     self._chosen[kind, slot.index] = known
 
-    def rows(self, slot: Slot) -> bool:
+    def rows(self, slot: ParameterSlot) -> bool:
         """Say whether rows are looked up in a parameter that a graph uses for nothing else."""
         return self._chosen.get((ROWS, slot.index), False)
 
@@ -100,10 +100,10 @@ class Choices:
                     unit.chosen.setdefault(kind, self._chosen[kind, slot.index])
         self._inputs = ()  # compiled code outlives the model, and must not keep its parameters
 
-    def _choose(self, kind: str, slot: Slot, chosen: bool) -> None:
+    def _choose(self, kind: str, slot: ParameterSlot, chosen: bool) -> None:
         self._chosen[kind, slot.index] = self._context.chosen[_key(kind, slot)] = chosen
 
-    def _is_cheaper(self, slot: Slot, tokens: int) -> bool:
+    def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
         """Say whether the rows that up to `tokens` indices on each rank name are fewer bytes than the parameter."""
         size, unified = self._context.size, self._context.bridge.unified
         row = slot.bytes // max(1, slot.shape[0])
@@ -134,18 +134,18 @@ def _losses(graph: fx.Graph) -> dict[int, float]:
     return largest
 
 
-def _head_behind(softmax: fx.Node) -> Slot | None:
+def _head_behind(softmax: fx.Node) -> ParameterSlot | None:
     """Return the head whose logits a log-softmax is of, whether or not it can be computed in chunks."""
     product = product_behind(softmax)
     operands = product.all_input_nodes if product is not None else []
     return next((slot for operand in reversed(operands) if (slot := _parameter_behind(operand)) is not None), None)
 
 
-def _parameter_behind(node: fx.Node) -> Slot | None:
+def _parameter_behind(node: fx.Node) -> ParameterSlot | None:
     while slot_of(node) is None and node.all_input_nodes and (is_cast(node) or node.target in ALIASES or node.target in MOVES):
         node = node.all_input_nodes[0]
     return slot_of(node)
 
 
-def _key(kind: str, slot: Slot) -> Hashable:
+def _key(kind: str, slot: ParameterSlot) -> Hashable:
     return kind, slot.name, slot.shape, slot.dtype

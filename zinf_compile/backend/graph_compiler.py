@@ -17,7 +17,7 @@ from zinf_compile._frames import callers
 from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
-from zinf_compile.ir.program import Program, Slot
+from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import way_in
 from zinf_compile.optim.step_hooks import install
@@ -197,7 +197,7 @@ class GraphCompiler:
         measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
         return measurer.measure(gm, inputs, captured, context, like=self)
 
-    def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
+    def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the caps on memory as this graph meets them."""
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
@@ -339,7 +339,7 @@ class _Measurer(GraphCompiler):
         return run
 
 
-def _tell_tiles(slots: Iterable[Slot], number: int) -> None:
+def _tell_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
     cut = [slot for slot in slots if slot.tiles]
     if cut:
         # the first of a parameter's tiles is as large as any

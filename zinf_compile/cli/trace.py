@@ -20,7 +20,7 @@ from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dyn
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
-from zinf_compile.ir.program import Program, Slot
+from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.analysis.summary import summarize
@@ -165,7 +165,7 @@ class _Recorder(GraphCompiler):
         self._graphs[kind] = graph
         return self._found[-1].program
 
-    def make_budget(self, slots: Sequence[Slot], inputs: Sequence[Any], context: Context) -> GraphBudget:
+    def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         caps = find_caps(self.config, context, held=0)
         if self.config.device_memory is None:  # not what this machine has
             caps = dataclasses.replace(caps, device=sys.maxsize)

@@ -18,7 +18,7 @@ from zinf_compile._torch import no_torch_function, swap_contents
 from zinf_compile.checkpoint.gathered import plain
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
@@ -129,7 +129,7 @@ class _Expected:
     meta: nn.Parameter
     owners: list[tuple[nn.Module, str]]
     """Several, where weights are tied; the first is the one whose own it is."""
-    slot: Slot
+    slot: ParameterSlot
     stand_in: torch.Tensor
     """Has the metadata it will have."""
     done: bool = False
@@ -188,9 +188,9 @@ def _deferred(model: nn.Module, births: Sequence[_Expected], context: Context, r
     return DeferredFills(context.memory.host_ledger, most_bytes=room, at_once=at_once)
 
 
-def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> Slot:
+def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> ParameterSlot:
     """Describe a parameter as the graphs will that use it on `device`."""
-    return Slot(
+    return ParameterSlot(
         index=0,
         name=name,
         shape=tuple(parameter.shape),

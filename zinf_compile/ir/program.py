@@ -1,7 +1,7 @@
 """What the passes hand to the runtime: a scheduled graph as plain values, free of FX.
 
 A program works on numbered registers. Registers 0..n-1 hold the graph's inputs; a register that holds a hollow parameter is
-described by a `Slot`. Steps are performed in order, exactly as written.
+described by a `ParameterSlot`. Steps are performed in order, exactly as written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tiling import Box, box_text, tile_shape, tile_stride
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class ParameterSlot:
     """A graph's parameter placeholder; which parameter fills it is known at each call only."""
 
     index: int
@@ -43,7 +43,7 @@ class Slot:
         """Tells it from all other slots of a graph, and their tiles."""
         return self.index, -1 if self.tile is None else self.tile
 
-    def cut(self, number: int) -> Slot:
+    def cut(self, number: int) -> ParameterSlot:
         """Return one of the tiles."""
         box = self.tiles[number]
         return dataclasses.replace(
@@ -79,7 +79,7 @@ class Program:
     """For messages: `forward of graph 0`."""
     registers: int
     inputs: int
-    slots: Mapping[int, Slot]
+    slots: Mapping[int, ParameterSlot]
     """Input register -> slot."""
     tiles: Mapping[int, tuple[int, int]]
     """Register -> input register of the parameter, and number of the tile; holds nothing, but names what is moved."""

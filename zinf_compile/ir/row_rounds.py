@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .program import Slot
+from .program import ParameterSlot
 from .tiling import Box
 
 ROUNDS_PER_TILE = 4
@@ -41,7 +41,7 @@ def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[
     return [part for tile, (rows, _) in enumerate(boxes) for part in _cut(tile, *rows)]
 
 
-def rows_on_their_way(slot: Slot) -> int:
+def rows_on_their_way(slot: ParameterSlot) -> int:
     """Return the most bytes that a round takes on one rank: the rows it wants, those it sends, and what is read of a tile."""
     rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize)
     if not rounds:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import tree_leaves
 from zinf_compile.errors import UnsupportedOptimizerError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -54,7 +54,7 @@ class _Verdict:
     """The name of a state that is a collection of tensors."""
 
 
-def check_elementwise(optimizer: Optimizer, unit: Unit | Slot) -> None:
+def check_elementwise(optimizer: Optimizer, unit: Unit | ParameterSlot) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
     Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on

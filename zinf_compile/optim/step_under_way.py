@@ -8,12 +8,12 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile._frames import calling_methods
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 
 from .elementwise_probe import check_elementwise
 
 
-def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, Slot]]) -> None:
+def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, ParameterSlot]]) -> None:
     """Raise `UnsupportedOptimizerError` inside the step of an optimizer that needs whole the parameters that are `fresh`.
 
     The hook that checks optimizers runs when a step begins: LBFGS, whose every step has a closure, would come past it.

@@ -13,7 +13,7 @@ from torch import fx
 
 from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import way_in
 from zinf_compile.passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
@@ -46,7 +46,7 @@ def plan_later(units: Iterable[Unit]) -> None:
     _unplanned.update(units)
 
 
-def bucket_of(config: Config, slots: Sequence[Slot]) -> int:
+def bucket_of(config: Config, slots: Sequence[ParameterSlot]) -> int:
     """Return the bytes that move together in a graph: no more than a tile, where some parameter is cut into tiles."""
     tile = config.tile_bytes if any(slot.tiles for slot in slots) else None
     return config.bucket_bytes if tile is None else min(config.bucket_bytes, tile)
@@ -82,7 +82,7 @@ class GraphBudget:
     def __init__(
         self,
         config: Config,
-        slots: Sequence[Slot],
+        slots: Sequence[ParameterSlot],
         inputs: Sequence[Any],
         context: Context,
         *,

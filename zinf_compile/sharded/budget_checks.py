@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
@@ -20,7 +20,7 @@ from .short_ranks import Lack, refusal_text
 from .shortage import advice_at_birth, gradient_bytes, name_cap
 
 
-def check_shards(config: Config, slots: Sequence[Slot], context: Context) -> None:
+def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Context) -> None:
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])

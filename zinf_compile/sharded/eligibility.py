@@ -6,13 +6,13 @@ import torch
 
 from zinf_compile._torch import PARAMETER_TYPES
 from zinf_compile.errors import UnsupportedModelError
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.runtime.units.shard_layout import is_dense
 
 from .parameter import ShardedParameter
 
 
-def reject_unsupported(parameter: torch.Tensor, slot: Slot, *, with_values: bool = True) -> None:
+def reject_unsupported(parameter: torch.Tensor, slot: ParameterSlot, *, with_values: bool = True) -> None:
     """Raise `UnsupportedModelError` for a parameter that can't be partitioned; without values, one on the meta device may be."""
     problem = ""
     if parameter.layout != torch.strided:

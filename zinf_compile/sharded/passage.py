@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
 from zinf_compile.runtime.units import pieces
@@ -30,7 +30,7 @@ class Passage:
     """Of one block that doesn't begin or end at a page."""
 
 
-def measure_passage(slots: Sequence[Slot], placement: Placement, *, size: int, unified: bool) -> Passage:
+def measure_passage(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool) -> Passage:
     """Add up what the parameters of a captured graph need of it, on each of `size` ranks."""
     moving = [slot for slot in slots if slot.shape and slot.numel]
     trained = [slot for slot in moving if slot.requires_grad]
@@ -48,11 +48,11 @@ def measure_passage(slots: Sequence[Slot], placement: Placement, *, size: int, u
     )
 
 
-def _part_numel(slot: Slot, size: int) -> int:
+def _part_numel(slot: ParameterSlot, size: int) -> int:
     parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
     return max(math.ceil(part.numel / size) for part in parts)
 
 
-def _block_bytes(slot: Slot, dtype: torch.dtype, size: int) -> int:
+def _block_bytes(slot: ParameterSlot, dtype: torch.dtype, size: int) -> int:
     piece = min(math.ceil(slot.numel / size), pieces.PIECE_NUMEL) * dtype.itemsize
     return min(BLOCK_BYTES, -(-piece // _PAGE) * _PAGE)

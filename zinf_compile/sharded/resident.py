@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from zinf_compile.ir.program import Slot
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.transfer.move import Mover
@@ -32,11 +32,11 @@ class Resident:
 
 
 def measure_resident(
-    slots: Sequence[Slot], placement: Placement, context: Context, *, size: int, held: Collection[int] = ()
+    slots: Sequence[ParameterSlot], placement: Placement, context: Context, *, size: int, held: Collection[int] = ()
 ) -> Resident:
     """Add up what a captured graph's parameters, gradients and chunks take where they live; states come with their optimizer.
 
-    The shards of those in `held`, by `Slot.index`, are on the account already.
+    The shards of those in `held`, by `ParameterSlot.index`, are on the account already.
     """
     unified = context.bridge.unified
     sides = {"device": 0, "host": 0}
