@@ -10,14 +10,14 @@ CORE := tests/unit tests/e2e -m "unit or smoke"
 QUICK := -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo
 NUMBERS := tests/unit tests/e2e $(QUICK)
 
-CSRC_TESTED := $(filter-out csrc/%bindings.cpp csrc/bindings.cpp,$(wildcard csrc/*.cpp csrc/*/*.cpp))
+CSRC_TESTED := $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.cpp))
 
 .PHONY: setup train test test-core test-isa test-torch test-csrc tiers thorough zoo lint docs bench clean
 
 setup: $(INSTALLED)
 
 # The development requirements pin torch; --no-deps keeps the package's own installation from choosing another build.
-$(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc/*.* csrc/*/*.*)
+$(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc/*/*.*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -r requirements-dev.txt
 	$(BIN)/pip install --no-build-isolation --no-deps -e .
@@ -61,7 +61,7 @@ test-csrc: build/csrc-tests-address,undefined build/csrc-tests-thread
 	build/csrc-tests-address,undefined
 	build/csrc-tests-thread
 
-build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*.hpp csrc/*/*.hpp)
+build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*/*.hpp)
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers -Werror -fsanitize=$* -fno-sanitize-recover=all -pthread -Icsrc $(CSRC_TESTED) -o $@
 

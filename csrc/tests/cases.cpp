@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "check.hpp"
-#include "crc32c.hpp"
+#include "checksum/crc32c.hpp"
 #include "scratch.hpp"
 
 namespace zinf::tests {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <span>
 
-#include "engine.hpp"
+#include "io/engine.hpp"
 
 namespace zinf::tests {
 

@@ -6,7 +6,7 @@
 
 #include "cases.hpp"
 #include "check.hpp"
-#include "crc32c.hpp"
+#include "checksum/crc32c.hpp"
 #include "faulty_kernel.hpp"
 #include "scratch.hpp"
 

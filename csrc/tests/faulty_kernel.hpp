@@ -14,7 +14,7 @@
 
 #include <linux/io_uring.h>
 
-#include "system_calls.hpp"
+#include "io/system_calls.hpp"
 
 namespace zinf::tests {
 

@@ -5,7 +5,7 @@
 
 #include "cases.hpp"
 #include "faulty_kernel.hpp"
-#include "io_uring_support.hpp"
+#include "io/io_uring_support.hpp"
 
 namespace {
 

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "check.hpp"
-#include "file_descriptor.hpp"
+#include "io/file_descriptor.hpp"
 
 namespace zinf::tests {
 

@@ -16,10 +16,10 @@
 
 #include <sys/types.h>
 
-#include "mover.hpp"
+#include "backend.hpp"
+#include "request_queue.hpp"
 #include "system_calls.hpp"
 #include "transfer.hpp"
-#include "work.hpp"
 
 namespace zinf {
 

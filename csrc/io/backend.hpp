@@ -6,8 +6,8 @@
 
 #include <memory>
 
+#include "request_queue.hpp"
 #include "system_calls.hpp"
-#include "work.hpp"
 
 namespace zinf {
 

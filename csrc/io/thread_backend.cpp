@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "mover.hpp"
+#include "backend.hpp"
 
 namespace zinf {
 namespace {

@@ -11,8 +11,8 @@
 #include <nanobind/stl/string.h>
 
 #include "bindings.hpp"
-#include "direct_io.hpp"
-#include "io_uring_support.hpp"
+#include "io/direct_io.hpp"
+#include "io/io_uring_support.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "chunk.hpp"
-#include "pacer.hpp"
+#include "rate_limiter.hpp"
 #include "request.hpp"
 
 namespace zinf {

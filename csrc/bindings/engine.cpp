@@ -13,8 +13,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings.hpp"
-#include "crc32c.hpp"
-#include "engine.hpp"
+#include "checksum/crc32c.hpp"
+#include "io/engine.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;

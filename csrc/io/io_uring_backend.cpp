@@ -13,9 +13,9 @@
 
 #include <sys/eventfd.h>
 
+#include "backend.hpp"
 #include "file_descriptor.hpp"
-#include "mover.hpp"
-#include "ring.hpp"
+#include "io_uring.hpp"
 
 namespace zinf {
 namespace {

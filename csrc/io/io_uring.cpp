@@ -1,4 +1,4 @@
-#include "ring.hpp"
+#include "io_uring.hpp"
 
 #include <algorithm>
 #include <atomic>

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "crc32c.hpp"
+#include "checksum/crc32c.hpp"
 
 namespace zinf {
 namespace {

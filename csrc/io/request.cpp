@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "crc32c.hpp"
+#include "checksum/crc32c.hpp"
 
 namespace zinf {
 

@@ -1,4 +1,4 @@
-#include "work.hpp"
+#include "request_queue.hpp"
 
 #include <utility>
 
