@@ -1,6 +1,6 @@
-// The I/O threads behind an engine: what takes chunks from Work and moves them. One file per way to do it.
+// The I/O threads behind an engine: what takes chunks from RequestQueue and moves them. One file per way to do it.
 //
-// Ownership: an instance owns its threads and kernel objects; destroying it ends them, after Work::end().
+// Ownership: an instance owns its threads and kernel objects; destroying it ends them, after RequestQueue::end().
 // Threads: made, told of work and destroyed by the engine, one call at a time.
 #pragma once
 
@@ -11,17 +11,17 @@
 
 namespace zinf {
 
-class Mover {
+class Backend {
 public:
-    Mover() = default;
-    virtual ~Mover() = default;
-    Mover(const Mover&) = delete;
-    Mover& operator=(const Mover&) = delete;
+    Backend() = default;
+    virtual ~Backend() = default;
+    Backend(const Backend&) = delete;
+    Backend& operator=(const Backend&) = delete;
 
     // Starts the threads. Called once, before the first transfer.
     virtual void start() = 0;
 
-    // There is something new in Work: a request or its end.
+    // There is something new in RequestQueue: a request or its end.
     virtual void notify() = 0;
 
     // The errno with which the kernel refused to go on, since when threads move the chunks; 0 if it didn't. Any thread may ask.
@@ -32,9 +32,9 @@ public:
 void move_by_calls(Chunk& chunk, SystemCalls& calls);
 
 // A pool of threads, each with a system call under way.
-std::unique_ptr<Mover> make_thread_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth);
+std::unique_ptr<Backend> make_thread_backend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth);
 
 // One thread with an io_uring. Throws std::system_error where that is refused.
-std::unique_ptr<Mover> make_ring_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth);
+std::unique_ptr<Backend> make_io_uring_backend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth);
 
 }  // namespace zinf

@@ -42,7 +42,7 @@ Next advance(Chunk& chunk, ssize_t result) {
     return Next::again;
 }
 
-void sum_up(Chunk& chunk) {
+void update_checksum(Chunk& chunk) {
     if (chunk.transfer.checksum) chunk.checksum = crc32c({chunk.transfer.address, chunk.transfer.bytes});
 }
 

@@ -43,6 +43,6 @@ enum class Next {
 Next advance(Chunk& chunk, ssize_t result);
 
 // Sums the chunk's bytes, if its request wants that: before or during a write, after a read.
-void sum_up(Chunk& chunk);
+void update_checksum(Chunk& chunk);
 
 }  // namespace zinf

@@ -43,14 +43,14 @@ struct Closed : std::logic_error {
 // A submitted transfer.
 class Pending {
 public:
-    Pending(std::shared_ptr<Work> work, std::shared_ptr<Request> request, pid_t process);
+    Pending(std::shared_ptr<RequestQueue> requests, std::shared_ptr<Request> request, pid_t process);
     std::uint64_t number() const { return request_->number; }
     bool done() const;
     bool wait_for(std::chrono::milliseconds patience) const;  // whether it is done by then
     Outcome outcome() const;                                  // once done
 
 private:
-    std::shared_ptr<Work> work_;
+    std::shared_ptr<RequestQueue> requests_;
     std::shared_ptr<Request> request_;
     pid_t process_;
 };
@@ -79,9 +79,9 @@ private:
     const pid_t process_;
     Kind kind_;
     std::string reason_;
-    std::shared_ptr<Work> work_;
+    std::shared_ptr<RequestQueue> requests_;
     mutable std::mutex mutex_;  // guards what follows
-    std::unique_ptr<Mover> mover_;
+    std::unique_ptr<Backend> backend_;
     bool started_ = false;
 };
 

@@ -34,9 +34,9 @@ int set_up(SystemCalls& calls, unsigned entries, io_uring_params& params) {
 
 }  // namespace
 
-Ring::Ring(std::shared_ptr<SystemCalls> calls, unsigned entries) : Ring(std::move(calls), entries, io_uring_params{}) {}
+IoUring::IoUring(std::shared_ptr<SystemCalls> calls, unsigned entries) : IoUring(std::move(calls), entries, io_uring_params{}) {}
 
-Ring::Ring(std::shared_ptr<SystemCalls> calls, unsigned entries, io_uring_params params)
+IoUring::IoUring(std::shared_ptr<SystemCalls> calls, unsigned entries, io_uring_params params)
     : calls_(std::move(calls)), params_(params), fd_(set_up(*calls_, entries, params_)) {
     if ((params_.features & needed) != needed) refuse(ENOSYS, "io_uring_setup: this kernel's io_uring is older than Linux 5.6");
     queues_ = map(std::max<std::size_t>(params_.sq_off.array + params_.sq_entries * sizeof(std::uint32_t),
@@ -46,30 +46,30 @@ Ring::Ring(std::shared_ptr<SystemCalls> calls, unsigned entries, io_uring_params
     for (std::uint32_t place = 0; place < params_.sq_entries; ++place) (&number(queues_, params_.sq_off.array))[place] = place;
 }
 
-Ring::Mapping Ring::map(std::size_t bytes, std::uint64_t what) {
+IoUring::Mapping IoUring::map(std::size_t bytes, std::uint64_t what) {
     Mapping mapping(calls_->ring_map(fd_.get(), bytes, what), Unmap{calls_.get(), bytes});
     if (!mapping) refuse(ENOMEM, "mmap of an io_uring: " + std::system_category().message(ENOMEM));
     return mapping;
 }
 
-std::uint32_t& Ring::number(const Mapping& at, std::uint32_t offset) const {
+std::uint32_t& IoUring::number(const Mapping& at, std::uint32_t offset) const {
     return *reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(at.get()) + offset);
 }
 
-void Ring::push(const io_uring_sqe& entry) {
+void IoUring::push(const io_uring_sqe& entry) {
     std::uint32_t& tail = number(queues_, params_.sq_off.tail);
     static_cast<io_uring_sqe*>(entries_.get())[tail & (params_.sq_entries - 1)] = entry;
     std::atomic_ref(tail).store(tail + 1, std::memory_order_release);
 }
 
-int Ring::enter(unsigned wait_for) {
+int IoUring::enter(unsigned wait_for) {
     const std::uint32_t tail = number(queues_, params_.sq_off.tail);
     const std::uint32_t head = std::atomic_ref(number(queues_, params_.sq_off.head)).load(std::memory_order_acquire);
     if (tail == head && wait_for == 0) return 0;
     return std::min(0, calls_->ring_enter(fd_.get(), tail - head, wait_for));
 }
 
-std::optional<Ring::Completion> Ring::pop() {
+std::optional<IoUring::Completion> IoUring::pop() {
     std::uint32_t& head = number(queues_, params_.cq_off.head);
     const std::uint32_t tail = std::atomic_ref(number(queues_, params_.cq_off.tail)).load(std::memory_order_acquire);
     if (head == tail) return std::nullopt;
@@ -80,7 +80,7 @@ std::optional<Ring::Completion> Ring::pop() {
     return completion;
 }
 
-std::optional<std::uint64_t> Ring::withdraw() {
+std::optional<std::uint64_t> IoUring::withdraw() {
     std::uint32_t& tail = number(queues_, params_.sq_off.tail);
     if (tail == std::atomic_ref(number(queues_, params_.sq_off.head)).load(std::memory_order_acquire)) return std::nullopt;
     std::atomic_ref(tail).store(tail - 1, std::memory_order_release);

@@ -16,7 +16,7 @@
 
 namespace zinf {
 
-class Ring {
+class IoUring {
 public:
     struct Completion {
         std::uint64_t user_data;
@@ -24,7 +24,7 @@ public:
     };
 
     // Room for `entries` at a time. Throws std::system_error, saying what to do, where the kernel refuses or is too old.
-    Ring(std::shared_ptr<SystemCalls> calls, unsigned entries);
+    IoUring(std::shared_ptr<SystemCalls> calls, unsigned entries);
 
     // Puts an entry into the queue, to be submitted by the next enter(). The caller never has more than `entries` there and
     // under way together, which is also why no completion can overflow.
@@ -46,7 +46,7 @@ private:
     };
     using Mapping = std::unique_ptr<void, Unmap>;
 
-    Ring(std::shared_ptr<SystemCalls> calls, unsigned entries, io_uring_params params);
+    IoUring(std::shared_ptr<SystemCalls> calls, unsigned entries, io_uring_params params);
     Mapping map(std::size_t bytes, std::uint64_t what);
     std::uint32_t& number(const Mapping& at, std::uint32_t offset) const;
 

@@ -28,10 +28,10 @@ constexpr std::uint64_t bell_rang = ~std::uint64_t{0};
 constexpr std::uint64_t time_passed = ~std::uint64_t{1};
 constexpr unsigned extra_entries = 2;
 
-class RingMover final : public Mover {
+class IoUringBackend final : public Backend {
 public:
-    RingMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
-        : work_(std::move(work)),
+    IoUringBackend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth)
+        : requests_(std::move(requests)),
           calls_(std::move(calls)),
           bell_(::eventfd(0, EFD_CLOEXEC)),
           ring_(calls_, depth + extra_entries),
@@ -68,10 +68,10 @@ private:
     void run() {
         while (true) {
             fill();
-            if (over_ && idle() && !listening_) return;
-            if (!over_) listen();
+            if (ended_ && idle() && !listening_) return;
+            if (!ended_) listen();
             // Sums are made while the kernel is busy: what has room there is submitted first.
-            enter(to_sum_.empty() && arrived_.empty() ? 1 : 0);
+            enter(to_check_.empty() && arrived_.empty() ? 1 : 0);
             sum();
             while (const auto completion = ring_.pop()) take(*completion);
             if (broken_ != 0) return go_on_with_threads();
@@ -81,7 +81,7 @@ private:
     // The ring can't be entered any more. What wasn't submitted is moved by system calls; completions of the rest still arrive,
     // so that nothing is lost, or written by two at a time. This thread stays, for where no other can be made.
     void go_on_with_threads() {
-        threads_ = make_thread_mover(work_, calls_, static_cast<unsigned>(under_way_.size()));
+        threads_ = make_thread_backend(requests_, calls_, static_cast<unsigned>(under_way_.size()));
         try {
             threads_->start();
         } catch (const std::system_error&) {  // those that were made go on
@@ -97,12 +97,12 @@ private:
                 continue;
             }
             move_by_calls(resumed_.front(), *calls_);
-            work_->finish(resumed_.front());
+            requests_->finish(resumed_.front());
             resumed_.pop_front();
         }
-        while (auto chunk = work_->take()) {
+        while (auto chunk = requests_->take()) {
             move_by_calls(*chunk, *calls_);
-            work_->finish(*chunk);
+            requests_->finish(*chunk);
         }
     }
 
@@ -115,11 +115,11 @@ private:
     }
 
     void sum() {
-        for (const std::size_t place : to_sum_) sum_up(*under_way_[place]);
-        to_sum_.clear();
+        for (const std::size_t place : to_check_) update_checksum(*under_way_[place]);
+        to_check_.clear();
         if (arrived_.empty()) return;
-        sum_up(arrived_.front());  // one at a time, so that others don't wait for room meanwhile
-        work_->finish(arrived_.front());
+        update_checksum(arrived_.front());  // one at a time, so that others don't wait for room meanwhile
+        requests_->finish(arrived_.front());
         arrived_.pop_front();
     }
 
@@ -131,8 +131,8 @@ private:
                 resumed_.pop_front();
                 continue;
             }
-            auto taken = work_->try_take();
-            over_ = taken.over;
+            auto taken = requests_->try_take();
+            ended_ = taken.ended;
             if (taken.not_before) wake_at(*taken.not_before);
             if (!taken.chunk) return;
             begin(std::move(*taken.chunk), true);
@@ -143,7 +143,7 @@ private:
         const std::size_t place = free_.back();
         free_.pop_back();
         under_way_[place] = std::move(chunk);
-        if (first && under_way_[place]->transfer.write && under_way_[place]->transfer.checksum) to_sum_.push_back(place);
+        if (first && under_way_[place]->transfer.write && under_way_[place]->transfer.checksum) to_check_.push_back(place);
         push(place);
     }
 
@@ -194,7 +194,7 @@ private:
         std::this_thread::sleep_for(pause);
     }
 
-    void take(const Ring::Completion& completion) {
+    void take(const IoUring::Completion& completion) {
         if (completion.user_data == bell_rang) {
             listening_ = false;
             return;
@@ -209,7 +209,7 @@ private:
                 if (!chunk.transfer.write && chunk.transfer.checksum && chunk.error == 0) {
                     arrived_.push_back(std::move(chunk));
                 } else {
-                    work_->finish(chunk);
+                    requests_->finish(chunk);
                 }
                 break;
             case Next::later:
@@ -220,13 +220,13 @@ private:
         }
     }
 
-    std::shared_ptr<Work> work_;
+    std::shared_ptr<RequestQueue> requests_;
     std::shared_ptr<SystemCalls> calls_;
     FileDescriptor bell_;
-    Ring ring_;
+    IoUring ring_;
     std::vector<std::optional<Chunk>> under_way_;  // by place
     std::vector<std::size_t> free_;                // places
-    std::vector<std::size_t> to_sum_;              // places of writes that were just begun
+    std::vector<std::size_t> to_check_;              // places of writes that were just begun
     std::deque<Chunk> arrived_;                    // reads to be summed, then finished
     std::deque<Chunk> resumed_;                    // to go on with
     Clock::time_point resume_at_{};                // nothing is begun before that
@@ -234,16 +234,16 @@ private:
     __kernel_timespec time_{};
     bool listening_ = false;
     bool timing_ = false;
-    bool over_ = false;
+    bool ended_ = false;
     std::atomic<int> broken_ = 0;
-    std::unique_ptr<Mover> threads_;  // in place of the ring, once that is broken
+    std::unique_ptr<Backend> threads_;  // in place of the ring, once that is broken
     std::jthread thread_;             // last, so that it ends first
 };
 
 }  // namespace
 
-std::unique_ptr<Mover> make_ring_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth) {
-    return std::make_unique<RingMover>(std::move(work), std::move(calls), depth);
+std::unique_ptr<Backend> make_io_uring_backend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth) {
+    return std::make_unique<IoUringBackend>(std::move(requests), std::move(calls), depth);
 }
 
 }  // namespace zinf

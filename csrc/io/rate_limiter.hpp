@@ -1,7 +1,7 @@
 // A token bucket: says when the next transfer may begin so that a bandwidth is not exceeded.
 //
 // Ownership: nothing.
-// Threads: no locks of its own; Work guards it with its mutex.
+// Threads: no locks of its own; RequestQueue guards it with its mutex.
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@ namespace zinf {
 
 using Clock = std::chrono::steady_clock;
 
-class Pacer {
+class RateLimiter {
 public:
     // In bytes per second; 0 is no limit.
-    explicit Pacer(double bandwidth) : bandwidth_(bandwidth) {}
+    explicit RateLimiter(double bandwidth) : bandwidth_(bandwidth) {}
 
     // Whoever has to wait until then asks again.
     Clock::time_point next() const { return next_; }

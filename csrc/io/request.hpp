@@ -1,7 +1,7 @@
 // One transfer that was submitted: cut into chunks, put together again from their results.
 //
 // Ownership: shared by whoever waits for it, by the queue and by its chunks under way.
-// Threads: plain state without locks of its own; Work guards it with its mutex.
+// Threads: plain state without locks of its own; RequestQueue guards it with its mutex.
 #pragma once
 
 #include <cstddef>

@@ -4,13 +4,13 @@
 
 namespace zinf {
 
-std::shared_ptr<Request> Work::add(const Transfer& transfer) {
+std::shared_ptr<Request> RequestQueue::add(const Transfer& transfer) {
     const std::lock_guard locked(mutex_);
     if (!accepting_) return nullptr;
     auto request = std::make_shared<Request>(counters_.requests++, transfer, chunk_bytes_);
     ++counters_.in_flight;
     if (request->done()) {  // no bytes
-        over(*request);
+        complete(*request);
     } else {
         queue_.push_back(request);
         added_.notify_one();  // who takes a chunk wakes the next, while there are more
@@ -18,69 +18,69 @@ std::shared_ptr<Request> Work::add(const Transfer& transfer) {
     return request;
 }
 
-bool Work::done(const Request& request) const {
+bool RequestQueue::done(const Request& request) const {
     const std::lock_guard locked(mutex_);
     return request.done();
 }
 
-bool Work::wait_for(const Request& request, std::chrono::milliseconds patience) const {
+bool RequestQueue::wait_for(const Request& request, std::chrono::milliseconds patience) const {
     std::unique_lock locked(mutex_);
     return finished_.wait_for(locked, patience, [&] { return request.done(); });
 }
 
-Outcome Work::outcome(const Request& request) const {
+Outcome RequestQueue::outcome(const Request& request) const {
     const std::lock_guard locked(mutex_);
     return request.outcome;
 }
 
-Counters Work::counters() const {
+Counters RequestQueue::counters() const {
     const std::lock_guard locked(mutex_);
     return counters_;
 }
 
-std::vector<std::uint64_t> Work::take_finished() {
+std::vector<std::uint64_t> RequestQueue::take_finished() {
     const std::lock_guard locked(mutex_);
     return std::exchange(finished_numbers_, {});
 }
 
-void Work::stop_accepting() {
+void RequestQueue::stop_accepting() {
     const std::lock_guard locked(mutex_);
     accepting_ = false;
 }
 
-void Work::wait_for_all() const {
+void RequestQueue::wait_for_all() const {
     std::unique_lock locked(mutex_);
     finished_.wait(locked, [&] { return counters_.in_flight == 0; });
 }
 
-void Work::end() {
+void RequestQueue::end() {
     const std::lock_guard locked(mutex_);
     ended_ = true;
     added_.notify_all();
 }
 
-Work::Taken Work::try_take() {
+RequestQueue::Taken RequestQueue::try_take() {
     const std::lock_guard locked(mutex_);
     return take_locked();
 }
 
-Work::Taken Work::take_locked() {
-    if (queue_.empty()) return {.chunk = {}, .not_before = {}, .over = ended_};
+RequestQueue::Taken RequestQueue::take_locked() {
+    if (queue_.empty()) return {.chunk = {}, .not_before = {}, .ended = ended_};
     const auto now = Clock::now();
-    if (now < pacer_.next()) return {.chunk = {}, .not_before = pacer_.next(), .over = false};
+    if (now < rate_limiter_.next()) return {.chunk = {}, .not_before = rate_limiter_.next(), .ended = false};
     const auto request = queue_.front();
-    Taken taken{.chunk = request->cut_next(request), .not_before = {}, .over = false};
-    pacer_.spend(taken.chunk->transfer.bytes, now);
+    Taken taken{.chunk = request->cut_next(request), .not_before = {}, .ended = false};
+    rate_limiter_.spend(taken.chunk->transfer.bytes, now);
     if (request->all_cut()) queue_.pop_front();
     if (!queue_.empty()) added_.notify_one();
     return taken;
 }
 
-std::optional<Chunk> Work::take() {
+std::optional<Chunk> RequestQueue::take() {
     std::unique_lock locked(mutex_);
     while (true) {
         Taken taken = take_locked();
-        if (taken.chunk || taken.over) return std::move(taken.chunk);
+        if (taken.chunk || taken.ended) return std::move(taken.chunk);
         if (taken.not_before) {
             added_.wait_until(locked, *taken.not_before);
         } else {
@@ -89,7 +89,7 @@ std::optional<Chunk> Work::take() {
     }
 }
 
-void Work::finish(const Chunk& chunk) {
+void RequestQueue::finish(const Chunk& chunk) {
     const std::lock_guard locked(mutex_);
     Request& request = *chunk.request;
     request.take(chunk);
@@ -98,10 +98,10 @@ void Work::finish(const Chunk& chunk) {
         std::erase(queue_, chunk.request);
     }
     (request.transfer.write ? counters_.bytes_written : counters_.bytes_read) += chunk.moved;
-    if (request.done()) over(request);
+    if (request.done()) complete(request);
 }
 
-void Work::over(Request& request) {
+void RequestQueue::complete(Request& request) {
     finished_numbers_.push_back(request.number);
     --counters_.in_flight;
     finished_.notify_all();

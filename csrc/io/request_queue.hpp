@@ -26,9 +26,9 @@ struct Counters {
     std::uint64_t in_flight = 0;  // requests that aren't done
 };
 
-class Work {
+class RequestQueue {
 public:
-    Work(std::size_t chunk_bytes, double bandwidth) : chunk_bytes_(chunk_bytes), pacer_(bandwidth) {}
+    RequestQueue(std::size_t chunk_bytes, double bandwidth) : chunk_bytes_(chunk_bytes), rate_limiter_(bandwidth) {}
 
     // For callers.
 
@@ -48,7 +48,7 @@ public:
     struct Taken {
         std::optional<Chunk> chunk;
         std::optional<Clock::time_point> not_before;  // there is a chunk, but the bandwidth is used up until then
-        bool over = false;                            // end() was called
+        bool ended = false;                           // end() was called
     };
     Taken try_take();
     std::optional<Chunk> take();  // waits; nothing after end()
@@ -56,7 +56,7 @@ public:
 
 private:
     Taken take_locked();
-    void over(Request& request);
+    void complete(Request& request);
 
     const std::size_t chunk_bytes_;
     mutable std::mutex mutex_;
@@ -64,7 +64,7 @@ private:
     mutable std::condition_variable finished_;
     std::deque<std::shared_ptr<Request>> queue_;
     std::vector<std::uint64_t> finished_numbers_;
-    Pacer pacer_;
+    RateLimiter rate_limiter_;
     Counters counters_;
     bool accepting_ = true;
     bool ended_ = false;

@@ -19,27 +19,27 @@ ssize_t call(const Chunk& chunk, SystemCalls& calls) {
                                 : calls.read(fd, chunk.address(), chunk.left(), chunk.offset());
 }
 
-class ThreadMover final : public Mover {
+class ThreadBackend final : public Backend {
 public:
-    ThreadMover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls, unsigned depth)
-        : work_(std::move(work)), calls_(std::move(calls)), count_(std::min(depth, most_threads)) {}
+    ThreadBackend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth)
+        : requests_(std::move(requests)), calls_(std::move(calls)), count_(std::min(depth, most_threads)) {}
 
     void start() override {
         threads_.reserve(count_);
         while (threads_.size() < count_) threads_.emplace_back([this] { run(); });
     }
 
-    void notify() override {}  // Work wakes who waits in take()
+    void notify() override {}  // RequestQueue wakes who waits in take()
 
 private:
     void run() {
-        while (auto chunk = work_->take()) {
+        while (auto chunk = requests_->take()) {
             move_by_calls(*chunk, *calls_);
-            work_->finish(*chunk);
+            requests_->finish(*chunk);
         }
     }
 
-    std::shared_ptr<Work> work_;
+    std::shared_ptr<RequestQueue> requests_;
     std::shared_ptr<SystemCalls> calls_;
     unsigned count_;
     std::vector<std::jthread> threads_;  // last, so that they end first
@@ -48,16 +48,16 @@ private:
 }  // namespace
 
 void move_by_calls(Chunk& chunk, SystemCalls& calls) {
-    if (chunk.transfer.write) sum_up(chunk);
+    if (chunk.transfer.write) update_checksum(chunk);
     for (Next next = Next::again; next != Next::finished; next = advance(chunk, call(chunk, calls))) {
         if (next == Next::later) std::this_thread::sleep_for(pause);
     }
-    if (!chunk.transfer.write && chunk.error == 0) sum_up(chunk);
+    if (!chunk.transfer.write && chunk.error == 0) update_checksum(chunk);
 }
 
-std::unique_ptr<Mover> make_thread_mover(std::shared_ptr<Work> work, std::shared_ptr<SystemCalls> calls,
+std::unique_ptr<Backend> make_thread_backend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls,
                                          unsigned depth) {
-    return std::make_unique<ThreadMover>(std::move(work), std::move(calls), depth);
+    return std::make_unique<ThreadBackend>(std::move(requests), std::move(calls), depth);
 }
 
 }  // namespace zinf
