@@ -27,9 +27,8 @@ from .errors import (
     UnsupportedOptimizerError,
     ZinfError,
 )
-from .memory import memory
 from .reset import reset
-from .stats import stats
+from .stats import memory, stats
 
 __version__ = "0.1.0"
 

@@ -27,7 +27,6 @@ MAY: dict[str, tuple[str, ...]] = {
     "runtime": (*BASE, "ir", "config"),
     "sharded": (*BASE, "ir", "config", "passes", "runtime"),
     "stats": (*BASE, "ir", "runtime", "sharded"),
-    "memory": ("sharded",),
     "reset": (*BASE, "runtime", "sharded", "optim", "init"),
     "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
     "checkpoint": (*BASE, "ir", "config", "runtime", "sharded", "optim"),
@@ -36,7 +35,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "hf": (*BASE, "ir", "config", "runtime", "sharded", "stats", "optim", "checkpoint", "init"),
     "cli": (*BASE, "ir", "config", "passes", "runtime", "sharded", "stats", "optim", "checkpoint", "init", "backend"),
     "__main__": ("cli",),
-    "": ("errors", "stats", "memory", "reset", "optim", "checkpoint", "init"),
+    "": ("errors", "stats", "reset", "optim", "checkpoint", "init"),
 }
 """What each folder or file of the package may import beside itself; the package's own name is the empty one."""
 
