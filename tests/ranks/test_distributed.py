@@ -1,6 +1,6 @@
 """Real ranks over gloo against eager PyTorch: 2 ranks bitwise, 3 and 4 within 4 eps of the summed magnitudes.
 
-All cases of one number of ranks run in one start of the processes, see `rank_cases`; each is reported as a test of its own.
+The cases are functions of `rank_cases` and of the modules that it names.
 """
 
 from __future__ import annotations
@@ -52,53 +52,34 @@ def cases(names: list[str]) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
 
 
-def run_selected(request: pytest.FixtureRequest, size: int) -> list[dict[str, str]]:
-    """Run the selected cases of the requesting test on `size` ranks; return the failures by rank and case."""
-    items = [i for i in request.session.items if isinstance(i, pytest.Function) and i.originalname == f"test_{size}_ranks"]
-    return run_ranks(run_cases, size, [item.callspec.params["case"] for item in items])
-
-
-@pytest.fixture(scope="module")
-def on_two(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_selected(request, 2)
-
-
-@pytest.fixture(scope="module")
-def on_three(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_selected(request, 3)
-
-
-@pytest.fixture(scope="module")
-def on_four(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_selected(request, 4)
-
-
-def failures(by_rank: list[dict[str, str]], case: str) -> str:
-    return "\n".join(f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(by_rank) if outcome[case])
+def run_on(size: int, case: str) -> None:
+    """Run a case on ranks; fail with what each of them says."""
+    by_rank = run_ranks(run_cases, size, [case])
+    failures = "\n".join(f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(by_rank) if outcome[case])
+    assert not failures, failures
 
 
 @pytest.mark.parametrize("case", cases(ON_TWO))
-def test_2_ranks(on_two: list[dict[str, str]], case: str) -> None:
-    assert not failures(on_two, case), failures(on_two, case)
+def test_2_ranks(case: str) -> None:
+    run_on(2, case)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", cases(ON_THREE))
-def test_3_ranks(on_three: list[dict[str, str]], case: str) -> None:
-    assert not failures(on_three, case), failures(on_three, case)
+def test_3_ranks(case: str) -> None:
+    run_on(3, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_FOUR)
-def test_4_ranks(on_four: list[dict[str, str]], case: str) -> None:
-    assert not failures(on_four, case), failures(on_four, case)
+def test_4_ranks(case: str) -> None:
+    run_on(4, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [more("lengths_differ_gpt2"), more("lengths_differ_llama")])
 def test_transformers_with_lengths_that_differ(case: str) -> None:
-    by_rank = run_ranks(run_cases, 2, [case])
-    assert not failures(by_rank, case), failures(by_rank, case)
+    run_on(2, case)
 
 
 @pytest.mark.slow
