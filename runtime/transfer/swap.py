@@ -9,7 +9,7 @@ import torch
 from zinf_compile.ir.tiers import way_in
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
-from zinf_compile.runtime.units.backing import Home, HostHome
+from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -30,7 +30,7 @@ class Arriving:
 
 def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> Arriving:
     """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
-    if unit.home is None:
+    if unit.backing is None:
         return Arriving(unit, unit.shard)
     context, bridge = unit.context, unit.context.bridge
     resident = unit.resident
@@ -64,7 +64,7 @@ def swap_out(
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
-        away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
+        away = AwayGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == "host"
         away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
         return away, Done()
@@ -74,7 +74,7 @@ def swap_out(
     unit.settle()  # its last gradient may still be in the place of this one
     numel = shard.numel if isinstance(shard, AwayGradient) else shard.numel()
     away = away_on_drive(unit, *unit.gradient_room, numel, shard.dtype)
-    away.arrive(leave_for(away.home, context, shard, reduction))
+    away.arrive(leave_for(away.backing, context, shard, reduction))
     return away, Done()
 
 
@@ -92,17 +92,21 @@ def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reductio
     return copying
 
 
-def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0) -> Pending:
+def leave_for(
+    backing: ShardBacking, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0
+) -> Pending:
     """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
     before = reduction
     if isinstance(shard, AwayGradient):
-        host_memory = shard.home.resident
+        host_memory = shard.backing.resident
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Settled(shard), host_memory
     with context.lanes.meter.waiting():
         context.memory.inflight_gradients.enter(shard.nbytes)
         try:
-            return context.lanes.start(context.lanes.swap, _Leave(home, shard, before, context.memory.inflight_gradients, start))
+            return context.lanes.start(
+                context.lanes.swap, _Leave(backing, shard, before, context.memory.inflight_gradients, start)
+            )
         except BaseException:  # an interrupt while the lane is busy
             context.memory.inflight_gradients.leave(shard.nbytes)
             raise
@@ -127,14 +131,14 @@ class _Settled:
 class _Leave:
     """Writes a shard once it is there, and holds it until it is written."""
 
-    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
-        self._home, self._shard, self._before, self._room, self._start = home, shard, before, room, start
+    def __init__(self, backing: ShardBacking, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
+        self._backing, self._shard, self._before, self._room, self._start = backing, shard, before, room, start
 
     def __call__(self) -> None:
         size = self._shard.nbytes
         try:
             self._before.wait()
-            self._home.write(self._shard, self._start).wait()
+            self._backing.write(self._shard, self._start).wait()
         finally:
             del self._shard, self._before  # whoever waits for room finds it free
             self._room.leave(size)

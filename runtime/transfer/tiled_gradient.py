@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.backing import HostHome
+from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.nvme_shards import All
 from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -70,12 +70,12 @@ class TileGradients:
         if tier == "host":
             assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
             away = self._away_on_host(shard.dtype)
-            resident = away.home.resident
+            resident = away.backing.resident
             assert resident is not None, "it is host memory"
             return away, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
         unit.settle()  # its last gradient may still be in the place of this one
         away = self._away_on_drive(shard.dtype)
-        return away, self._left(leave_for(away.home, unit.context, shard, reduction, start=tile.stretch.place), reduction)
+        return away, self._left(leave_for(away.backing, unit.context, shard, reduction, start=tile.stretch.place), reduction)
 
     def _left(self, pending: Pending, reduction: Pending) -> Pending:
         self._pending.append(pending)
@@ -101,7 +101,7 @@ class TileGradients:
             unit = self._unit
             host = unit.context.bridge.host_buffer(unit.shard_numel, dtype)
             unit.context.memory.host_ledger.track("grads", host)
-            self._shard = AwayGradient(unit, HostHome(host), unit.shard_numel, dtype)
+            self._shard = AwayGradient(unit, HostBacking(host), unit.shard_numel, dtype)
         assert isinstance(self._shard, AwayGradient), "it never stays"
         return self._shard
 

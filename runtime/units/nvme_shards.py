@@ -20,7 +20,7 @@ from .pieces import cut_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShelfPlace:
+class ShardSpec:
     """What one shard takes."""
 
     name: str
@@ -44,17 +44,17 @@ class All:
         wait_for_all(part.wait for part in self._parts)
 
 
-class Shelf:
+class NvmeShards:
     """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
 
-    All space is reserved before the constructor returns. The files go with the shelf.
+    All space is reserved before the constructor returns. The files are freed with the object.
     """
 
     def __init__(
         self,
         paths: Sequence[PathLike],
         kind: str,
-        places: Sequence[ShelfPlace],
+        places: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,

@@ -10,7 +10,7 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
-from .backing import DriveHome, Home
+from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
 from .unit import Tile, Unit
 
@@ -24,9 +24,9 @@ class AwayGradient:
     Changes that need nothing but the element itself are noted, and made when the gradient is next read.
     """
 
-    def __init__(self, unit: Unit | Tile, home: Home, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Unit | Tile, backing: ShardBacking, numel: int, dtype: torch.dtype) -> None:
         self.unit = unit
-        self.home = home
+        self.backing = backing
         self.numel = numel
         self.dtype = dtype
         self.spoiled = ""
@@ -38,16 +38,16 @@ class AwayGradient:
         self._reading: tuple[torch.Tensor, Pending] | None = None
 
     def arrive(self, pending: Pending) -> None:
-        """Note what is over when the shard is in its home."""
+        """Note what is over when the shard is in its backing."""
         self._arriving = pending
 
     @property
     def arriving(self) -> Pending:
-        """What is over when the shard is in its home."""
+        """What is over when the shard is in its backing."""
         return self._arriving or Done()
 
     def settle(self) -> None:
-        """Return when the shard is in its home; raise what went wrong on the way, or in the middle of a change."""
+        """Return when the shard is in its backing; raise what went wrong on the way, or in the middle of a change."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
         if self._arriving is not None:
@@ -59,7 +59,7 @@ class AwayGradient:
         context, size = self.unit.context, self.numel * self.dtype.itemsize
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.settle()
-            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.home.read(buffer)
+            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -77,7 +77,7 @@ class AwayGradient:
         self._reading = None
         self.spoiled = ""
         self._changes.clear()
-        self.home.write(shard).wait()
+        self.backing.write(shard).wait()
         self.version += 1
 
     def load_part(self, tile: Tile) -> torch.Tensor:
@@ -88,17 +88,17 @@ class AwayGradient:
         """Return the same of the elements [start, end), which begin and end where pieces do."""
         self._reading = None
         self.settle()
-        resident = self.home.resident
+        resident = self.backing.resident
         if resident is not None:
             return resident[start:end]
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        self.home.read(buffer, start).wait()
+        self.backing.read(buffer, start).wait()
         self.apply(buffer)
         return buffer
 
     def store_part(self, tile: Tile, part: torch.Tensor) -> None:
         """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
-        self.home.write(part, tile.stretch.place).wait()
+        self.backing.write(part, tile.stretch.place).wait()
 
     def stored(self) -> None:
         """All parts were replaced."""
@@ -109,7 +109,7 @@ class AwayGradient:
         """Note a change; where the shard is in host memory, make it."""
         self._reading = None
         self.version += 1
-        resident = self.home.resident
+        resident = self.backing.resident
         if resident is None:
             self._changes.append(change)
         else:
@@ -131,9 +131,9 @@ class AwayGradient:
         return apply
 
 
-def away_on_drive(unit: Unit, shelves: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
+def away_on_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
-    shelf = shelves.take(index)
-    away = AwayGradient(unit, DriveHome(shelf, index), numel, dtype)
-    weakref.finalize(away, shelves.give_back, index, shelf).atexit = False
+    shards = pool.take(index)
+    away = AwayGradient(unit, NvmeBacking(shards, index), numel, dtype)
+    weakref.finalize(away, pool.give_back, index, shards).atexit = False
     return away

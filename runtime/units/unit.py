@@ -16,7 +16,7 @@ from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_s
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
-from .backing import Home
+from .backing import ShardBacking
 from .dense import Dense
 from .shard_layout import cut_stretches
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Unit(Dense):
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
 
-    Its shard is a tensor on its device, or has a `home` elsewhere. A rank's shard of a large one is its shards of all tiles, one
-    after the other, so that each tile comes from all ranks.
+    Its shard is a tensor on its device, or has a `backing` elsewhere. A rank's shard of a large one is its shards of all tiles,
+    one after the other, so that each tile comes from all ranks.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Unit(Dense):
         name: str,
         context: Context,
         placement: Placement = ON_DEVICE,
-        home: Home | None = None,
+        backing: ShardBacking | None = None,
         tiles: Sequence[Box] = (),
         serial: int | None = None,
     ) -> None:
         super().__init__(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        assert (shard is None) == (home is not None), "a shard is in one place"
+        assert (shard is None) == (backing is not None), "a shard is in one place"
         self.name = name
         self.context = context
         self.placement = placement
@@ -63,7 +63,7 @@ class Unit(Dense):
         self.stretches = cut_stretches(self.numel, borders_of(self.boxes)[1:-1], context.size)
         self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
         self._shard = shard
-        self.home = home
+        self.backing = backing
         """Where the shard is; None: on the device, in `shard`."""
         self.gradient_room: tuple[NvmeGradientPool, int] | None = None
         """Where gradients go whose tier is a drive: the unit's number there."""
@@ -99,8 +99,8 @@ class Unit(Dense):
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """The shard, where its home is host memory."""
-        return None if self.home is None else self.home.resident
+        """The shard, where its backing is host memory."""
+        return None if self.backing is None else self.backing.resident
 
     def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Cut a shard, and a flat full tensor, into what a collective operation moves: tile by tile."""
@@ -110,7 +110,7 @@ class Unit(Dense):
     @property
     def at_hand(self) -> bool:
         """Whether this process has the whole value in memory of the device."""
-        return self.home is None and self.context.size == 1
+        return self.backing is None and self.context.size == 1
 
     def settle(self) -> None:
         """Return when no step has to update the shard any more; raise where one failed."""
@@ -140,16 +140,16 @@ class Unit(Dense):
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
         self.check_whole()
-        assert self.home is not None, "what is on the device needs no reading"
-        return self.home.read(into, start) if self.updates is None else self.updates.read(self, into, start)
+        assert self.backing is not None, "what is on the device needs no reading"
+        return self.backing.read(into, start) if self.updates is None else self.updates.read(self, into, start)
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
         self.check_whole()
-        if self.home is None:
+        if self.backing is None:
             return self.shard
         bridge = self.context.bridge
-        host = self.home.resident
+        host = self.backing.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
             self.read(host).wait()
@@ -161,7 +161,7 @@ class Unit(Dense):
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
-        return self.shard if self.home is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
+        return self.shard if self.backing is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
 
     def save(self, shard: torch.Tensor) -> None:
         """Keep what `blank` returned."""
@@ -170,17 +170,17 @@ class Unit(Dense):
     def start_saving(self, shard: torch.Tensor) -> Pending:
         """Start to keep what `blank` returned; it may not change meanwhile."""
         self.restored()
-        if self.home is None:
+        if self.backing is None:
             return Done()
         if self.updates is not None:
             self.updates.replace(self)
         bridge = self.context.bridge
         if not bridge.unified:
-            host = self.home.resident
+            host = self.backing.resident
             host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
             bridge.to_host(shard, host, None).wait()
             shard = host
-        return self.home.write(shard)
+        return self.backing.write(shard)
 
     @property
     def valid(self) -> int:
@@ -228,7 +228,7 @@ class Unit(Dense):
 
     def empty(self) -> None:
         """Drop the shard, wherever it is: its context is closed, and refuses who asks for it."""
-        self._shard = self._whole = self.home = self.gradient_room = self.updates = None
+        self._shard = self._whole = self.backing = self.gradient_room = self.updates = None
         for tile in self.tiles:
             tile.forget_whole()
 
@@ -290,9 +290,9 @@ class Tile(Dense):
         return self.unit.reduce_dtype
 
     @property
-    def home(self) -> Home | None:
-        """See `Unit.home`; the home of all tiles."""
-        return self.unit.home
+    def backing(self) -> ShardBacking | None:
+        """See `Unit.backing`; the backing of all tiles."""
+        return self.unit.backing
 
     @property
     def shard_numel(self) -> int:
@@ -320,7 +320,7 @@ class Tile(Dense):
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """The same, where their home is host memory."""
+        """The same, where their backing is host memory."""
         shard = self.unit.resident
         return None if shard is None else self.part(shard)
 

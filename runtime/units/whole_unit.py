@@ -48,7 +48,7 @@ class WholeUnit(Unit):
         """Elements of the parameter; `numel` counts padding too."""
         self.numel = -(-self.numel // (ALIGNED * context.size)) * ALIGNED * context.size
         self.stretches = cut_stretches(self.numel, (), context.size)
-        self.home = None
+        self.backing = None
         self.updates = None
         self.steps_digest, self.last_step = 0, None  # all ranks take part in its steps
 

@@ -445,11 +445,11 @@ for number in range(3):
 
 
 def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
-    """One shelf of gradients is enough for a loop that doesn't accumulate."""
+    """One place for each gradient is enough for a loop that doesn't accumulate."""
     sides = both(on_drive, steps=6)
     check(sides)
     rooms = {p._zinf_unit.gradient_room[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_room}  # type: ignore[union-attr,attr-defined]
-    assert all(len({id(shelf) for free in room._free for shelf in free}) <= 1 for room in rooms)
+    assert all(len({id(shards) for free in room._free for shards in free}) <= 1 for room in rooms)
 
 
 def test_a_failure_that_nobody_asks_for_keeps_nothing_alive(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

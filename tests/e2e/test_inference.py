@@ -106,7 +106,7 @@ def test_reads_land_in_the_memory_that_compute_uses(rows: int, tmp_path: Path, m
     with torch.no_grad():
         call = compiled(model, options_for(("nvme", "device", "device"), tmp_path))
         forwards(call)
-        (store,) = {p._zinf_unit.home.shelf.store for p in model.parameters() if isinstance(p, ShardedParameter)}  # type: ignore[union-attr]
+        (store,) = {p._zinf_unit.backing.shards.store for p in model.parameters() if isinstance(p, ShardedParameter)}  # type: ignore[union-attr]
         assert isinstance(store, Store)
         really = store.engine.read
 

@@ -113,9 +113,9 @@ class Binder:
                 unit = _checked(args[r], slot, self._context)
                 if unit is None:
                     fresh.append(r)
-                elif unit.home is not None and unit.home.tier not in self._way_in:
+                elif unit.backing is not None and unit.backing.tier not in self._way_in:
                     raise PartitionedParameterError(
-                        f"parameter {slot.name} lives on {unit.home.tier!r}, but this graph was compiled for parameters on "
+                        f"parameter {slot.name} lives on {unit.backing.tier!r}, but this graph was compiled for parameters on "
                         f"{self._placement.params!r}: several models whose states live in different places each need "
                         "model.compile(backend=...) of their own"
                     )

@@ -292,7 +292,7 @@ def born(newborn: MaterializingParameter, unit: Unit) -> None:
     plan_later([unit])
     with no_torch_function():
         hollow_out(parameter, unit)
-    if unit.home is None:
+    if unit.backing is None:
         unit.context.memory.ledger.track("params", unit.shard)
 
 

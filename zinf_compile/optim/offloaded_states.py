@@ -16,7 +16,7 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
 from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
-from zinf_compile.runtime.units.backing import DriveHome, Home
+from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
@@ -252,12 +252,12 @@ class OffloadedStates:
     def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Place:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
         if name == VALUE:
-            if unit.home is None:
+            if unit.backing is None:
                 return Place(unit.shard[start:end])
-            return _at_home(unit.home, start, end)
+            return _location_in(unit.backing, start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
-            return Place(grad.local().view(-1)[start:end]) if grad.away is None else _at_home(grad.away.home, start, end)
+            return Place(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
@@ -330,13 +330,13 @@ def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> b
     return on_drives and (unified or not placement.update_on_device)
 
 
-def _at_home(home: Home, start: int, end: int) -> Place:
-    if home.resident is not None:
-        return Place(home.resident[start:end], on_device=False)
-    assert isinstance(home, DriveHome), "what isn't in memory is on a drive"
+def _location_in(backing: ShardBacking, start: int, end: int) -> Place:
+    if backing.resident is not None:
+        return Place(backing.resident[start:end], on_device=False)
+    assert isinstance(backing, NvmeBacking), "what isn't in memory is on a drive"
     return Place(
-        read=lambda into: home.read_piece(start, into),
-        write=lambda source: home.write_piece(start, source),
+        read=lambda into: backing.read_piece(start, into),
+        write=lambda source: backing.write_piece(start, source),
     )
 
 

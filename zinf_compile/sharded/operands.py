@@ -9,7 +9,7 @@ import torch
 
 from zinf_compile.errors import RankMismatchError
 from zinf_compile.runtime.units.dense import Dense
-from zinf_compile.runtime.units.shard_values import AwayShard, DeviceShard, ShardValues
+from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, ShardValues
 from zinf_compile.runtime.units.unit import Unit
 
 from .gradient import ShardedGradient
@@ -38,7 +38,7 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
 def gradient_values(gradient: ShardedGradient) -> ShardValues:
     """Return a gradient's shard."""
     away = gradient.away
-    return DeviceShard(gradient.unit, gradient.local()) if away is None else AwayShard(gradient.unit, away)
+    return DeviceShard(gradient.unit, gradient.local()) if away is None else OffloadedGradientShard(gradient.unit, away)
 
 
 def is_scalar(value: torch.Tensor) -> bool:

@@ -81,8 +81,8 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 def _place(unit: Unit) -> str:
     context = unit.context
-    if context.size == 1 and unit.home is not None:
-        return f"its value is kept off the device (option params={unit.home.tier!r}). There"
+    if context.size == 1 and unit.backing is not None:
+        return f"its value is kept off the device (option params={unit.backing.tier!r}). There"
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 

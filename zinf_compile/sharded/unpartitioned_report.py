@@ -23,7 +23,7 @@ WARNED_SHARE = 0.1
 
 def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
     """Log, on the first rank, how much of the model is not partitioned; a warning where that is much and costs memory."""
-    costs = context.size > 1 or any(p._zinf_unit.home or p._zinf_unit.placement.optimizer != "device" for p in partitioned)
+    costs = context.size > 1 or any(p._zinf_unit.backing or p._zinf_unit.placement.optimizer != "device" for p in partitioned)
     if context.rank != 0 or not (costs or _log.isEnabledFor(logging.INFO)):
         return
     rest = rest_of(partitioned)
