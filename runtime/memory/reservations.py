@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from zinf_compile.runtime.lanes.wait_times import Past, worker
+from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 
 class Sides(NamedTuple):
@@ -117,10 +117,10 @@ class InflightLimit:
         self._held = 0
         self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
         self._changed = threading.Condition(self._lock)
-        self._left: Past | None = None
+        self._left: WorkerWaits | None = None
         """The last worker that gave room back."""
 
-    def enter(self, count: int) -> None:
+    def acquire(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
         with self._lock:
             self._wait_for(lambda: not self._lacks(count))
@@ -131,7 +131,7 @@ class InflightLimit:
         with self._lock:
             self._wait_for(lambda: not self._held or enough())
 
-    def leave(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Give room back."""
         with self._lock:
             self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
@@ -143,7 +143,7 @@ class InflightLimit:
             start = time.perf_counter()
             self._changed.wait_for(over)
             if self._left is not None:
-                self._left.book(start)
+                self._left.record(start)
 
     def _lacks(self, count: int) -> bool:
         return self.limit is not None and bool(self._held) and self._held + count > self.limit

@@ -10,14 +10,14 @@ from zinf_compile.ir.tiers import way_in
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 
-class Arriving:
+class SwapHandle:
     """A unit's shard on its way: where it will be once `pending` is over."""
 
     __slots__ = ("pending", "shard", "unit")
@@ -28,33 +28,33 @@ class Arriving:
         self.pending = pending
 
 
-def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> Arriving:
+def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -> SwapHandle:
     """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
     if unit.backing is None:
-        return Arriving(unit, unit.shard)
+        return SwapHandle(unit, unit.shard)
     context, bridge = unit.context, unit.context.bridge
     resident = unit.resident
     if src == "nvme":
         if resident is not None:
-            return Arriving(unit, resident)
+            return SwapHandle(unit, resident)
         if dst == "host":
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
             context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
-        return Arriving(unit, host, unit.read(host))
+        return SwapHandle(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
-    return Arriving(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
+    return SwapHandle(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
 
 
 def swap_out(
-    unit: Unit | Tile, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
-) -> tuple[torch.Tensor | AwayGradient, Pending]:
+    unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
+) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the hop; return where the gradient's shard then is."""
     context, bridge = unit.context, unit.context.bridge
     if unit.placement.grads == "device":  # too small to go, or partitioned under other options
@@ -64,16 +64,16 @@ def swap_out(
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
-        away = AwayGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == "host"
         away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
-    if unit.gradient_room is None:  # its tier is the host
+    if unit.gradient_pool is None:  # its tier is the host
         return shard, reduction
-    unit.settle()  # its last gradient may still be in the place of this one
-    numel = shard.numel if isinstance(shard, AwayGradient) else shard.numel()
-    away = away_on_drive(unit, *unit.gradient_room, numel, shard.dtype)
+    unit.wait_updated()  # its last gradient may still be in the place of this one
+    numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
+    away = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
     away.arrive(leave_for(away.backing, context, shard, reduction))
     return away, Done()
 
@@ -82,50 +82,50 @@ def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reductio
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
     size = shard.nbytes
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.enter(size)
+        context.memory.inflight_gradients.acquire(size)
         try:
             copying = context.bridge.to_host(shard, host, reduction)
             context.lanes.start(context.lanes.swap, _Arrive(copying, context.memory.inflight_gradients, size))
         except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.leave(size)
+            context.memory.inflight_gradients.release(size)
             raise
     return copying
 
 
 def leave_for(
-    backing: ShardBacking, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0
+    backing: ShardBacking, context: Context, shard: torch.Tensor | OffloadedGradient, reduction: Pending, *, start: int = 0
 ) -> Pending:
     """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
     before = reduction
-    if isinstance(shard, AwayGradient):
+    if isinstance(shard, OffloadedGradient):
         host_memory = shard.backing.resident
         assert host_memory is not None, "it comes from host memory"
-        before, shard = _Settled(shard), host_memory
+        before, shard = _Written(shard), host_memory
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.enter(shard.nbytes)
+        context.memory.inflight_gradients.acquire(shard.nbytes)
         try:
             return context.lanes.start(
                 context.lanes.swap, _Leave(backing, shard, before, context.memory.inflight_gradients, start)
             )
         except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.leave(shard.nbytes)
+            context.memory.inflight_gradients.release(shard.nbytes)
             raise
 
 
-def take_away(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | AwayGradient, Pending]:
+def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
-    place: torch.Tensor | AwayGradient = shard
+    place: torch.Tensor | OffloadedGradient = shard
     for dst in way_in(unit.placement.grads, unified=unit.context.bridge.unified)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
     return place, reduction
 
 
-class _Settled:
-    def __init__(self, gradient: AwayGradient) -> None:
+class _Written:
+    def __init__(self, gradient: OffloadedGradient) -> None:
         self._gradient = gradient
 
     def wait(self) -> None:
-        self._gradient.settle()
+        self._gradient.wait_written()
 
 
 class _Leave:
@@ -141,7 +141,7 @@ class _Leave:
             self._backing.write(self._shard, self._start).wait()
         finally:
             del self._shard, self._before  # whoever waits for room finds it free
-            self._room.leave(size)
+            self._room.release(size)
 
 
 class _Arrive:
@@ -154,4 +154,4 @@ class _Arrive:
         try:
             self._copying.wait()
         finally:
-            self._room.leave(self._size)
+            self._room.release(self._size)

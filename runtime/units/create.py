@@ -45,7 +45,7 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
         shard = next(shards) if backing is None else None
         own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
         unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes)
-        unit.gradient_room = room
+        unit.gradient_pool = room
         units.append(unit)
         unit.family = units[0].serial
     return units

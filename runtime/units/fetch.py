@@ -126,7 +126,7 @@ def _reserve(unit: Unit, ledger: Ledger) -> None:
     context.memory.make_room(ledger, unit.bytes)
     if context.memory.has_room(ledger, unit.bytes):
         return
-    unit.settle()  # a step that goes on holds chunks
+    unit.wait_updated()  # a step that goes on holds chunks
     gc.collect()
     if short := shortage(unit, ledger):
         raise BudgetError(f"{short}. Drop what was read before and is still referred to, or raise the cap")

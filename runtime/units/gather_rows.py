@@ -39,7 +39,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     asked = unit.context.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
     if asked[:, 0].any():
         raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
-    unit.settle()
+    unit.wait_updated()
     found = torch.empty(wanted.numel(), columns, dtype=unit.dtype, device=unit.device)
     tokens = torch.searchsorted(wanted, borders).tolist()
     for number, part in enumerate(rounds):
@@ -70,7 +70,7 @@ class _Round:
         self._unit, self._context = unit, unit.context
         self._columns = unit.shape[1]
         self._wanted = wanted
-        self._stretch = unit.stretches[part.tile]
+        self._stretch = unit.spans[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
         self._here = self._part_of(self._context.rank)
         self._shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]

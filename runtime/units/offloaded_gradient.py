@@ -18,7 +18,7 @@ InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""
 
 
-class AwayGradient:
+class OffloadedGradient:
     """The shard of a reduced gradient, off the device or on its way there.
 
     Changes that need nothing but the element itself are noted, and made when the gradient is next read.
@@ -46,7 +46,7 @@ class AwayGradient:
         """What is over when the shard is in its backing."""
         return self._arriving or Done()
 
-    def settle(self) -> None:
+    def wait_written(self) -> None:
         """Return when the shard is in its backing; raise what went wrong on the way, or in the middle of a change."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
@@ -58,7 +58,7 @@ class AwayGradient:
         """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
         context, size = self.unit.context, self.numel * self.dtype.itemsize
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
-            self.settle()
+            self.wait_written()
             self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)
 
     def load(self) -> torch.Tensor:
@@ -73,7 +73,7 @@ class AwayGradient:
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
         assert not isinstance(self.unit, Tile), "a tile's is only on its way"
-        self.unit.settle()  # a step may still have to read the old one
+        self.unit.wait_updated()  # a step may still have to read the old one
         self._reading = None
         self.spoiled = ""
         self._changes.clear()
@@ -82,12 +82,12 @@ class AwayGradient:
 
     def load_part(self, tile: Tile) -> torch.Tensor:
         """Return a tile's part of the shard: where it is in host memory, or a copy of what is on a drive."""
-        return self.load_piece(tile.stretch.place, tile.stretch.place + tile.shard_numel)
+        return self.load_piece(tile.span.place, tile.span.place + tile.shard_numel)
 
     def load_piece(self, start: int, end: int) -> torch.Tensor:
         """Return the same of the elements [start, end), which begin and end where pieces do."""
         self._reading = None
-        self.settle()
+        self.wait_written()
         resident = self.backing.resident
         if resident is not None:
             return resident[start:end]
@@ -98,7 +98,7 @@ class AwayGradient:
 
     def store_part(self, tile: Tile, part: torch.Tensor) -> None:
         """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
-        self.backing.write(part, tile.stretch.place).wait()
+        self.backing.write(part, tile.span.place).wait()
 
     def stored(self) -> None:
         """All parts were replaced."""
@@ -113,7 +113,7 @@ class AwayGradient:
         if resident is None:
             self._changes.append(change)
         else:
-            self.settle()
+            self.wait_written()
             change(resident)
 
     def apply(self, part: torch.Tensor) -> None:
@@ -131,9 +131,9 @@ class AwayGradient:
         return apply
 
 
-def away_on_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
+def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
     shards = pool.take(index)
-    away = AwayGradient(unit, NvmeBacking(shards, index), numel, dtype)
+    away = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
     weakref.finalize(away, pool.give_back, index, shards).atexit = False
     return away

@@ -13,7 +13,7 @@ import torch
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.lanes.wait_times import Past, worker
+from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 from .backing import NvmeBacking, ShardBacking
 from .nvme_shards import All
@@ -50,7 +50,7 @@ class Updates(Generic[U]):
         self._told = False
         self._spoiled: weakref.WeakSet[U] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
-        self._worker: Past | None = None
+        self._worker: WorkerWaits | None = None
         """Of the thread that updates."""
         self.spared_bytes = 0
         """That reads would have taken from drives: they were handed what was just updated."""
@@ -149,7 +149,7 @@ class Updates(Generic[U]):
             start = time.perf_counter()
             self._changed.wait_for(over)
             if self._worker is not None:
-                self._worker.book(start)
+                self._worker.record(start)
 
     def _raise_once(self) -> None:
         if self._failure is not None and not self._told:

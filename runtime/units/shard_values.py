@@ -13,7 +13,7 @@ from zinf_compile.runtime.lanes.lanes import Done, Pending
 
 from . import pieces
 from .backing import ShardBacking
-from .offloaded_gradient import AwayGradient
+from .offloaded_gradient import OffloadedGradient
 from .pieces import cut_pieces
 from .unit import Unit
 
@@ -150,13 +150,13 @@ class ParameterShard:
     @property
     def resident(self) -> torch.Tensor | None:
         """See `ShardValues.resident`."""
-        self.unit.settle()
+        self.unit.wait_updated()
         return self.unit.shard if self.unit.backing is None else None
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
         backing = self.unit.backing
-        self.unit.settle()
+        self.unit.wait_updated()
         self.unit.check_whole()
         place = DeviceShard(self.unit, self.unit.shard) if backing is None else BackedShard(self.unit, backing, self.dtype)
         return place.fetch(start, end)
@@ -189,7 +189,7 @@ class OffloadedGradientShard(_Counted):
 
     resident: torch.Tensor | None = None
 
-    def __init__(self, unit: Unit, away: AwayGradient) -> None:
+    def __init__(self, unit: Unit, away: OffloadedGradient) -> None:
         self.unit, self.dtype, self._away = unit, away.dtype, away
 
     def fetch(self, start: int, end: int) -> Fetch:
@@ -198,7 +198,7 @@ class OffloadedGradientShard(_Counted):
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        self.unit.settle()  # a step may still have to read the old one
+        self.unit.wait_updated()  # a step may still have to read the old one
         return self._away.backing.write(piece, start)
 
     def spoil(self, why: str) -> None:

@@ -25,7 +25,7 @@ def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
     the numbers of all other units as they are.
     """
     with torch.inference_mode(False), torch.no_grad():
-        unit.settle()
+        unit.wait_updated()
         counted = _copies.setdefault(unit.context, collections.Counter())
         counted[unit.serial % TWIN] += 1
         number = counted[unit.serial % TWIN] * TWIN
@@ -46,5 +46,5 @@ def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
             serial=unit.serial % TWIN + number,
         )
         twin.family = unit.family % TWIN + number
-        twin.gradient_room = unit.gradient_room  # which lays out more where both have gradients at a time
+        twin.gradient_pool = unit.gradient_pool  # which lays out more where both have gradients at a time
         return twin

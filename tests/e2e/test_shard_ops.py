@@ -19,7 +19,7 @@ from training import BACKEND, adamw, assert_same, in_place, twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.shard_values import BackedShard
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -80,7 +80,7 @@ def clones(model: nn.Module) -> list[torch.Tensor]:
 def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, after steps that are still to be done, between parameters, gradients and tensors made from them."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 32)
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         pair = Pair(tmp_path, tier=tier)
         averages = pair.companions(clones)
         for copied in averages[1]:

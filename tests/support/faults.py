@@ -31,14 +31,14 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     if kind == "parameter":
         store = parameter._zinf_unit.backing.shards.store
         for states in offloaded_of(optimizer) if optimizer else []:
-            states.transfers.settle()
+            states.transfers.drain()
     elif kind == "gradient of":
-        parameter.grad.away.settle()
+        parameter.grad.away.wait_written()
         store = parameter.grad.away.backing.shards.store
     else:
         assert optimizer is not None
         (states,) = offloaded_of(optimizer)
-        states.transfers.settle()
+        states.transfers.drain()
         store = states.transfers.store
     assert isinstance(store, Store)
     store._io.drain()  # type: ignore[union-attr]

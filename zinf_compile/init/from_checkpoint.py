@@ -137,8 +137,8 @@ def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
     """Read this rank's elements into memory."""
     shard = unit.blank()
     host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
-    for stretch, (start, end) in zip(unit.stretches, unit.held, strict=True):
-        files.read(name, host[stretch.place : stretch.place + end - start], start=start)
+    for span, (start, end) in zip(unit.spans, unit.held, strict=True):
+        files.read(name, host[span.place : span.place + end - start], start=start)
     unit.save(shard.copy_(host))
 
 

@@ -32,12 +32,12 @@ class Piece(NamedTuple):
 
 def pieces_of(unit: Unit) -> list[Piece]:
     """Return the pieces in which a unit's shard lies on a drive."""
-    places = [stretch.place for stretch in unit.stretches]
+    places = [span.place for span in unit.spans]
     found = []
     for first, last in pieces.cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts):
-        stretch = bisect.bisect(places, first) - 1
-        start, end = unit.held[stretch]
-        start += first - places[stretch]
+        span = bisect.bisect(places, first) - 1
+        start, end = unit.held[span]
+        start += first - places[span]
         found.append(Piece(first, last, start, max(0, min(last - first, end - start))))
     return found
 

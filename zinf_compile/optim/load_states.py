@@ -124,7 +124,7 @@ def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
     if not given:
         return
     with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
-        states.transfers.settle()
+        states.transfers.drain()
     for number, chunk in enumerate(states.transfers.chunks):
         if any(p in given for p, _ in chunk.pieces):
             buffer, views = states.transfers.read(number)

@@ -15,7 +15,7 @@ from zinf_compile.errors import BudgetError, StepFailedError, StoreError
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
-from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
+from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
 from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
@@ -96,7 +96,7 @@ class OffloadedStates:
         with self.context.lanes.meter.waiting():
             self._check_last_step(optimizer)
             for parameter in self.kept:
-                parameter._zinf_unit.settle()  # it may be another optimizer's as well
+                parameter._zinf_unit.wait_updated()  # it may be another optimizer's as well
             self.transfers.buffers.begin()
             self.absorb(optimizer)
             self._check_gradients()
@@ -132,14 +132,14 @@ class OffloadedStates:
                     buffer = self._prepare(number, optimizer)
                     if following is not None and len(self.transfers.buffers) > 1:
                         self._prepare(following, optimizer)
-                    buffer.settle()
+                    buffer.drain()
                 buffer.held = True
                 yield number, buffer
         except BaseException:
             if self.gradients is gradients:  # not where an error that somebody kept ends this only during a later step
                 self.gradients = {}
             with contextlib.suppress(StoreError):
-                self.transfers.settle()  # what was read in vain is no concern of the next step's
+                self.transfers.drain()  # what was read in vain is no concern of the next step's
             raise
 
     def applied(self, parameter: ShardedParameter) -> None:
@@ -162,7 +162,7 @@ class OffloadedStates:
                         self.transfers.buffer_for(number)
                         self._ahead.add(number)
             elif not self._mover.bridge.unified:
-                self.transfers.settle()
+                self.transfers.drain()
 
     def absorb(self, optimizer: Optimizer) -> None:
         """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out."""
@@ -200,7 +200,13 @@ class OffloadedStates:
             optimizer.state[parameter] = noted(optimizer.state[parameter], unit)
 
     def keep_piece(
-        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Rooms, optimizer: Optimizer
+        self,
+        parameter: ShardedParameter,
+        piece: Piece,
+        name: str,
+        value: torch.Tensor,
+        rooms: StagingBuffers,
+        optimizer: Optimizer,
     ) -> Pending | None:
         """Start to bring one updated column of a piece back."""
         with self.context.lanes.meter.waiting():
@@ -249,24 +255,26 @@ class OffloadedStates:
                         buffer.under_way.append(pending)
         return buffer
 
-    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Place:
+    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
         if name == VALUE:
             if unit.backing is None:
-                return Place(unit.shard[start:end])
+                return Location(unit.shard[start:end])
             return _location_in(unit.backing, start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
-            return Place(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
+            return (
+                Location(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
+            )
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
-        return Place(whole[start:end], on_device=self.tier == "device")
+        return Location(whole[start:end], on_device=self.tier == "device")
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Raise where what the last step updated can't have reached its drive; by now that is over."""
         try:
-            self.transfers.settle(but=self._ahead)
+            self.transfers.drain(but=self._ahead)
         except StoreError:
             record_of(optimizer).mark_ended(
                 f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
@@ -280,7 +288,7 @@ class OffloadedStates:
             grad = parameter.grad
             if isinstance(grad, ShardedGradient) and grad.away is not None:
                 try:
-                    grad.away.settle()
+                    grad.away.wait_written()
                 except StoreError as error:
                     raise StepFailedError(
                         f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
@@ -330,15 +338,15 @@ def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> b
     return on_drives and (unified or not placement.update_on_device)
 
 
-def _location_in(backing: ShardBacking, start: int, end: int) -> Place:
+def _location_in(backing: ShardBacking, start: int, end: int) -> Location:
     if backing.resident is not None:
-        return Place(backing.resident[start:end], on_device=False)
+        return Location(backing.resident[start:end], on_device=False)
     assert isinstance(backing, NvmeBacking), "what isn't in memory is on a drive"
-    return Place(
+    return Location(
         read=lambda into: backing.read_piece(start, into),
         write=lambda source: backing.write_piece(start, source),
     )
 
 
-def _cut(rooms: Rooms, piece: Piece) -> Rooms:
-    return Rooms(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
+def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:
+    return StagingBuffers(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
