@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import Meter, moving
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -17,8 +18,12 @@ MOST_COPIES = 64
 class DeviceLink(Protocol):
     """Buffers on both sides, and copies between them, each direction a lane of its own."""
 
-    unified: bool
-    """The device is host memory: nothing is ever copied."""
+    topology: Topology
+    """How tiers are linked; where the device is host memory nothing is ever copied."""
+
+    @property
+    def unified(self) -> bool:
+        """Whether the device is host memory."""
 
     def attach(self, meter: Meter) -> None:
         """Count what crosses on this meter."""
@@ -39,6 +44,7 @@ class DeviceLink(Protocol):
 class HostIsDevice:
     """A device that is host memory."""
 
+    topology = Topology(unified=True)
     unified = True
 
     def __init__(self, memory: GatherMemory) -> None:
@@ -65,6 +71,7 @@ class HostIsDevice:
 class CudaLink:
     """A GPU: pinned host memory, and a stream for each direction."""
 
+    topology = Topology(unified=False)
     unified = False
 
     def __init__(self, device: torch.device) -> None:

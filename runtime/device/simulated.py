@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import Meter, moving
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -50,6 +51,7 @@ class SimulatedDevice:
     Its buffers are counted, and so is what crosses each link, at a speed that can be set.
     """
 
+    topology = Topology(unified=False)
     unified = False
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:

@@ -9,7 +9,10 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
+
+_SIDES = (Tier.DEVICE, Tier.HOST)
 
 
 class Sides(NamedTuple):
@@ -80,18 +83,18 @@ class Reservations:
         """The same, for host memory beside the device."""
         return max((claim.passing_host for claim in self._made), default=0)
 
-    def works(self, side: str, held: int) -> int:
+    def works(self, side: Tier, held: int) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         Where more is held than was planned for, that plan has room to run further ahead, and takes it.
         """
-        number = ("device", "host").index(side)
+        number = _SIDES.index(side)
         found = [(held + claim.least[number], claim.works[number], claim.wish[number]) for claim in self._made]
         return max((least if least <= planned else least + wish for least, planned, wish in found), default=held)
 
-    def planned(self, side: str) -> int:
+    def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""
-        return max((claim.works[("device", "host").index(side)] for claim in self._made), default=0)
+        return max((claim.works[_SIDES.index(side)] for claim in self._made), default=0)
 
     @property
     def staging(self) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
@@ -45,17 +46,17 @@ class ChunkBuffer:
 
     def rooms(self, columns: Mapping[str, Column], numel: int) -> dict[str, StagingBuffers]:
         """Lay the columns of a chunk out, each from a page."""
-        ends = {"host": 0, "device": 0}
+        ends = {Tier.HOST: 0, Tier.DEVICE: 0}
         rooms: dict[str, StagingBuffers] = {}
         for name, column in columns.items():
             size = numel * column.dtype.itemsize
-            sides: dict[str, torch.Tensor | None] = {"host": None, "device": None}
-            for side, memory, needed in (("host", self._host, column.host), ("device", self._device, column.device)):
+            sides: dict[Tier, torch.Tensor | None] = {Tier.HOST: None, Tier.DEVICE: None}
+            for side, memory, needed in ((Tier.HOST, self._host, column.host), (Tier.DEVICE, self._device, column.device)):
                 if needed:
                     assert memory is not None
                     sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
                     ends[side] += -(-size // _PAGE) * _PAGE
-            rooms[name] = StagingBuffers(sides["host"], sides["device"])
+            rooms[name] = StagingBuffers(sides[Tier.HOST], sides[Tier.DEVICE])
         return rooms
 
     def drain(self) -> None:
@@ -124,10 +125,10 @@ class ChunkBuffers:
 
 def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
     """Return the bytes of one buffer for any of these chunks: on the host, on the device."""
-    host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
-    return host, max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
+    host = max((_size(columns, numel, Tier.HOST) for columns, numel in chunks), default=0)
+    return host, max((_size(columns, numel, Tier.DEVICE) for columns, numel in chunks), default=0)
 
 
-def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:
-    wanted = [c for c in columns.values() if (c.host if side == "host" else c.device)]
+def _size(columns: Mapping[str, Column], numel: int, side: Tier) -> int:
+    wanted = [c for c in columns.values() if (c.host if side == Tier.HOST else c.device)]
     return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Lane, Pending
 
@@ -38,11 +39,11 @@ class Mover:
         self._lane = lane
         """On which what was copied from the device goes on to a drive."""
 
-    def needs(self, tier: str) -> tuple[bool, bool]:
+    def needs(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
         apart = not self.bridge.unified
-        host = tier == "nvme" or (apart and tier == "device" and not self.update_on_device)
-        return host, apart and tier != "device" and self.update_on_device
+        host = not tier.in_memory or (apart and tier == Tier.DEVICE and not self.update_on_device)
+        return host, apart and tier != Tier.DEVICE and self.update_on_device
 
     def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""

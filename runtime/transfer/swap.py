@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.ir.tiers import way_in
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
@@ -34,10 +34,10 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
         return SwapHandle(unit, unit.shard)
     context, bridge = unit.context, unit.context.bridge
     resident = unit.resident
-    if src == "nvme":
+    if not Tier(src).in_memory:
         if resident is not None:
             return SwapHandle(unit, resident)
-        if dst == "host":
+        if dst == Tier.HOST:
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
             context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
@@ -57,15 +57,15 @@ def swap_out(
 ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the hop; return where the gradient's shard then is."""
     context, bridge = unit.context, unit.context.bridge
-    if unit.placement.grads == "device":  # too small to go, or partitioned under other options
+    if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
-    if dst == "host":
+    if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
         away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
-        stays = unit.placement.grads == "host"
+        stays = unit.placement.grads == Tier.HOST
         away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
@@ -115,7 +115,7 @@ def leave_for(
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
     place: torch.Tensor | OffloadedGradient = shard
-    for dst in way_in(unit.placement.grads, unified=unit.context.bridge.unified)[-2::-1]:
+    for dst in unit.context.bridge.topology.hops(unit.placement.grads)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
     return place, reduction
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.nvme_shards import All
@@ -31,8 +32,8 @@ class TileGradients:
         self._pending: list[Pending] = []
         self._leaving: collections.deque[Pending] = collections.deque()
         """What was begun last to free memory of the device."""
-        placement, unified = unit.placement, unit.context.bridge.unified
-        self.stays = placement.grads not in leaves_for or (placement.grads == "host" and unified)
+        placement, topology = unit.placement, unit.context.bridge.topology
+        self.stays = placement.grads not in leaves_for or not topology.is_away(placement.grads)
         """On the device, where it is reduced."""
 
     def room(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +59,7 @@ class TileGradients:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
         unit = self._unit
         tier = unit.placement.grads
-        if self.stays or (dst == "nvme" and unit.gradient_pool is None):
+        if self.stays or (not Tier(dst).in_memory and unit.gradient_pool is None):
             return shard, reduction
         if isinstance(shard, torch.Tensor):
             self._wait_for_room()
@@ -67,7 +68,7 @@ class TileGradients:
             assert isinstance(staged, OffloadedGradient), "it is in host memory"
             self._leaving.append(staged.arriving)
             return staged, after
-        if tier == "host":
+        if tier == Tier.HOST:
             assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
             away = self._away_on_host(shard.dtype)
             resident = away.backing.resident

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
 from .nvme_shards import NvmeShards
@@ -14,7 +15,7 @@ from .nvme_shards import NvmeShards
 class ShardBacking(Protocol):
     """Host memory or a drive; moves shards to and from host memory."""
 
-    tier: str
+    tier: Tier
 
     @property
     def resident(self) -> torch.Tensor | None:
@@ -30,7 +31,7 @@ class ShardBacking(Protocol):
 class HostBacking:
     """Host memory beside a device with memory of its own."""
 
-    tier = "host"
+    tier = Tier.HOST
 
     def __init__(self, shard: torch.Tensor) -> None:
         self._shard = shard
@@ -56,12 +57,12 @@ class HostBacking:
 class NvmeBacking:
     """A shard among the `NvmeShards` of a row of units."""
 
-    tier = "nvme"
     resident: torch.Tensor | None = None
 
     def __init__(self, shards: NvmeShards, index: int) -> None:
         self.shards = shards
         self._index = index
+        self.tier = shards.tier
 
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """See `ShardBacking.read`."""

@@ -34,7 +34,7 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     context, size = unit.context, unit.shard_numel * dtype.itemsize
     if unit.backing is None:
         return DeviceShard(unit, on_device(unit, dtype, "staged"))
-    if not lasting and unit.backing.tier == "nvme" and context.memory.has_room(context.memory.host_ledger, size):
+    if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
         return DeviceShard(unit, shard) if context.bridge.unified else BackedShard(unit, HostBacking(shard), dtype)
     return BackedShard(unit, backing_like(unit, dtype, "staged"), dtype)
@@ -53,7 +53,7 @@ def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:
 def backing_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> ShardBacking:
     """Return a place for a shard like that of a unit which is off the device; free again when it is dropped."""
     assert unit.backing is not None, "on the device a shard needs no backing"
-    if unit.backing.tier == "host":
+    if unit.backing.tier.in_memory:
         check_room(unit, dtype, on_host=True)
         buffer = aligned_buffer(unit.shard_numel * dtype.itemsize, pinned=unit.device.type == "cuda").view(dtype)
         unit.context.memory.host_ledger.track(kind, buffer)
@@ -92,8 +92,15 @@ def _pool_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int
         members = [row[serial] for serial in sorted(row)]
         places = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
+        assert unit.backing is not None, "on the device a shard needs no backing"
         pool = NvmeGradientPool(
-            folders, places, context.engine, context.lanes.meter, context.memory.staging, kind="tensor partitioned like"
+            folders,
+            places,
+            context.engine,
+            context.lanes.meter,
+            context.memory.staging,
+            kind="tensor partitioned like",
+            tier=unit.backing.tier,
         )
         found = known[family, dtype] = pool, {_root(u.serial): number for number, u in enumerate(members)}
     return found

@@ -56,10 +56,18 @@ def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
 
 
 def _make_backings(places: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:
-    if placement.params == "nvme" and places:
-        shards = NvmeShards(placement.nvme, "parameter", places, context.engine, context.lanes.meter, context.memory.staging)
+    if not placement.params.in_memory and places:
+        shards = NvmeShards(
+            placement.nvme,
+            "parameter",
+            places,
+            context.engine,
+            context.lanes.meter,
+            context.memory.staging,
+            tier=placement.params,
+        )
         return [NvmeBacking(shards, index) for index in range(len(places))]
-    if placement.params == "host" and not context.bridge.unified:
+    if context.bridge.topology.is_away(placement.params):
         pinned = context.device.type == "cuda"
         kept = [aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype) for p in places]
         for shard in kept:
@@ -72,8 +80,10 @@ def _make_rooms(
     parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, placement: Placement
 ) -> list[tuple[NvmeGradientPool, int]] | list[None]:
     trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
-    if placement.grads != "nvme" or not trained:
+    if placement.grads.in_memory or not trained:
         return [None] * len(parameters)
-    pool = NvmeGradientPool(placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging)
+    pool = NvmeGradientPool(
+        placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging, tier=placement.grads
+    )
     numbers = iter(range(len(trained)))
     return [(pool, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.storage.extent_store import PathLike
 
 from .nvme_shards import NvmeShards, ShardSpec
 
@@ -21,15 +21,16 @@ class NvmeGradientPool:
 
     def __init__(
         self,
-        paths: Sequence[PathLike],
+        paths: Sequence[str],
         places: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
         *,
         kind: str = "gradient of",
+        tier: Tier = Tier.NVME,
     ) -> None:
-        self._kind = kind
+        self._kind, self._tier = kind, tier
         self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shards()
@@ -50,4 +51,4 @@ class NvmeGradientPool:
             self._free[index].append(shards)
 
     def _new_shards(self) -> NvmeShards:
-        return NvmeShards(self._paths, self._kind, self._places, self._engine, self._meter, self._staging)
+        return NvmeShards(self._paths, self._kind, self._places, self._engine, self._meter, self._staging, tier=self._tier)

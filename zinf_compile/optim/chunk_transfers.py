@@ -14,7 +14,7 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
-from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.storage.stores import ShardStore, open_store
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers, Column
 from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
 
@@ -42,7 +42,7 @@ class ChunkTransfers:
         self.chunks, self.context, self._mover = chunks, context, mover
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
-        self.store = self._lay_out(placement.nvme) if on_drive else None
+        self.store = self._lay_out(placement) if on_drive else None
         self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
@@ -107,11 +107,12 @@ class ChunkTransfers:
         """Wait until nothing moves, but for some chunks; then raise the first error."""
         self.buffers.drain(but=but)
 
-    def _lay_out(self, folders: Sequence[str]) -> Store:
-        return Store(
-            folders,
+    def _lay_out(self, placement: Placement) -> ShardStore:
+        return open_store(
+            placement.optimizer,
+            placement.nvme,
             [(_key(c, state), c.numel * dtype.itemsize) for c in self.chunks for state, dtype in c.states.items()],
-            engine=self.context.engine,
+            self.context.engine,
         )
 
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
@@ -141,7 +142,7 @@ def _key(chunk: Chunk, state: str) -> str:
     return f"{state} of {chunk.name}"
 
 
-def _close(store: Store | None, buffers: ChunkBuffers, context: Context) -> None:
+def _close(store: ShardStore | None, buffers: ChunkBuffers, context: Context) -> None:
     context.memory.host_ledger.add("states", -buffers.host_bytes)
     context.memory.ledger.add("staged", -buffers.device_bytes)
     if store is not None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
 from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
@@ -63,7 +63,7 @@ class OffloadedStates:
         self.follows = False
         """It may end during the next forward: all that it works on is where nobody else reaches."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
-        on_drive = self.tier == "nvme" and any(kept)
+        on_drive = not self.tier.in_memory and any(kept)
         self.transfers = ChunkTransfers(
             optimizer,
             plan_chunks(parameters, kept, self._mover, self.tier),
@@ -223,7 +223,7 @@ class OffloadedStates:
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Make memory for a state that the optimizer begins to keep."""
         unit = parameter._zinf_unit
-        device = unit.device if self.tier == "device" or self._mover.bridge.unified else torch.device("cpu")
+        device = unit.device if self.tier == Tier.DEVICE or self._mover.bridge.unified else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
@@ -269,7 +269,7 @@ class OffloadedStates:
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
-        return Location(whole[start:end], on_device=self.tier == "device")
+        return Location(whole[start:end], on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Raise where what the last step updated can't have reached its drive; by now that is over."""
@@ -311,8 +311,8 @@ class OffloadedStates:
         host, device = (size * count for size in buffer_bytes(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
         states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
-        on_device = states if self.tier == "device" else 0
-        on_host = states if self.tier == "host" else 0
+        on_device = states if self.tier == Tier.DEVICE else 0
+        on_host = states if self.tier == Tier.HOST else 0
         if context.bridge.unified:
             check_states(context, on_device=True, states=on_device + on_host, slots=host, name=name)
         else:
@@ -334,7 +334,7 @@ def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> b
 
     What is in memory, somebody may look at through a tensor that was had before the step.
     """
-    on_drives = placement.params == placement.grads == "nvme" and (placement.optimizer == "nvme" or not any(kept))
+    on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
     return on_drives and (unified or not placement.update_on_device)
 
 
