@@ -8,6 +8,7 @@ from torch import fx
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
@@ -22,7 +23,6 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 
-_TIERS = ("nvme", "host", "device")
 """From far to near."""
 
 
@@ -89,7 +89,7 @@ def _target_of(node: object) -> object:
 def _check_gather(node: fx.Node, broken: list[str]) -> None:
     source: fx.Node = node.args[0]  # type: ignore[assignment]
     dtype = node.kwargs.get("dtype")
-    if source.target is ops.swap_in and hop_of(source)[1] != "device":
+    if source.target is ops.swap_in and hop_of(source)[1] != Tier.DEVICE:
         broken.append(f"{node.name} gathers {source.name}, which is on {hop_of(source)[1]}, not on the device")
     while source.target is ops.swap_in:
         source = source.args[0]  # type: ignore[assignment]
@@ -110,7 +110,7 @@ def _check_reduction(node: fx.Node, broken: list[str]) -> None:
         broken.append(f"{node.name} reduces onto {node.args[1]}, which is not a parameter")
     elif wire_type(node) != slot.reduce_dtype:
         broken.append(f"{node.name} reduces a gradient of {slot.name} in {wire_type(node)}, not in {slot.reduce_dtype}")
-    _check_leaves(node, "device", broken)
+    _check_leaves(node, Tier.DEVICE, broken)
 
 
 def _check_leaves(node: fx.Node, tier: str, broken: list[str]) -> None:
@@ -127,7 +127,7 @@ def _check_leaves(node: fx.Node, tier: str, broken: list[str]) -> None:
 def _check_swap_in(node: fx.Node, broken: list[str]) -> None:
     source, (src, dst) = node.args[0], hop_of(node)
     assert isinstance(source, fx.Node)
-    if _TIERS.index(src) >= _TIERS.index(dst):
+    if Tier(src).distance <= Tier(dst).distance:
         broken.append(f"{node.name} moves from {src} to {dst}, which is no nearer to the device")
     if source.target is ops.swap_in:
         if hop_of(source)[1] != src:
@@ -141,7 +141,7 @@ def _check_swap_in(node: fx.Node, broken: list[str]) -> None:
 
 def _check_swap_out(node: fx.Node, broken: list[str]) -> None:
     src, dst = hop_of(node)
-    if _TIERS.index(src) <= _TIERS.index(dst):
+    if Tier(src).distance >= Tier(dst).distance:
         broken.append(f"{node.name} moves from {src} to {dst}, which is no further from the device")
     if _target_of(node.args[0]) not in (ops.reduce_scatter, ops.swap_out):
         broken.append(f"{node.name} swaps {node.args[0]} out, which is not a reduced gradient")

@@ -17,7 +17,8 @@ from zinf_compile.errors import OptionError, ZinfError
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.comm.steps_done import StepDone
-from zinf_compile.runtime.device.link import Bridge, CudaBridge, Unified, player_of
+from zinf_compile.runtime.device.link import CudaLink, DeviceLink, HostIsDevice
+from zinf_compile.runtime.device.simulated import simulated_link
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.rank_lanes import Lanes
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -35,7 +36,7 @@ class Context:
     """Let go of: see `close_context`."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: Bridge | None = None
+        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: DeviceLink | None = None
     ) -> None:
         self.group = group
         self.device = device
@@ -43,7 +44,7 @@ class Context:
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
         gather_memory = GatherMemory()
-        self.bridge: Bridge = player or (Unified(gather_memory) if device.type == "cpu" else CudaBridge(device))
+        self.bridge: DeviceLink = player or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
         self.bridge.attach(self.lanes.meter)
         self._engine: Engine | None = None
         self.memory = Memory(
@@ -158,7 +159,7 @@ class Context:
             yield
 
 
-_contexts: dict[tuple[object, str, Bridge | None], Context] = process_wide({})
+_contexts: dict[tuple[object, str, DeviceLink | None], Context] = process_wide({})
 
 
 def all_contexts() -> list[Context]:
@@ -180,7 +181,7 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
             "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
         )
-    player = player_of(device)
+    player = simulated_link(device)
     key = (group, str(device), player)
     if key not in _contexts:
         _contexts[key] = Context(group, device, timeout_s=timeout_s, player=player)

@@ -11,16 +11,16 @@ from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
-from zinf_compile.runtime.transfer.swap import Arriving, swap_in, swap_out
+from zinf_compile.runtime.transfer.swap import SwapHandle, swap_in, swap_out
 from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.gather_rows import gather_rows
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
 from .handles import GatherHandle, ReduceHandle, Reduction
 
-GradientMaker = Callable[[Unit, torch.Tensor | AwayGradient, Pending], torch.Tensor]
+GradientMaker = Callable[[Unit, torch.Tensor | OffloadedGradient, Pending], torch.Tensor]
 
 _DONE = Done()
 
@@ -109,7 +109,7 @@ def _gather_rows(step: GatherRows, run: Run) -> None:
 
 def _swap_in(step: SwapIn, run: Run) -> None:
     for source, out in step.members:
-        earlier = run.registers[source] if isinstance(run.registers[source], Arriving) else None
+        earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
         unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
         run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
 
@@ -123,7 +123,7 @@ def _swap_out(step: SwapOut, run: Run) -> None:
 
 def _gather(step: Gather, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
-    arriving = [registers[source] if isinstance(registers[source], Arriving) else None for source, _ in step.members]
+    arriving = [registers[source] if isinstance(registers[source], SwapHandle) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     what = f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
     if context.size == 1:
@@ -190,13 +190,13 @@ def _reduce(step: Reduce, run: Run) -> None:
             if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
                 grads.clear()
                 parts.clear()
-            context.memory.inflight_gradients.leave(held)
+            context.memory.inflight_gradients.release(held)
 
     with context.lanes.meter.waiting():
         try:
             pending = context.lanes.start(context.lanes.reduce, reduce)
         except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.leave(held)
+            context.memory.inflight_gradients.release(held)
             raise
     context.lanes.meter.moved("to ranks", count)
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
@@ -216,18 +216,18 @@ def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: lis
     converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast
     del values
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.enter(held + converted)
+        context.memory.inflight_gradients.acquire(held + converted)
     grads: list[torch.Tensor] = []
     try:
         for unit, (grad, _, _, alias) in zip(members, step.members, strict=True):
             grads.append(_take_gradient(registers, grad, unit, step.dtype, alias, copy=alias == GradAlias.CALLER))
             context.memory.ledger.track("staged", grads[-1])
     except BaseException:
-        context.memory.inflight_gradients.leave(held)
+        context.memory.inflight_gradients.release(held)
         raise
     finally:
         if converted:
-            context.memory.inflight_gradients.leave(converted)
+            context.memory.inflight_gradients.release(converted)
     return grads
 
 

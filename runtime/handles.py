@@ -1,4 +1,4 @@
-"""What a register holds while a transfer is under way; `Arriving` stands with the hop that makes it, in `transfer.swap`."""
+"""What a register holds while a transfer is under way; `SwapHandle` stands with the hop that makes it, in `transfer.swap`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
@@ -31,7 +31,11 @@ class ReduceHandle:
     __slots__ = ("reduction", "shard", "together", "unit")
 
     def __init__(
-        self, unit: Unit | Tile, shard: torch.Tensor | AwayGradient, reduction: Pending, together: TileGradients | None = None
+        self,
+        unit: Unit | Tile,
+        shard: torch.Tensor | OffloadedGradient,
+        reduction: Pending,
+        together: TileGradients | None = None,
     ) -> None:
         self.unit = unit
         self.shard = shard

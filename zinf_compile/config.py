@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zinf_compile.ir.tiers import TIERS, Placement
+from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
 
@@ -212,11 +212,11 @@ class Config:
     def placement(self) -> Placement:
         """Return where states live."""
         return Placement(
-            params=self.params,
-            grads=self.grads,
-            optimizer=self.optimizer,
+            params=Tier(self.params),
+            grads=Tier(self.grads),
+            optimizer=Tier(self.optimizer),
             nvme=self._folders(),
-            update=self.update,
+            update=Tier(self.update) if self.update else None,
             master=torch.float32 if self.master else None,
             reduce_dtype=self.reduction,
             tile=self.tile_bytes,
@@ -269,15 +269,15 @@ class Config:
 
     def _validate_tiers(self) -> None:
         for option in ("params", "grads", "optimizer"):
-            if getattr(self, option) not in TIERS:
+            if getattr(self, option) not in all_tiers():
                 raise OptionError(
-                    f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, TIERS))}"
+                    f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, all_tiers()))}"
                 )
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
         if self.master not in (None, "float32"):
             raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
-        on_drives = [option for option in ("params", "grads", "optimizer") if getattr(self, option) == "nvme"]
+        on_drives = [option for option in ("params", "grads", "optimizer") if Tier(getattr(self, option)).in_folders]
         try:
             folders = self._folders()
         except TypeError:

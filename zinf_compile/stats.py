@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -19,7 +19,7 @@ _log = logging.getLogger("zinf_compile")
 ENDURANCE_BYTES = 600e12
 """A usual rating of a consumer drive of 1 TB: 600 TBW."""
 
-_NAMES = {"device": "the device", "host": "host memory", "nvme": "NVMe"}
+_NAMES = {Tier.DEVICE: "the device", Tier.HOST: "host memory", Tier.NVME: "NVMe"}
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def stats(model: nn.Module) -> dict[str, Any]:
     if context is None:
         return {}
     accounts = (
-        {"device": context.memory.ledger}
+        {Tier.DEVICE: context.memory.ledger}
         if context.bridge.unified
-        else {"device": context.memory.ledger, "host": context.memory.host_ledger}
+        else {Tier.DEVICE: context.memory.ledger, Tier.HOST: context.memory.host_ledger}
     )
     return {
         "steps": context.lanes.meter.steps,
@@ -93,12 +93,12 @@ def _is_trained(unit: Unit) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
-def _tier(tier: str, context: Context) -> str:
-    return "device" if tier == "host" and context.bridge.unified else tier
+def _tier(tier: Tier, context: Context) -> Tier:
+    return context.bridge.topology.side(tier) or tier
 
 
 def _updated_on(placement: Placement, context: Context) -> str:
-    return _NAMES["device" if context.bridge.unified or placement.update_on_device else "host"]
+    return _NAMES[Tier.DEVICE if context.bridge.unified or placement.update_on_device else Tier.HOST]
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -11,6 +11,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LANES, READ, REDUCE, SPECS, WRITE, OpSpec, Volume
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     group_of,
@@ -57,8 +58,8 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
             moved[lane] += bytes_moved(node, world_size=world_size)
             units.add(slot_behind(node).key)
             src = argument_of(node, "src")
-            if node.target is ops.gather_rows and src not in (None, "device"):
-                moved[READ if src == "nvme" else COPY_IN] += rows_bytes(node)
+            if node.target is ops.gather_rows and src not in (None, Tier.DEVICE):
+                moved[COPY_IN if Tier(str(src)).in_memory else READ] += rows_bytes(node)
     live, _ = peak_gathered_bytes(graph)
     return Traffic(
         units=len(units),

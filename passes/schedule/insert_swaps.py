@@ -9,6 +9,7 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind
 
@@ -32,7 +33,7 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
             for gather in filter(_may_leave, run):
                 source = gather.args[0]
                 assert isinstance(source, fx.Node)
-                name = "read" if src == "nvme" else "copied"
+                name = "copied" if Tier(src).in_memory else "read"
                 with gm.graph.inserting_before(run[0]):
                     handle = gm.graph.create_node("call_function", ops.swap_in, (source, src, dst, group_of(gather)), name=name)
                 handle.meta["val"] = source.meta["val"]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import hop_of, live_bytes
 
@@ -59,4 +60,5 @@ def _swap_before(node: fx.Node) -> fx.Node | None:
 
 
 def _hops(swap: fx.Node) -> int:
-    return 2 if hop_of(swap) == ("nvme", "device") else 1
+    src, dst = (Tier(word) for word in hop_of(swap))
+    return 2 if not src.in_memory and dst == Tier.DEVICE else 1

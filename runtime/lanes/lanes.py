@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from .overlap_log import Spans, timed
-from .wait_times import Past, work_for
+from .wait_times import WorkerWaits, work_for
 
 MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
@@ -56,9 +56,9 @@ class Done:
 
 
 class _Job:
-    def __init__(self, transfer: Callable[[], None], past: Past) -> None:
+    def __init__(self, transfer: Callable[[], None], waits: WorkerWaits) -> None:
         self._transfer: Callable[[], None] | None = transfer
-        self._past = past
+        self._waits = waits
         self._running = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
         self._running.acquire()
         self._error: BaseException | None = None
@@ -81,7 +81,7 @@ class _Job:
             start = time.perf_counter()
             with self._running:
                 pass
-            self._past.book(start)
+            self._waits.record(start)
         if self._error is not None:
             raise self._error
 
@@ -100,7 +100,7 @@ class ThreadLane:
     """
 
     def __init__(self, name: str, *, link: str | None = None, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
-        self._past = Past(link)
+        self._waits = WorkerWaits(link)
         self._forgiving = forgiving
         self._closed = False
         self.log: Spans | None = None
@@ -117,13 +117,13 @@ class ThreadLane:
         """Queue `transfer`."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
-        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._past)
+        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._waits)
         with self._lock:
             if self._unfinished >= self._most:
                 start = time.perf_counter()
                 while self._unfinished >= self._most:
                     self._changed.wait()
-                self._past.book(start)
+                self._waits.record(start)
             self._unfinished += 1
             self._jobs.put(job)
         return job
@@ -138,7 +138,7 @@ class ThreadLane:
 
     def _work(self) -> None:
         failure: BaseException | None = None
-        work_for(self._past)
+        work_for(self._waits)
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 error = job.run(failure)

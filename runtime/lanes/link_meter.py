@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .lanes import Pending
-from .wait_times import Standing
+from .wait_times import attribute_waits
 
 READ: Final = "nvme to host"
 WRITTEN: Final = "host to nvme"
@@ -58,9 +58,9 @@ class Meter:
         with self._lock:
             self._waited_s[link] += end - start
 
-    def waiting(self) -> Standing:
+    def waiting(self) -> attribute_waits:
         """Context in which compute stands still for whatever it waits for; each wait counts for its link."""
-        return Standing(self)
+        return attribute_waits(self)
 
     def end_step(self) -> None:
         """A step of an optimizer is over."""

@@ -28,7 +28,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class Past:
+class WorkerWaits:
     """A worker's last waits. `link` is what it is busy with when it doesn't wait; None: with what is no link."""
 
     def __init__(self, link: str | None) -> None:
@@ -43,7 +43,7 @@ class Past:
                 start = self._spans.pop()[1]
             self._spans.append((link, start, end))
 
-    def book(self, start: float) -> None:
+    def record(self, start: float) -> None:
         """This thread has waited for the worker since `start`: book what the worker waited for meanwhile, and its own link."""
         account = _here.account
         if account is None:
@@ -60,23 +60,23 @@ class Past:
             account.waited(self._link, start, now)
 
 
-def work_for(past: Past) -> None:
+def work_for(waits: WorkerWaits) -> None:
     """From now on this thread's waits are those of a worker."""
-    _here.account = past
+    _here.account = waits
 
 
-def worker() -> Past | None:
-    """Return the past of the worker that this thread is, if it is one."""
-    return _here.account if isinstance(_here.account, Past) else None
+def worker() -> WorkerWaits | None:
+    """Return the waits of the worker that this thread is, if it is one."""
+    return _here.account if isinstance(_here.account, WorkerWaits) else None
 
 
-def book(link: str, start: float) -> None:
+def record_wait(link: str, start: float) -> None:
     """This thread has waited for a link since `start`."""
     if _here.account is not None:
         _here.account.waited(link, start, time.perf_counter())
 
 
-class Standing:
+class attribute_waits:
     """Context in which this thread's waits are booked to an account; those of a worker stay its own."""
 
     __slots__ = ("_account", "_before")
@@ -87,7 +87,7 @@ class Standing:
 
     def __enter__(self) -> None:
         self._before = _here.account
-        if not isinstance(self._before, Past):
+        if not isinstance(self._before, WorkerWaits):
             _here.account = self._account
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

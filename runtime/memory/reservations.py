@@ -9,7 +9,10 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from zinf_compile.runtime.lanes.wait_times import Past, worker
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
+
+_SIDES = (Tier.DEVICE, Tier.HOST)
 
 
 class Sides(NamedTuple):
@@ -80,18 +83,18 @@ class Reservations:
         """The same, for host memory beside the device."""
         return max((claim.passing_host for claim in self._made), default=0)
 
-    def works(self, side: str, held: int) -> int:
+    def works(self, side: Tier, held: int) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
         Where more is held than was planned for, that plan has room to run further ahead, and takes it.
         """
-        number = ("device", "host").index(side)
+        number = _SIDES.index(side)
         found = [(held + claim.least[number], claim.works[number], claim.wish[number]) for claim in self._made]
         return max((least if least <= planned else least + wish for least, planned, wish in found), default=held)
 
-    def planned(self, side: str) -> int:
+    def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""
-        return max((claim.works[("device", "host").index(side)] for claim in self._made), default=0)
+        return max((claim.works[_SIDES.index(side)] for claim in self._made), default=0)
 
     @property
     def staging(self) -> int | None:
@@ -117,10 +120,10 @@ class InflightLimit:
         self._held = 0
         self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
         self._changed = threading.Condition(self._lock)
-        self._left: Past | None = None
+        self._left: WorkerWaits | None = None
         """The last worker that gave room back."""
 
-    def enter(self, count: int) -> None:
+    def acquire(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
         with self._lock:
             self._wait_for(lambda: not self._lacks(count))
@@ -131,7 +134,7 @@ class InflightLimit:
         with self._lock:
             self._wait_for(lambda: not self._held or enough())
 
-    def leave(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Give room back."""
         with self._lock:
             self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
@@ -143,7 +146,7 @@ class InflightLimit:
             start = time.perf_counter()
             self._changed.wait_for(over)
             if self._left is not None:
-                self._left.book(start)
+                self._left.record(start)
 
     def _lacks(self, count: int) -> bool:
         return self.limit is not None and bool(self._held) and self._held + count > self.limit

@@ -15,4 +15,5 @@ mapped_file — Memory that is a file's: the kernel may take it back at any time
 scratch_file — Files that have no name: the kernel frees them when the last process that holds them ends, however it ends.
 stalls — Drives that don't answer: a warning after some seconds without any progress of an engine, an error after its time-
     out.
+stores — Which store keeps what lives on a tier that is not memory: one row for each kind of drive.
 """

@@ -12,7 +12,7 @@ import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, ZinfError
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
-from zinf_compile.runtime.lanes.wait_times import book
+from zinf_compile.runtime.lanes.wait_times import record_wait
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 
 from .block_checksums import BlockChecks
@@ -69,7 +69,7 @@ class Piece:
             if not self._over:
                 self._finish()
         if start is not None:
-            book(WRITTEN if self.write else READ, start)
+            record_wait(WRITTEN if self.write else READ, start)
 
     def _finish(self) -> None:
         assert self._request is not None, "a piece is submitted under its lock"
@@ -135,14 +135,14 @@ class BlockIO:
         piece = Piece(self, block, data, staging, write=write)
         try:
             while not piece.start():
-                self.settle(block, write=write)
+                self.finish_earlier(block, write=write)
         except BaseException:
             if piece.staging is not None:
                 self._staging.give_back(piece.staging)
             raise
         return piece
 
-    def settle(self, block: Block, *, write: bool) -> None:
+    def finish_earlier(self, block: Block, *, write: bool) -> None:
         """Finish what a read, or a write, of the block must come after."""
         with self._lock:
             earlier = self._rivals(block, write=write)

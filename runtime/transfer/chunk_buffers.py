@@ -7,11 +7,12 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
-from zinf_compile.runtime.device.link import Bridge
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
-from .move import Rooms
+from .move import StagingBuffers
 
 CHUNK_BUFFERS = 3
 """Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
@@ -43,22 +44,22 @@ class ChunkBuffer:
         self.brought: dict[Hashable, torch.Tensor] = {}
         """Where each of them is."""
 
-    def rooms(self, columns: Mapping[str, Column], numel: int) -> dict[str, Rooms]:
+    def rooms(self, columns: Mapping[str, Column], numel: int) -> dict[str, StagingBuffers]:
         """Lay the columns of a chunk out, each from a page."""
-        ends = {"host": 0, "device": 0}
-        rooms: dict[str, Rooms] = {}
+        ends = {Tier.HOST: 0, Tier.DEVICE: 0}
+        rooms: dict[str, StagingBuffers] = {}
         for name, column in columns.items():
             size = numel * column.dtype.itemsize
-            sides: dict[str, torch.Tensor | None] = {"host": None, "device": None}
-            for side, memory, needed in (("host", self._host, column.host), ("device", self._device, column.device)):
+            sides: dict[Tier, torch.Tensor | None] = {Tier.HOST: None, Tier.DEVICE: None}
+            for side, memory, needed in ((Tier.HOST, self._host, column.host), (Tier.DEVICE, self._device, column.device)):
                 if needed:
                     assert memory is not None
                     sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
                     ends[side] += -(-size // _PAGE) * _PAGE
-            rooms[name] = Rooms(sides["host"], sides["device"])
+            rooms[name] = StagingBuffers(sides[Tier.HOST], sides[Tier.DEVICE])
         return rooms
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing moves to or from the buffer; where that failed, what it holds counts for nothing."""
         try:
             wait_for_all(transfer.wait for transfer in self.under_way)
@@ -72,7 +73,7 @@ class ChunkBuffers:
     """Hands out buffers to chunks. The chunks used last keep theirs until the room is needed."""
 
     def __init__(
-        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool, most: int = CHUNK_BUFFERS
+        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: DeviceLink, *, pinned: bool, most: int = CHUNK_BUFFERS
     ) -> None:
         host, device = buffer_bytes(chunks)
         count = min(most, len(chunks))
@@ -111,23 +112,23 @@ class ChunkBuffers:
         buffer, new = self.find(number), False
         if buffer is None:
             buffer, new = next((buffer for buffer in self._buffers if not buffer.held), self._buffers[0]), True
-            buffer.settle()
+            buffer.drain()
             buffer.chunk, buffer.filled = None, False
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         return buffer, new
 
-    def settle(self, *, but: Container[int | None] = ()) -> None:
+    def drain(self, *, but: Container[int | None] = ()) -> None:
         """Wait until nothing moves, but for some chunks; then raise the first error."""
-        wait_for_all(buffer.settle for buffer in self._buffers if buffer.chunk not in but)
+        wait_for_all(buffer.drain for buffer in self._buffers if buffer.chunk not in but)
 
 
 def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
     """Return the bytes of one buffer for any of these chunks: on the host, on the device."""
-    host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
-    return host, max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
+    host = max((_size(columns, numel, Tier.HOST) for columns, numel in chunks), default=0)
+    return host, max((_size(columns, numel, Tier.DEVICE) for columns, numel in chunks), default=0)
 
 
-def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:
-    wanted = [c for c in columns.values() if (c.host if side == "host" else c.device)]
+def _size(columns: Mapping[str, Column], numel: int, side: Tier) -> int:
+    wanted = [c for c in columns.values() if (c.host if side == Tier.HOST else c.device)]
     return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from zinf_compile.runtime.device.link import Bridge
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Lane, Pending
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """Where a piece of a state lives between two steps: in memory (`tensor`), or on a drive."""
 
     tensor: torch.Tensor | None = None
@@ -22,7 +23,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rooms:
+class StagingBuffers:
     """Memory for a piece on its way; None on a side where none of its kind ever needs any."""
 
     host: torch.Tensor | None
@@ -32,19 +33,19 @@ class Rooms:
 class Mover:
     """Brings pieces to where they are updated, on the host or on the device, and back; what is there already stays in place."""
 
-    def __init__(self, bridge: Bridge, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
+    def __init__(self, bridge: DeviceLink, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
         self.bridge = bridge
         self.update_on_device = update_on_device
         self._lane = lane
         """On which what was copied from the device goes on to a drive."""
 
-    def needs(self, tier: str) -> tuple[bool, bool]:
+    def needs(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
         apart = not self.bridge.unified
-        host = tier == "nvme" or (apart and tier == "device" and not self.update_on_device)
-        return host, apart and tier != "device" and self.update_on_device
+        host = not tier.in_memory or (apart and tier == Tier.DEVICE and not self.update_on_device)
+        return host, apart and tier != Tier.DEVICE and self.update_on_device
 
-    def bring(self, place: Place, rooms: Rooms) -> tuple[torch.Tensor, Pending | None]:
+    def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
             if self.bridge.unified or place.on_device == self.update_on_device:
@@ -62,7 +63,7 @@ class Mover:
         assert rooms.device is not None
         return rooms.device, self.bridge.to_device(rooms.host, rooms.device, reading)
 
-    def keep(self, place: Place, piece: torch.Tensor, rooms: Rooms) -> Pending | None:
+    def keep(self, place: Location, piece: torch.Tensor, rooms: StagingBuffers) -> Pending | None:
         """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
         if place.tensor is not None:
             if piece.data_ptr() == place.tensor.data_ptr():

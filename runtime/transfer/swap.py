@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.ir.tiers import way_in
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
-from zinf_compile.runtime.units.backing import Home, HostHome
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
+from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 
-class Arriving:
+class SwapHandle:
     """A unit's shard on its way: where it will be once `pending` is over."""
 
     __slots__ = ("pending", "shard", "unit")
@@ -28,53 +28,53 @@ class Arriving:
         self.pending = pending
 
 
-def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: Arriving | None) -> Arriving:
+def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -> SwapHandle:
     """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
-    if unit.home is None:
-        return Arriving(unit, unit.shard)
+    if unit.backing is None:
+        return SwapHandle(unit, unit.shard)
     context, bridge = unit.context, unit.context.bridge
     resident = unit.resident
-    if src == "nvme":
+    if not Tier(src).in_memory:
         if resident is not None:
-            return Arriving(unit, resident)
-        if dst == "host":
+            return SwapHandle(unit, resident)
+        if dst == Tier.HOST:
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
             context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
-        return Arriving(unit, host, unit.read(host))
+        return SwapHandle(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
-    return Arriving(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
+    return SwapHandle(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
 
 
 def swap_out(
-    unit: Unit | Tile, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
-) -> tuple[torch.Tensor | AwayGradient, Pending]:
+    unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
+) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the hop; return where the gradient's shard then is."""
     context, bridge = unit.context, unit.context.bridge
-    if unit.placement.grads == "device":  # too small to go, or partitioned under other options
+    if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
-    if dst == "host":
+    if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
         host = bridge.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
-        away = AwayGradient(unit, HostHome(host), shard.numel(), shard.dtype)
-        stays = unit.placement.grads == "host"
+        away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        stays = unit.placement.grads == Tier.HOST
         away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
-    if unit.gradient_room is None:  # its tier is the host
+    if unit.gradient_pool is None:  # its tier is the host
         return shard, reduction
-    unit.settle()  # its last gradient may still be in the place of this one
-    numel = shard.numel if isinstance(shard, AwayGradient) else shard.numel()
-    away = away_on_drive(unit, *unit.gradient_room, numel, shard.dtype)
-    away.arrive(leave_for(away.home, context, shard, reduction))
+    unit.wait_updated()  # its last gradient may still be in the place of this one
+    numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
+    away = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    away.arrive(leave_for(away.backing, context, shard, reduction))
     return away, Done()
 
 
@@ -82,62 +82,66 @@ def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reductio
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
     size = shard.nbytes
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.enter(size)
+        context.memory.inflight_gradients.acquire(size)
         try:
             copying = context.bridge.to_host(shard, host, reduction)
             context.lanes.start(context.lanes.swap, _Arrive(copying, context.memory.inflight_gradients, size))
         except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.leave(size)
+            context.memory.inflight_gradients.release(size)
             raise
     return copying
 
 
-def leave_for(home: Home, context: Context, shard: torch.Tensor | AwayGradient, reduction: Pending, *, start: int = 0) -> Pending:
+def leave_for(
+    backing: ShardBacking, context: Context, shard: torch.Tensor | OffloadedGradient, reduction: Pending, *, start: int = 0
+) -> Pending:
     """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
     before = reduction
-    if isinstance(shard, AwayGradient):
-        host_memory = shard.home.resident
+    if isinstance(shard, OffloadedGradient):
+        host_memory = shard.backing.resident
         assert host_memory is not None, "it comes from host memory"
-        before, shard = _Settled(shard), host_memory
+        before, shard = _Written(shard), host_memory
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.enter(shard.nbytes)
+        context.memory.inflight_gradients.acquire(shard.nbytes)
         try:
-            return context.lanes.start(context.lanes.swap, _Leave(home, shard, before, context.memory.inflight_gradients, start))
+            return context.lanes.start(
+                context.lanes.swap, _Leave(backing, shard, before, context.memory.inflight_gradients, start)
+            )
         except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.leave(shard.nbytes)
+            context.memory.inflight_gradients.release(shard.nbytes)
             raise
 
 
-def take_away(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | AwayGradient, Pending]:
+def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
-    place: torch.Tensor | AwayGradient = shard
-    for dst in way_in(unit.placement.grads, unified=unit.context.bridge.unified)[-2::-1]:
+    place: torch.Tensor | OffloadedGradient = shard
+    for dst in unit.context.bridge.topology.hops(unit.placement.grads)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
     return place, reduction
 
 
-class _Settled:
-    def __init__(self, gradient: AwayGradient) -> None:
+class _Written:
+    def __init__(self, gradient: OffloadedGradient) -> None:
         self._gradient = gradient
 
     def wait(self) -> None:
-        self._gradient.settle()
+        self._gradient.wait_written()
 
 
 class _Leave:
     """Writes a shard once it is there, and holds it until it is written."""
 
-    def __init__(self, home: Home, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
-        self._home, self._shard, self._before, self._room, self._start = home, shard, before, room, start
+    def __init__(self, backing: ShardBacking, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
+        self._backing, self._shard, self._before, self._room, self._start = backing, shard, before, room, start
 
     def __call__(self) -> None:
         size = self._shard.nbytes
         try:
             self._before.wait()
-            self._home.write(self._shard, self._start).wait()
+            self._backing.write(self._shard, self._start).wait()
         finally:
             del self._shard, self._before  # whoever waits for room finds it free
-            self._room.leave(size)
+            self._room.release(size)
 
 
 class _Arrive:
@@ -150,4 +154,4 @@ class _Arrive:
         try:
             self._copying.wait()
         finally:
-            self._room.leave(self._size)
+            self._room.release(self._size)

@@ -7,10 +7,11 @@ from collections.abc import Collection
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.backing import HostHome
+from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.nvme_shards import All
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient, away_on_drive
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .swap import copy_out, leave_for, swap_out
@@ -27,12 +28,12 @@ class TileGradients:
 
     def __init__(self, unit: Unit, *, leaves_for: Collection[str]) -> None:
         self._unit = unit
-        self._shard: torch.Tensor | AwayGradient | None = None
+        self._shard: torch.Tensor | OffloadedGradient | None = None
         self._pending: list[Pending] = []
         self._leaving: collections.deque[Pending] = collections.deque()
         """What was begun last to free memory of the device."""
-        placement, unified = unit.placement, unit.context.bridge.unified
-        self.stays = placement.grads not in leaves_for or (placement.grads == "host" and unified)
+        placement, topology = unit.placement, unit.context.bridge.topology
+        self.stays = placement.grads not in leaves_for or not topology.is_away(placement.grads)
         """On the device, where it is reduced."""
 
     def room(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
@@ -53,29 +54,29 @@ class TileGradients:
         self._pending.append(pending)
 
     def take_out(
-        self, tile: Tile, shard: torch.Tensor | AwayGradient, dst: str, reduction: Pending
-    ) -> tuple[torch.Tensor | AwayGradient, Pending]:
+        self, tile: Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
+    ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
         unit = self._unit
         tier = unit.placement.grads
-        if self.stays or (dst == "nvme" and unit.gradient_room is None):
+        if self.stays or (not Tier(dst).in_memory and unit.gradient_pool is None):
             return shard, reduction
         if isinstance(shard, torch.Tensor):
             self._wait_for_room()
         if dst != tier:  # on its way
             staged, after = swap_out(tile, shard, dst, reduction)
-            assert isinstance(staged, AwayGradient), "it is in host memory"
+            assert isinstance(staged, OffloadedGradient), "it is in host memory"
             self._leaving.append(staged.arriving)
             return staged, after
-        if tier == "host":
+        if tier == Tier.HOST:
             assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
             away = self._away_on_host(shard.dtype)
-            resident = away.home.resident
+            resident = away.backing.resident
             assert resident is not None, "it is host memory"
             return away, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
-        unit.settle()  # its last gradient may still be in the place of this one
+        unit.wait_updated()  # its last gradient may still be in the place of this one
         away = self._away_on_drive(shard.dtype)
-        return away, self._left(leave_for(away.home, unit.context, shard, reduction, start=tile.stretch.place), reduction)
+        return away, self._left(leave_for(away.backing, unit.context, shard, reduction, start=tile.span.place), reduction)
 
     def _left(self, pending: Pending, reduction: Pending) -> Pending:
         self._pending.append(pending)
@@ -88,27 +89,27 @@ class TileGradients:
             while len(self._leaving) >= MOST_LEAVING:
                 self._leaving.popleft().wait()
 
-    def whole(self) -> tuple[torch.Tensor | AwayGradient, Pending]:
+    def whole(self) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Return the shard of the unit, once all tiles are on their way, and when it is all there."""
         assert self._shard is not None, "each graph that has one tile's gradient has all"
         pending: Pending = All(self._pending)
-        if isinstance(self._shard, AwayGradient):
+        if isinstance(self._shard, OffloadedGradient):
             self._shard.arrive(pending)
         return self._shard, pending
 
-    def _away_on_host(self, dtype: torch.dtype) -> AwayGradient:
+    def _away_on_host(self, dtype: torch.dtype) -> OffloadedGradient:
         if self._shard is None:
             unit = self._unit
             host = unit.context.bridge.host_buffer(unit.shard_numel, dtype)
             unit.context.memory.host_ledger.track("grads", host)
-            self._shard = AwayGradient(unit, HostHome(host), unit.shard_numel, dtype)
-        assert isinstance(self._shard, AwayGradient), "it never stays"
+            self._shard = OffloadedGradient(unit, HostBacking(host), unit.shard_numel, dtype)
+        assert isinstance(self._shard, OffloadedGradient), "it never stays"
         return self._shard
 
-    def _away_on_drive(self, dtype: torch.dtype) -> AwayGradient:
+    def _away_on_drive(self, dtype: torch.dtype) -> OffloadedGradient:
         if self._shard is None:
             unit = self._unit
-            assert unit.gradient_room is not None, "its tier is a drive"
-            self._shard = away_on_drive(unit, *unit.gradient_room, unit.shard_numel, dtype)
-        assert isinstance(self._shard, AwayGradient), "it never stays"
+            assert unit.gradient_pool is not None, "its tier is a drive"
+            self._shard = offloaded_to_drive(unit, *unit.gradient_pool, unit.shard_numel, dtype)
+        assert isinstance(self._shard, OffloadedGradient), "it never stays"
         return self._shard

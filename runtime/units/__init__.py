@@ -4,7 +4,6 @@ backing — Where a shard lives that isn't on its device.
 companion_memory — Room for tensors that are partitioned like a parameter, on the tier where that parameter lives.
 create — New units for parameters that are about to be partitioned, with room for their shards and gradients where these
     will live.
-dense — What lies in one stretch of memory, in some order of dimensions.
 fetch — The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
 gather_rows — Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up.
 nvme_gradient_pool — Room on drives for gradients, laid out for a row of units at a time.
@@ -14,7 +13,7 @@ offloaded_gradient — Gradients that live off their device: where they go, and 
 pending_updates — Updates of shards that are still to come when the next forward asks for them.
 pieces — Cut shards into pieces, and put pieces of about equal size together.
 shard_changes — Changes of a shard, piece by piece, that may end in their middle.
-shard_layout — How a unit is laid out over ranks: stretches, of which each rank has a part, one after the other.
+shard_layout — How a unit lies in memory, and how it is cut into the spans of which each rank has a part.
 shard_values — This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them
     piece by piece.
 steps_taken — The optimizer steps that units went through: noted at each step, added up where ranks compare them.

@@ -13,16 +13,16 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .backing import DriveHome, Home, HostHome
+from .backing import HostBacking, NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
-from .nvme_shards import ShelfPlace
-from .shard_values import DeviceShard, HomeShard, ShardValues
+from .nvme_shards import ShardSpec
+from .shard_values import BackedShard, DeviceShard, ShardValues
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]
 _Shelves = tuple[NvmeGradientPool, dict[int, int]]
 _shelves: weakref.WeakKeyDictionary[Context, dict[_Key, _Shelves]] = process_wide(weakref.WeakKeyDictionary())
-"""By a row of units that were partitioned together and a data type: shelves with a place for each, and its number there."""
+"""By a row of units that were partitioned together and a data type: the pool with a place for each, and its number there."""
 
 
 def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues:
@@ -32,12 +32,12 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     where memory has none.
     """
     context, size = unit.context, unit.shard_numel * dtype.itemsize
-    if unit.home is None:
+    if unit.backing is None:
         return DeviceShard(unit, on_device(unit, dtype, "staged"))
-    if not lasting and unit.home.tier == "nvme" and context.memory.has_room(context.memory.host_ledger, size):
+    if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
-        return DeviceShard(unit, shard) if context.bridge.unified else HomeShard(unit, HostHome(shard), dtype)
-    return HomeShard(unit, home_like(unit, dtype, "staged"), dtype)
+        return DeviceShard(unit, shard) if context.bridge.unified else BackedShard(unit, HostBacking(shard), dtype)
+    return BackedShard(unit, backing_like(unit, dtype, "staged"), dtype)
 
 
 def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:
@@ -50,20 +50,20 @@ def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:
     return shard
 
 
-def home_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> Home:
+def backing_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> ShardBacking:
     """Return a place for a shard like that of a unit which is off the device; free again when it is dropped."""
-    assert unit.home is not None, "on the device a shard needs no home"
-    if unit.home.tier == "host":
+    assert unit.backing is not None, "on the device a shard needs no backing"
+    if unit.backing.tier.in_memory:
         check_room(unit, dtype, on_host=True)
         buffer = aligned_buffer(unit.shard_numel * dtype.itemsize, pinned=unit.device.type == "cuda").view(dtype)
         unit.context.memory.host_ledger.track(kind, buffer)
-        return HostHome(buffer)
-    shelves, numbers = _shelves_of(unit, dtype)
+        return HostBacking(buffer)
+    pool, numbers = _pool_of(unit, dtype)
     index = numbers[_root(unit.serial)]
-    shelf = shelves.take(index)
-    home = DriveHome(shelf, index)
-    weakref.finalize(home, shelves.give_back, index, shelf).atexit = False
-    return home
+    shards = pool.take(index)
+    backing = NvmeBacking(shards, index)
+    weakref.finalize(backing, pool.give_back, index, shards).atexit = False
+    return backing
 
 
 def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None:
@@ -82,20 +82,27 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
         )
 
 
-def _shelves_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int, int]]:
-    """Return shelves for all units that were partitioned together with this one: few files for many tensors."""
+def _pool_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int, int]]:
+    """Return the pool of all units that were partitioned together with this one: few files for many tensors."""
     context, family = unit.context, _root(unit.family)
     known = _shelves.setdefault(context, {})
     found = known.get((family, dtype))
     if found is None or _root(unit.serial) not in found[1]:
-        row = {_root(u.serial): u for u in context.units if _root(u.family) == family and u.home is not None}
+        row = {_root(u.serial): u for u in context.units if _root(u.family) == family and u.backing is not None}
         members = [row[serial] for serial in sorted(row)]
-        places = [ShelfPlace(u.name, u.shard_numel, dtype, u.cuts) for u in members]
+        places = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
-        shelves = NvmeGradientPool(
-            folders, places, context.engine, context.lanes.meter, context.memory.staging, kind="tensor partitioned like"
+        assert unit.backing is not None, "on the device a shard needs no backing"
+        pool = NvmeGradientPool(
+            folders,
+            places,
+            context.engine,
+            context.lanes.meter,
+            context.memory.staging,
+            kind="tensor partitioned like",
+            tier=unit.backing.tier,
         )
-        found = known[family, dtype] = shelves, {_root(u.serial): number for number, u in enumerate(members)}
+        found = known[family, dtype] = pool, {_root(u.serial): number for number, u in enumerate(members)}
     return found
 
 

@@ -13,9 +13,9 @@ from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
-from .backing import DriveHome, Home, HostHome
+from .backing import HostBacking, NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
-from .nvme_shards import Shelf, ShelfPlace
+from .nvme_shards import NvmeShards, ShardSpec
 from .unit import Unit, make_shards
 
 
@@ -30,22 +30,22 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
     tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
     places = [
-        ShelfPlace(name, shard_numel(p.numel(), context.size), p.dtype, _cuts(boxes, context))
+        ShardSpec(name, shard_numel(p.numel(), context.size), p.dtype, _cuts(boxes, context))
         for (p, name), boxes in zip(parameters, tiles, strict=True)
     ]
     away = [index for index, moves in enumerate(moving) if moves]
-    homes = _make_homes([places[index] for index in away], context, placement)
+    backings = _make_backings([places[index] for index in away], context, placement)
     rooms = _make_rooms([(parameters[index][0], places[index]) for index in away], context, placement)
-    in_order = iter(zip(homes, rooms, strict=True))
-    home_of = [next(in_order) if moves else (None, None) for moves in moving]
-    staying = [p for (p, _), (home, _) in zip(parameters, home_of, strict=True) if home is None]
+    in_order = iter(zip(backings, rooms, strict=True))
+    backing_of = [next(in_order) if moves else (None, None) for moves in moving]
+    staying = [p for (p, _), (backing, _) in zip(parameters, backing_of, strict=True) if backing is None]
     shards = iter(make_shards(staying, context))
     units = []
-    for (parameter, name), (home, room), boxes in zip(parameters, home_of, tiles, strict=True):
-        shard = next(shards) if home is None else None
+    for (parameter, name), (backing, room), boxes in zip(parameters, backing_of, tiles, strict=True):
+        shard = next(shards) if backing is None else None
         own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
-        unit = Unit(parameter, shard, name=name, context=context, placement=own, home=home, tiles=boxes)
-        unit.gradient_room = room
+        unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes)
+        unit.gradient_pool = room
         units.append(unit)
         unit.family = units[0].serial
     return units
@@ -55,25 +55,35 @@ def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
     return tuple(border // context.size for border in borders_of(boxes)[1:-1])
 
 
-def _make_homes(places: Sequence[ShelfPlace], context: Context, placement: Placement) -> Sequence[Home | None]:
-    if placement.params == "nvme" and places:
-        shelf = Shelf(placement.nvme, "parameter", places, context.engine, context.lanes.meter, context.memory.staging)
-        return [DriveHome(shelf, index) for index in range(len(places))]
-    if placement.params == "host" and not context.bridge.unified:
+def _make_backings(places: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:
+    if not placement.params.in_memory and places:
+        shards = NvmeShards(
+            placement.nvme,
+            "parameter",
+            places,
+            context.engine,
+            context.lanes.meter,
+            context.memory.staging,
+            tier=placement.params,
+        )
+        return [NvmeBacking(shards, index) for index in range(len(places))]
+    if context.bridge.topology.is_away(placement.params):
         pinned = context.device.type == "cuda"
         kept = [aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype) for p in places]
         for shard in kept:
             context.memory.host_ledger.track("params", shard)
-        return [HostHome(shard) for shard in kept]
+        return [HostBacking(shard) for shard in kept]
     return [None] * len(places)
 
 
 def _make_rooms(
-    parameters: Sequence[tuple[torch.Tensor, ShelfPlace]], context: Context, placement: Placement
+    parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, placement: Placement
 ) -> list[tuple[NvmeGradientPool, int]] | list[None]:
     trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
-    if placement.grads != "nvme" or not trained:
+    if placement.grads.in_memory or not trained:
         return [None] * len(parameters)
-    shelves = NvmeGradientPool(placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging)
+    pool = NvmeGradientPool(
+        placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging, tier=placement.grads
+    )
     numbers = iter(range(len(trained)))
-    return [(shelves, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]
+    return [(pool, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

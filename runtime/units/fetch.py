@@ -16,7 +16,7 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .backing import DriveHome
+from .backing import NvmeBacking
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def fetch(unit: Unit) -> torch.Tensor:
 
 
 def fetch_to_host(unit: Unit) -> torch.Tensor:
-    """Return the value flat in host memory, to be read and dropped: its home, where that is host memory. Raises as `fetch`."""
+    """Return the value flat in host memory, to be read and dropped: its backing, where that is host memory. Raises as `fetch`."""
     context = unit.context
     if context.bridge.unified:
         return fetch(unit)
@@ -73,9 +73,9 @@ class PinnedValue:
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._version = unit, _version(unit)
-        context, home = unit.context, unit.home
+        context, backing = unit.context, unit.backing
         value = fetch(unit)
-        if isinstance(home, DriveHome) and context.bridge.unified:
+        if isinstance(backing, NvmeBacking) and context.bridge.unified:
             beside = max(largest_bytes(context), context.memory.reservations.passing)
             if not context.memory.has_room(context.memory.ledger, beside):
                 value = map_copy(value, unit.placement.nvme[0])
@@ -90,7 +90,7 @@ class PinnedValue:
         return self._value
 
     def changed(self, value: torch.Tensor) -> None:
-        """Take over what was just written to the unit's home."""
+        """Take over what was just written to the unit's backing."""
         self._value.copy_(value)
         self._version = _version(self._unit)
 
@@ -99,7 +99,7 @@ def largest_bytes(context: Context) -> int:
     """Return the bytes of the largest unit whose shard is off the device, 0 without one."""
     count, largest = _largest.get(context, (-1, 0))
     if count != len(context.units):
-        largest = max((unit.bytes for unit in context.units if unit.home is not None), default=0)
+        largest = max((unit.bytes for unit in context.units if unit.backing is not None), default=0)
         _largest[context] = len(context.units), largest
     return largest
 
@@ -126,7 +126,7 @@ def _reserve(unit: Unit, ledger: Ledger) -> None:
     context.memory.make_room(ledger, unit.bytes)
     if context.memory.has_room(ledger, unit.bytes):
         return
-    unit.settle()  # a step that goes on holds chunks
+    unit.wait_updated()  # a step that goes on holds chunks
     gc.collect()
     if short := shortage(unit, ledger):
         raise BudgetError(f"{short}. Drop what was read before and is still referred to, or raise the cap")

@@ -11,7 +11,7 @@ from zinf_compile.ir.row_rounds import Round, rounds_of_rows
 from zinf_compile.runtime.lanes.lanes import wait_for_all
 from zinf_compile.runtime.lanes.link_meter import moving
 
-from .backing import DriveHome
+from .backing import NvmeBacking
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -39,7 +39,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     asked = unit.context.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
     if asked[:, 0].any():
         raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
-    unit.settle()
+    unit.wait_updated()
     found = torch.empty(wanted.numel(), columns, dtype=unit.dtype, device=unit.device)
     tokens = torch.searchsorted(wanted, borders).tolist()
     for number, part in enumerate(rounds):
@@ -70,7 +70,7 @@ class _Round:
         self._unit, self._context = unit, unit.context
         self._columns = unit.shape[1]
         self._wanted = wanted
-        self._stretch = unit.stretches[part.tile]
+        self._stretch = unit.spans[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
         self._here = self._part_of(self._context.rank)
         self._shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
@@ -137,11 +137,11 @@ class _Round:
         """Return this rank's part of the round; from a drive, memory for the blocks that hold it, and where these lie in it."""
         unit, context = self._unit, self._context
         start, end = self._here
-        if not isinstance(unit.home, DriveHome):
-            shard = unit.shard if unit.home is None else unit.resident
+        if not isinstance(unit.backing, NvmeBacking):
+            shard = unit.shard if unit.backing is None else unit.resident
             assert shard is not None, "what is on no drive is in memory"
             return shard[start + self._shift : end + self._shift], []
-        blocks = unit.home.blocks(start + self._shift, end + self._shift) if end > start else []
+        blocks = unit.backing.blocks(start + self._shift, end + self._shift) if end > start else []
         if not blocks:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
@@ -154,8 +154,8 @@ class _Round:
 
     def _read(self, buffer: torch.Tensor, blocks: list[Span], ids: torch.Tensor) -> torch.Tensor:
         """Read the blocks with elements of these rows into their places; return this rank's part of the round."""
-        home = self._unit.home
-        assert isinstance(home, DriveHome)
+        backing = self._unit.backing
+        assert isinstance(backing, NvmeBacking)
         (start, end), shift = self._here, self._shift
         base, ids = blocks[0][0], ids.unique()
         reads = []
@@ -163,7 +163,7 @@ class _Round:
             for first, last in blocks:
                 inside = max(first - shift, start), min(last - shift, end)
                 if range(*self._rows_within(ids, inside)):
-                    reads.append(home.read_block(first, buffer[first - base : last - base]))
+                    reads.append(backing.read_block(first, buffer[first - base : last - base]))
         finally:
             wait_for_all(read.wait for read in reads)
         return buffer[start + shift - base : end + shift - base]

@@ -5,49 +5,50 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.storage.extent_store import PathLike
 
-from .nvme_shards import Shelf, ShelfPlace
+from .nvme_shards import NvmeShards, ShardSpec
 
 
 class NvmeGradientPool:
     """Room on drives for the gradients of a row of units.
 
-    One shelf is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
+    One `NvmeShards` is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
     """
 
     def __init__(
         self,
-        paths: Sequence[PathLike],
-        places: Sequence[ShelfPlace],
+        paths: Sequence[str],
+        places: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
         *,
         kind: str = "gradient of",
+        tier: Tier = Tier.NVME,
     ) -> None:
-        self._kind = kind
+        self._kind, self._tier = kind, tier
         self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
-        first = self._new_shelf()
-        self._free: list[list[Shelf]] = [[first] for _ in places]
+        first = self._new_shards()
+        self._free: list[list[NvmeShards]] = [[first] for _ in places]
 
-    def take(self, index: int) -> Shelf:
-        """Return a shelf on which the place of unit `index` is free; it isn't any more."""
+    def take(self, index: int) -> NvmeShards:
+        """Return the `NvmeShards` in which the place of unit `index` is free; it is taken from then on."""
         with self._lock:
             if not self._free[index]:
-                shelf = self._new_shelf()
+                shards = self._new_shards()
                 for free in self._free:
-                    free.append(shelf)
+                    free.append(shards)
             return self._free[index].pop()
 
-    def give_back(self, index: int, shelf: Shelf) -> None:
+    def give_back(self, index: int, shards: NvmeShards) -> None:
         """Free a place."""
         with self._lock:
-            self._free[index].append(shelf)
+            self._free[index].append(shards)
 
-    def _new_shelf(self) -> Shelf:
-        return Shelf(self._paths, self._kind, self._places, self._engine, self._meter, self._staging)
+    def _new_shards(self) -> NvmeShards:
+        return NvmeShards(self._paths, self._kind, self._places, self._engine, self._meter, self._staging, tier=self._tier)

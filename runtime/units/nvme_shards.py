@@ -9,18 +9,19 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.storage.extent_store import PathLike, Store
+from zinf_compile.runtime.storage.stores import open_store
 
 from . import pieces
 from .pieces import cut_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ShelfPlace:
+class ShardSpec:
     """What one shard takes."""
 
     name: str
@@ -44,34 +45,38 @@ class All:
         wait_for_all(part.wait for part in self._parts)
 
 
-class Shelf:
+class NvmeShards:
     """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
 
-    All space is reserved before the constructor returns. The files go with the shelf.
+    All space is reserved before the constructor returns. The files are freed with the object.
     """
 
     def __init__(
         self,
-        paths: Sequence[PathLike],
+        paths: Sequence[str],
         kind: str,
-        places: Sequence[ShelfPlace],
+        places: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
+        *,
+        tier: Tier = Tier.NVME,
     ) -> None:
         self.kind = kind
+        self.tier = tier
         self._meter = meter
         self.places = tuple(places)
         self._pieces = [cut_pieces(place.numel, piece_numel=pieces.PIECE_NUMEL, cuts=place.cuts) for place in places]
-        self.store = Store(
+        self.store = open_store(
+            tier,
             paths,
             [
                 (self._key(index, piece), (end - start) * place.dtype.itemsize)
                 for index, place in enumerate(places)
                 for piece, (start, end) in enumerate(self._pieces[index])
             ],
-            engine=engine,
-            staging=staging,
+            engine,
+            staging,
         )
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 

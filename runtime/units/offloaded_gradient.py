@@ -10,7 +10,7 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
-from .backing import DriveHome, Home
+from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
 from .unit import Tile, Unit
 
@@ -18,15 +18,15 @@ InPlace = Callable[[torch.Tensor], object]
 """Changes a gradient, or a piece of one, element by element."""
 
 
-class AwayGradient:
+class OffloadedGradient:
     """The shard of a reduced gradient, off the device or on its way there.
 
     Changes that need nothing but the element itself are noted, and made when the gradient is next read.
     """
 
-    def __init__(self, unit: Unit | Tile, home: Home, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, unit: Unit | Tile, backing: ShardBacking, numel: int, dtype: torch.dtype) -> None:
         self.unit = unit
-        self.home = home
+        self.backing = backing
         self.numel = numel
         self.dtype = dtype
         self.spoiled = ""
@@ -38,16 +38,16 @@ class AwayGradient:
         self._reading: tuple[torch.Tensor, Pending] | None = None
 
     def arrive(self, pending: Pending) -> None:
-        """Note what is over when the shard is in its home."""
+        """Note what is over when the shard is in its backing."""
         self._arriving = pending
 
     @property
     def arriving(self) -> Pending:
-        """What is over when the shard is in its home."""
+        """What is over when the shard is in its backing."""
         return self._arriving or Done()
 
-    def settle(self) -> None:
-        """Return when the shard is in its home; raise what went wrong on the way, or in the middle of a change."""
+    def wait_written(self) -> None:
+        """Return when the shard is in its backing; raise what went wrong on the way, or in the middle of a change."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
         if self._arriving is not None:
@@ -58,8 +58,8 @@ class AwayGradient:
         """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
         context, size = self.unit.context, self.numel * self.dtype.itemsize
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
-            self.settle()
-            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.home.read(buffer)
+            self.wait_written()
+            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -73,32 +73,32 @@ class AwayGradient:
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
         assert not isinstance(self.unit, Tile), "a tile's is only on its way"
-        self.unit.settle()  # a step may still have to read the old one
+        self.unit.wait_updated()  # a step may still have to read the old one
         self._reading = None
         self.spoiled = ""
         self._changes.clear()
-        self.home.write(shard).wait()
+        self.backing.write(shard).wait()
         self.version += 1
 
     def load_part(self, tile: Tile) -> torch.Tensor:
         """Return a tile's part of the shard: where it is in host memory, or a copy of what is on a drive."""
-        return self.load_piece(tile.stretch.place, tile.stretch.place + tile.shard_numel)
+        return self.load_piece(tile.span.place, tile.span.place + tile.shard_numel)
 
     def load_piece(self, start: int, end: int) -> torch.Tensor:
         """Return the same of the elements [start, end), which begin and end where pieces do."""
         self._reading = None
-        self.settle()
-        resident = self.home.resident
+        self.wait_written()
+        resident = self.backing.resident
         if resident is not None:
             return resident[start:end]
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        self.home.read(buffer, start).wait()
+        self.backing.read(buffer, start).wait()
         self.apply(buffer)
         return buffer
 
     def store_part(self, tile: Tile, part: torch.Tensor) -> None:
         """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
-        self.home.write(part, tile.stretch.place).wait()
+        self.backing.write(part, tile.span.place).wait()
 
     def stored(self) -> None:
         """All parts were replaced."""
@@ -109,11 +109,11 @@ class AwayGradient:
         """Note a change; where the shard is in host memory, make it."""
         self._reading = None
         self.version += 1
-        resident = self.home.resident
+        resident = self.backing.resident
         if resident is None:
             self._changes.append(change)
         else:
-            self.settle()
+            self.wait_written()
             change(resident)
 
     def apply(self, part: torch.Tensor) -> None:
@@ -131,9 +131,9 @@ class AwayGradient:
         return apply
 
 
-def away_on_drive(unit: Unit, shelves: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> AwayGradient:
+def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
-    shelf = shelves.take(index)
-    away = AwayGradient(unit, DriveHome(shelf, index), numel, dtype)
-    weakref.finalize(away, shelves.give_back, index, shelf).atexit = False
+    shards = pool.take(index)
+    away = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
+    weakref.finalize(away, pool.give_back, index, shards).atexit = False
     return away

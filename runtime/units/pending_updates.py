@@ -13,9 +13,9 @@ import torch
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.lanes.wait_times import Past, worker
+from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
-from .backing import DriveHome, Home
+from .backing import NvmeBacking, ShardBacking
 from .nvme_shards import All
 
 Span = tuple[int, int]
@@ -27,7 +27,7 @@ _PAGE = 4096
 class Updated(Protocol):
     """What is updated: a `Unit`."""
 
-    home: Home | None
+    backing: ShardBacking | None
 
 
 U = TypeVar("U", bound=Updated)
@@ -50,13 +50,13 @@ class Updates(Generic[U]):
         self._told = False
         self._spoiled: weakref.WeakSet[U] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
-        self._worker: Past | None = None
+        self._worker: WorkerWaits | None = None
         """Of the thread that updates."""
         self.spared_bytes = 0
         """That reads would have taken from drives: they were handed what was just updated."""
 
     def updated(self, unit: U, start: int, end: int, value: torch.Tensor) -> None:
-        """Make a span count; its write to the unit's home has begun. `value` may change once this returns."""
+        """Make a span count; its write to the unit's backing has begun. `value` may change once this returns."""
         with self._lock:
             self._worker = worker() or self._worker
             self._left[unit].discard((start, end))
@@ -92,11 +92,11 @@ class Updates(Generic[U]):
             self._spans.clear()
 
     def read(self, unit: U, into: torch.Tensor, first: int = 0) -> Pending:
-        """Start to fill `into`, in host memory, with the updated shard: from its home, or as its spans are updated.
+        """Start to fill `into`, in host memory, with the updated shard: from its backing, or as its spans are updated.
 
         Or with what of it begins at `first`, where a span does, and ends where one does.
         """
-        assert isinstance(unit.home, DriveHome), "what is in memory is updated at once"
+        assert isinstance(unit.backing, NvmeBacking), "what is in memory is updated at once"
         last = first + into.numel()
         with self._lock:
             self._raise_once()
@@ -106,8 +106,8 @@ class Updates(Generic[U]):
             spans = [span for span in self._spans.get(unit, ()) if first <= span[0] < last]
             kept = [span for span in spans if span not in landing.missing]
         if not landing.missing:
-            return unit.home.read(into, first)
-        return All([*(unit.home.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
+            return unit.backing.read(into, first)
+        return All([*(unit.backing.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
 
     def wait(self, unit: U | None = None) -> None:
         """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
@@ -149,7 +149,7 @@ class Updates(Generic[U]):
             start = time.perf_counter()
             self._changed.wait_for(over)
             if self._worker is not None:
-                self._worker.book(start)
+                self._worker.record(start)
 
     def _raise_once(self) -> None:
         if self._failure is not None and not self._told:

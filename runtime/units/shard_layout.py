@@ -1,17 +1,20 @@
-"""How a unit is laid out over ranks: stretches, of which each rank has a part, one after the other."""
+"""How a unit lies in memory, and how it is cut into the spans of which each rank has a part."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
+
+import torch
 
 from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stretch:
-    """A stretch [start, end) of a flat unit that is divided over the ranks by itself: a tile, or all of it."""
+class ShardSpan:
+    """A span [start, end) of a flat unit that is divided over the ranks by itself: a tile, or all of it."""
 
     start: int
     end: int
@@ -30,11 +33,37 @@ class Stretch:
         return self.start + first, self.start + last
 
 
-def cut_stretches(numel: int, borders: Sequence[int], world_size: int) -> tuple[Stretch, ...]:
-    """Return the stretches of a unit between inner `borders`, each a multiple of `world_size`: only the last one is padded."""
+def cut_spans(numel: int, borders: Sequence[int], world_size: int) -> tuple[ShardSpan, ...]:
+    """Return the spans of a unit between inner `borders`, each a multiple of `world_size`: only the last one is padded."""
     assert not any(border % world_size for border in borders), "padding within a shard has no place"
     ends = itertools.pairwise([0, *borders, numel])
-    return tuple(Stretch(start, end, start // world_size, world_size) for start, end in ends)
+    return tuple(ShardSpan(start, end, start // world_size, world_size) for start, end in ends)
+
+
+class DenseLayout:
+    """Shape and strides of what is gathered: a parameter, or a tile of one."""
+
+    def __init__(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = tuple(shape)
+        self.stride = tuple(stride)
+        self.dtype = dtype
+        self.device = device
+        self.numel = math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of it whole."""
+        return self.numel * self.dtype.itemsize
+
+    def logical(self, flat: torch.Tensor) -> torch.Tensor:
+        """View a flat full tensor in the parameter's shape and strides."""
+        return flat.as_strided(self.shape, self.stride)
+
+    def flat(self, value: torch.Tensor) -> torch.Tensor:
+        """Lay a full tensor of the parameter's shape out flat in the parameter's order; copies only when it must."""
+        if value.stride() != self.stride:
+            value = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value if self.stride == (1,) else value.as_strided((self.numel,), (1,))
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

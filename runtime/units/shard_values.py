@@ -12,8 +12,8 @@ from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
 from . import pieces
-from .backing import Home
-from .offloaded_gradient import AwayGradient
+from .backing import ShardBacking
+from .offloaded_gradient import OffloadedGradient
 from .pieces import cut_pieces
 from .unit import Unit
 
@@ -109,21 +109,21 @@ class DeviceShard(_Counted):
         return Done()
 
 
-class HomeShard(_Counted):
+class BackedShard(_Counted):
     """A shard in host memory beside a device with memory of its own, or on drives."""
 
-    def __init__(self, unit: Unit, home: Home, dtype: torch.dtype) -> None:
-        self.unit, self.home, self.dtype = unit, home, dtype
+    def __init__(self, unit: Unit, backing: ShardBacking, dtype: torch.dtype) -> None:
+        self.unit, self.backing, self.dtype = unit, backing, dtype
         self.resident: torch.Tensor | None = None
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
         self.check_whole()
-        if self.home.resident is not None:
-            piece = self.home.resident[start:end]
+        if self.backing.resident is not None:
+            piece = self.backing.resident[start:end]
             return lambda: piece
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        reading = self.home.read(buffer, start)
+        reading = self.backing.read(buffer, start)
 
         def arrive() -> torch.Tensor:
             reading.wait()
@@ -133,7 +133,7 @@ class HomeShard(_Counted):
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        return self.home.write(piece, start)
+        return self.backing.write(piece, start)
 
 
 class ParameterShard:
@@ -150,21 +150,21 @@ class ParameterShard:
     @property
     def resident(self) -> torch.Tensor | None:
         """See `ShardValues.resident`."""
-        self.unit.settle()
-        return self.unit.shard if self.unit.home is None else None
+        self.unit.wait_updated()
+        return self.unit.shard if self.unit.backing is None else None
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
-        home = self.unit.home
-        self.unit.settle()
+        backing = self.unit.backing
+        self.unit.wait_updated()
         self.unit.check_whole()
-        place = DeviceShard(self.unit, self.unit.shard) if home is None else HomeShard(self.unit, home, self.dtype)
+        place = DeviceShard(self.unit, self.unit.shard) if backing is None else BackedShard(self.unit, backing, self.dtype)
         return place.fetch(start, end)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        home = self.unit.home
-        return DeviceShard(self.unit, self.unit.shard).write(start, piece) if home is None else home.write(piece, start)
+        backing = self.unit.backing
+        return DeviceShard(self.unit, self.unit.shard).write(start, piece) if backing is None else backing.write(piece, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
@@ -184,12 +184,12 @@ class ParameterShard:
             torch.autograd.graph.increment_version(parameter)
 
 
-class AwayShard(_Counted):
+class OffloadedGradientShard(_Counted):
     """The shard of a gradient that is off the device."""
 
     resident: torch.Tensor | None = None
 
-    def __init__(self, unit: Unit, away: AwayGradient) -> None:
+    def __init__(self, unit: Unit, away: OffloadedGradient) -> None:
         self.unit, self.dtype, self._away = unit, away.dtype, away
 
     def fetch(self, start: int, end: int) -> Fetch:
@@ -198,8 +198,8 @@ class AwayShard(_Counted):
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        self.unit.settle()  # a step may still have to read the old one
-        return self._away.home.write(piece, start)
+        self.unit.wait_updated()  # a step may still have to read the old one
+        return self._away.backing.write(piece, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""

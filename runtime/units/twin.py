@@ -10,8 +10,8 @@ import torch
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .companion_memory import TWIN, home_like, on_device
-from .shard_values import HomeShard, ParameterShard, pieces_of
+from .companion_memory import TWIN, backing_like, on_device
+from .shard_values import BackedShard, ParameterShard, pieces_of
 from .unit import Unit
 
 _copies: weakref.WeakKeyDictionary[Context, collections.Counter[int]] = process_wide(weakref.WeakKeyDictionary())
@@ -25,14 +25,14 @@ def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
     the numbers of all other units as they are.
     """
     with torch.inference_mode(False), torch.no_grad():
-        unit.settle()
+        unit.wait_updated()
         counted = _copies.setdefault(unit.context, collections.Counter())
         counted[unit.serial % TWIN] += 1
         number = counted[unit.serial % TWIN] * TWIN
-        home = None if unit.home is None else home_like(unit, unit.dtype, "params")
-        shard = on_device(unit, unit.dtype, "params").copy_(unit.shard) if home is None else None
-        if home is not None:
-            source, target = ParameterShard(unit), HomeShard(unit, home, unit.dtype)
+        backing = None if unit.backing is None else backing_like(unit, unit.dtype, "params")
+        shard = on_device(unit, unit.dtype, "params").copy_(unit.shard) if backing is None else None
+        if backing is not None:
+            source, target = ParameterShard(unit), BackedShard(unit, backing, unit.dtype)
             for start, end in pieces_of(unit):
                 target.write(start, source.fetch(start, end)()).wait()
         twin = Unit(
@@ -41,10 +41,10 @@ def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
             name=unit.name,
             context=unit.context,
             placement=unit.placement,
-            home=home,
+            backing=backing,
             tiles=unit.boxes,
             serial=unit.serial % TWIN + number,
         )
         twin.family = unit.family % TWIN + number
-        twin.gradient_room = unit.gradient_room  # which lays out more where both have gradients at a time
+        twin.gradient_pool = unit.gradient_pool  # which lays out more where both have gradients at a time
         return twin

@@ -16,9 +16,8 @@ from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_s
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
-from .backing import Home
-from .dense import Dense
-from .shard_layout import cut_stretches
+from .backing import ShardBacking
+from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.comm.steps_done import StepDone
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from .pending_updates import Updates
 
 
-class Unit(Dense):
+class Unit(DenseLayout):
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
 
-    Its shard is a tensor on its device, or has a `home` elsewhere. A rank's shard of a large one is its shards of all tiles, one
-    after the other, so that each tile comes from all ranks.
+    Its shard is a tensor on its device, or has a `backing` elsewhere. A rank's shard of a large one is its shards of all tiles,
+    one after the other, so that each tile comes from all ranks.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class Unit(Dense):
         name: str,
         context: Context,
         placement: Placement = ON_DEVICE,
-        home: Home | None = None,
+        backing: ShardBacking | None = None,
         tiles: Sequence[Box] = (),
         serial: int | None = None,
     ) -> None:
         super().__init__(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        assert (shard is None) == (home is not None), "a shard is in one place"
+        assert (shard is None) == (backing is not None), "a shard is in one place"
         self.name = name
         self.context = context
         self.placement = placement
@@ -60,12 +59,12 @@ class Unit(Dense):
         """Equal for the parameters that were partitioned together: the serial of the first of them."""
         self.boxes = tuple(tiles)
         """The tiles; none where it is gathered as a whole."""
-        self.stretches = cut_stretches(self.numel, borders_of(self.boxes)[1:-1], context.size)
+        self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], context.size)
         self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
         self._shard = shard
-        self.home = home
+        self.backing = backing
         """Where the shard is; None: on the device, in `shard`."""
-        self.gradient_room: tuple[NvmeGradientPool, int] | None = None
+        self.gradient_pool: tuple[NvmeGradientPool, int] | None = None
         """Where gradients go whose tier is a drive: the unit's number there."""
         self.chosen: dict[str, bool] = {}
         """What ranks decided about its transfers, see `choices`; graphs follow it."""
@@ -95,24 +94,24 @@ class Unit(Dense):
     @property
     def cuts(self) -> tuple[int, ...]:
         """Where in the shard a tile's ends and the next one's begins."""
-        return tuple(stretch.place for stretch in self.stretches[1:])
+        return tuple(span.place for span in self.spans[1:])
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """The shard, where its home is host memory."""
-        return None if self.home is None else self.home.resident
+        """The shard, where its backing is host memory."""
+        return None if self.backing is None else self.backing.resident
 
     def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Cut a shard, and a flat full tensor, into what a collective operation moves: tile by tile."""
-        shards = [shard[s.place : s.place + s.shard_numel] for s in self.stretches]
-        return shards, [full[s.start : s.end] for s in self.stretches]
+        shards = [shard[s.place : s.place + s.shard_numel] for s in self.spans]
+        return shards, [full[s.start : s.end] for s in self.spans]
 
     @property
     def at_hand(self) -> bool:
         """Whether this process has the whole value in memory of the device."""
-        return self.home is None and self.context.size == 1
+        return self.backing is None and self.context.size == 1
 
-    def settle(self) -> None:
+    def wait_updated(self) -> None:
         """Return when no step has to update the shard any more; raise where one failed."""
         if self.updates is not None:
             self.updates.wait(self)
@@ -140,16 +139,16 @@ class Unit(Dense):
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
         self.check_whole()
-        assert self.home is not None, "what is on the device needs no reading"
-        return self.home.read(into, start) if self.updates is None else self.updates.read(self, into, start)
+        assert self.backing is not None, "what is on the device needs no reading"
+        return self.backing.read(into, start) if self.updates is None else self.updates.read(self, into, start)
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
         self.check_whole()
-        if self.home is None:
+        if self.backing is None:
             return self.shard
         bridge = self.context.bridge
-        host = self.home.resident
+        host = self.backing.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
             self.read(host).wait()
@@ -161,7 +160,7 @@ class Unit(Dense):
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
-        return self.shard if self.home is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
+        return self.shard if self.backing is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
 
     def save(self, shard: torch.Tensor) -> None:
         """Keep what `blank` returned."""
@@ -170,17 +169,17 @@ class Unit(Dense):
     def start_saving(self, shard: torch.Tensor) -> Pending:
         """Start to keep what `blank` returned; it may not change meanwhile."""
         self.restored()
-        if self.home is None:
+        if self.backing is None:
             return Done()
         if self.updates is not None:
             self.updates.replace(self)
         bridge = self.context.bridge
         if not bridge.unified:
-            host = self.home.resident
+            host = self.backing.resident
             host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
             bridge.to_host(shard, host, None).wait()
             shard = host
-        return self.home.write(shard)
+        return self.backing.write(shard)
 
     @property
     def valid(self) -> int:
@@ -190,7 +189,7 @@ class Unit(Dense):
     @property
     def held(self) -> list[tuple[int, int]]:
         """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
-        return [stretch.part_of(self.context.rank) for stretch in self.stretches]
+        return [span.part_of(self.context.rank) for span in self.spans]
 
     @functools.cached_property
     def layout(self) -> dict[str, Any]:
@@ -228,7 +227,7 @@ class Unit(Dense):
 
     def empty(self) -> None:
         """Drop the shard, wherever it is: its context is closed, and refuses who asks for it."""
-        self._shard = self._whole = self.home = self.gradient_room = self.updates = None
+        self._shard = self._whole = self.backing = self.gradient_pool = self.updates = None
         for tile in self.tiles:
             tile.forget_whole()
 
@@ -255,7 +254,7 @@ def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.
     return [arenas[key][offset : offset + count] for key, offset, count in places]
 
 
-class Tile(Dense):
+class Tile(DenseLayout):
     """What a schedule moves of a unit in one go. Where its shard is, and whatever is done to it, is the unit's."""
 
     def __init__(self, unit: Unit, number: int) -> None:
@@ -263,7 +262,7 @@ class Tile(Dense):
         super().__init__(tile_shape(box), tile_stride(box, unit.stride), unit.dtype, unit.device)
         self._unit = weakref.ref(unit)
         self._text = box_text(box, unit.shape)
-        self.stretch = unit.stretches[number]
+        self.span = unit.spans[number]
         self.context: Context = unit.context
         self._whole: torch.Tensor | None = None
 
@@ -290,19 +289,19 @@ class Tile(Dense):
         return self.unit.reduce_dtype
 
     @property
-    def home(self) -> Home | None:
-        """See `Unit.home`; the home of all tiles."""
-        return self.unit.home
+    def backing(self) -> ShardBacking | None:
+        """See `Unit.backing`; the backing of all tiles."""
+        return self.unit.backing
 
     @property
     def shard_numel(self) -> int:
         """Elements of this rank's part, padding included."""
-        return self.stretch.shard_numel
+        return self.span.shard_numel
 
     @property
     def valid(self) -> int:
         """Elements of this rank's part that are not padding."""
-        start, end = self.stretch.part_of(self.context.rank)
+        start, end = self.span.part_of(self.context.rank)
         return end - start
 
     def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -311,7 +310,7 @@ class Tile(Dense):
 
     def part(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the tile's part of a shard of the unit."""
-        return shard[self.stretch.place : self.stretch.place + self.shard_numel]
+        return shard[self.span.place : self.span.place + self.shard_numel]
 
     @property
     def shard(self) -> torch.Tensor:
@@ -320,13 +319,13 @@ class Tile(Dense):
 
     @property
     def resident(self) -> torch.Tensor | None:
-        """The same, where their home is host memory."""
+        """The same, where their backing is host memory."""
         shard = self.unit.resident
         return None if shard is None else self.part(shard)
 
     def read(self, into: torch.Tensor) -> Pending:
         """See `Unit.read`."""
-        return self.unit.read(into, self.stretch.place)
+        return self.unit.read(into, self.span.place)
 
     def forget_whole(self) -> None:
         """Drop the tensor that `whole` returned."""

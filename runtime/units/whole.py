@@ -32,7 +32,7 @@ def scatter_whole(unit: Unit, full: torch.Tensor | None, shard: torch.Tensor, wh
     context = unit.context
 
     def scatter() -> None:
-        for part, whole, stretch in zip(shards, fulls, unit.stretches, strict=True):
-            context.gathers.scatter(None if full is None else whole, part, stretch.end - stretch.start)
+        for part, whole, span in zip(shards, fulls, unit.spans, strict=True):
+            context.gathers.scatter(None if full is None else whole, part, span.end - span.start)
 
     context.finish(context.lanes.gather.submit(scatter), what)

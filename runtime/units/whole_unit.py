@@ -14,8 +14,7 @@ from torch import nn
 
 from zinf_compile.ir.tiers import ON_DEVICE
 
-from .dense import Dense
-from .shard_layout import cut_stretches, is_dense
+from .shard_layout import DenseLayout, cut_spans, is_dense
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ class WholeUnit(Unit):
     """
 
     def __init__(self, parameter: torch.Tensor, name: str, context: Context) -> None:
-        Dense.__init__(self, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
-        self._unpadded = Dense(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        DenseLayout.__init__(self, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+        self._unpadded = DenseLayout(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         self.name = name
         self.context = context
         self.placement = ON_DEVICE
@@ -47,8 +46,8 @@ class WholeUnit(Unit):
         self.real_numel = self.numel
         """Elements of the parameter; `numel` counts padding too."""
         self.numel = -(-self.numel // (ALIGNED * context.size)) * ALIGNED * context.size
-        self.stretches = cut_stretches(self.numel, (), context.size)
-        self.home = None
+        self.spans = cut_spans(self.numel, (), context.size)
+        self.backing = None
         self.updates = None
         self.steps_digest, self.last_step = 0, None  # all ranks take part in its steps
 

@@ -19,7 +19,7 @@ from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -162,7 +162,7 @@ def test_with_all_on_drives_the_smallest_cap_is_known_at_once_and_holds(
     """Values, gradients and blocks for drives pass through it, read ahead or not: nothing that counts is left out."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 4096)
     options = {**ALL_AWAY, "nvme": tmp_path, "bucket": bucket}
-    with played_by(FakeDevice()) if apart else contextlib.nullcontext():
+    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
         least = smallest(options, option, kind=Layers)
         train({**options, option: least}, kind=Layers)
         train({**options, option: least + 200_000}, kind=Layers)
@@ -214,7 +214,7 @@ def test_a_device_with_memory_of_its_own_has_a_cap_beside_the_host(
     options: dict[str, Any] = {"params": params, "grads": params, "optimizer": optimizer}
     if "nvme" in (params, optimizer):
         options["nvme"] = tmp_path
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         if option == "host_memory":
             options["device_memory"] = "8MiB"  # where the device is a CPU, its cap would be the host's
             if params == optimizer == "device":  # nothing is there

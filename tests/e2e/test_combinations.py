@@ -19,7 +19,7 @@ from training import adamw, assert_same
 import zinf_compile
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
 from zinf_compile.sharded.caps import find_caps
 
@@ -111,12 +111,12 @@ def test_the_smallest_host_memory_named_is_of_all_ranks_of_a_node(monkeypatch: p
     named = []
     for ranks in (1, 4):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        with played_by(FakeDevice()), pytest.raises(BudgetError, match=f"for {ranks} ranks of a node") as raised:
+        with simulating(SimulatedDevice()), pytest.raises(BudgetError, match=f"for {ranks} ranks of a node") as raised:
             call(ranks)
         found = re.search(r"the smallest host_memory that works is ([\d,]+)", str(raised.value))
         assert found, str(raised.value)
         named.append(int(found[1].replace(",", "")))
-        with played_by(FakeDevice()):
+        with simulating(SimulatedDevice()):
             call(named[-1])
     assert named[1] == 4 * named[0]
 
@@ -180,7 +180,7 @@ def test_states_that_live_on_the_device_may_be_updated_by_the_host(tmp_path: Pat
     found: dict[Any, Any] = {}
     for states, update in itertools.product(("device", "host"), repeat=2):
         torch.compiler.reset()
-        with played_by(FakeDevice()) as device:
+        with simulating(SimulatedDevice()) as device:
             model = compiled(sundry(), options_for(("device", "device", states), tmp_path, update=update))
             optimizer = adamw(model.parameters())
             losses = [train_step(model, optimizer, step) for step in range(2)]

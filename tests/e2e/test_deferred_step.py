@@ -30,7 +30,7 @@ import zinf_compile
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.optim.record import OptimizerRecord, State, record_of
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
@@ -44,7 +44,7 @@ Sides = list[tuple[nn.Module, Optimizer]]
 def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-    with played_by(FakeDevice()) if request.param == "device" else contextlib.nullcontext():
+    with simulating(SimulatedDevice()) if request.param == "device" else contextlib.nullcontext():
         yield lambda model: compiled(model, options_for(("nvme",) * 3, tmp_path))
 
 
@@ -395,7 +395,7 @@ def test_nothing_is_updated_while_dynamo_compiles(on_drive: Compile) -> None:
         time.sleep(0.2)
         assert left == len(unit.updates._left) > 0
         with pytest.raises(PartitionedParameterError, match="while a graph is compiled"):
-            unit.settle()
+            unit.wait_updated()
     for model, _ in sides:
         with torch.no_grad():
             model(*tokens(3))
@@ -445,11 +445,11 @@ for number in range(3):
 
 
 def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
-    """One shelf of gradients is enough for a loop that doesn't accumulate."""
+    """One place for each gradient is enough for a loop that doesn't accumulate."""
     sides = both(on_drive, steps=6)
     check(sides)
-    rooms = {p._zinf_unit.gradient_room[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_room}  # type: ignore[union-attr,attr-defined]
-    assert all(len({id(shelf) for free in room._free for shelf in free}) <= 1 for room in rooms)
+    rooms = {p._zinf_unit.gradient_pool[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_pool}  # type: ignore[union-attr,attr-defined]
+    assert all(len({id(shards) for free in room._free for shards in free}) <= 1 for room in rooms)
 
 
 def test_a_failure_that_nobody_asks_for_keeps_nothing_alive(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from zinf_compile.cli.trace import DumpError, load_target, trace
 from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import SwapIn, SwapOut
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
 
 OPTIONS = {"bucket": "4KiB", "compute": "fx"}
@@ -71,7 +71,7 @@ def test_dump_has_the_swaps_of_a_real_run(device: str, tiers: dict[str, str], ho
     programs: list[Program] = []
     model, inputs = dump_targets.tiny_gpt()
     real = options | ({"nvme": tmp_path} if "nvme" in tiers else {})
-    with played_by(FakeDevice()) if device == "cuda" else contextlib.nullcontext():
+    with simulating(SimulatedDevice()) if device == "cuda" else contextlib.nullcontext():
         torch.compile(model, backend=capturing_backend(programs, real))(*inputs).backward()
     ran = [step for program in programs for step in program.steps]
     assert [type(step) for step in dumped] == [type(step) for step in ran]

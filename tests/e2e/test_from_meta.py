@@ -25,7 +25,7 @@ from transformer_models import bert, gpt2, llama, mixtral, qwen2, t5, vit
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, OptionError, PartitionedParameterError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -154,7 +154,7 @@ def test_training_is_eagers(birth: Callable[..., Any], name: str, spelling: str,
 def test_each_tier_of_a_device_with_memory_of_its_own(placement: tuple[str, str, str], tmp_path: Path) -> None:
     case = CASES["tied"]
     eager = rank_from_meta.built_whole(case.build)
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         ours = compiled(made_on_meta(case.build, **options_for(placement, tmp_path)), {})
         sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
         for step in range(2):

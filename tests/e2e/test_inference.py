@@ -13,7 +13,7 @@ from tiers import Meter, Traffic, compiled, context_of, options_for
 from torch import nn
 from training import assert_same
 
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.extent_store import Store
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -62,11 +62,11 @@ def test_a_model_of_four_times_what_the_device_may_hold(
     """It never holds more, each forward reads each weight once, and the numbers are those of a model in memory."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 1 << 14)
     model = stack().requires_grad_(not frozen)
-    device = FakeDevice() if fake else None
+    device = SimulatedDevice() if fake else None
     meter, moved = Meter(device), []
     away = ("nvme", "device", "device") if frozen else ("nvme",) * 3
     options = options_for(away, tmp_path, compute=compute, device_memory=CAP, bucket=CAP // LAYERS)
-    with mode(), played_by(device) if device else contextlib.nullcontext():
+    with mode(), simulating(device) if device else contextlib.nullcontext():
         found = forwards(compiled(model, options), lambda: moved.append(meter.read(model)))
         assert 0 < context_of(model).memory.ledger.total()[1] <= CAP
         expected = forwards(stack() if compute == "fx" else compiled(stack(), {"compute": compute}))
@@ -106,7 +106,7 @@ def test_reads_land_in_the_memory_that_compute_uses(rows: int, tmp_path: Path, m
     with torch.no_grad():
         call = compiled(model, options_for(("nvme", "device", "device"), tmp_path))
         forwards(call)
-        (store,) = {p._zinf_unit.home.shelf.store for p in model.parameters() if isinstance(p, ShardedParameter)}  # type: ignore[union-attr]
+        (store,) = {p._zinf_unit.backing.shards.store for p in model.parameters() if isinstance(p, ShardedParameter)}  # type: ignore[union-attr]
         assert isinstance(store, Store)
         really = store.engine.read
 

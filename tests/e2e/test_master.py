@@ -15,7 +15,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 
 STEPS = 6
@@ -130,7 +130,7 @@ def test_every_placement(tmp_path: Path) -> None:
     expected = by_hand()
     for tiers in itertools.product(("device", "host", "nvme"), repeat=3):
         options: dict[str, Any] = dict(zip(("params", "grads", "optimizer"), tiers, strict=True))
-        with played_by(FakeDevice()):
+        with simulating(SimulatedDevice()):
             assert_equal(with_option(options | ({"nvme": tmp_path} if "nvme" in tiers else {}), reload_at=2), expected)
 
 

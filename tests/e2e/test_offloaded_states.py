@@ -26,7 +26,8 @@ from zinf_compile.optim import state_dict_hooks
 from zinf_compile.optim.chunk_step import ChunkStep
 from zinf_compile.optim.offloaded_states import OffloadedStates
 from zinf_compile.optim.state_entry import in_memory
-from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
+from zinf_compile.runtime.device.link import HostIsDevice
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
@@ -215,7 +216,7 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, store
         train_step_on(sides, models, plain_step, tokens(number), number)
     model, optimizer = sides[1]
     saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
-    stores[0].transfers.settle()
+    stores[0].transfers.drain()
     failing(stores[0], 3)
     with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
         plain_step(model, optimizer, tokens(2))
@@ -269,7 +270,7 @@ def test_states_larger_than_memory_are_not_brought_together(tmp_path: Path, monk
 
 @pytest.mark.parametrize("own_memory", [True, False])
 def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool, tmp_path: Path) -> None:
-    with played_by(FakeDevice() if own_memory else Unified(GatherMemory())):
+    with simulating(SimulatedDevice() if own_memory else HostIsDevice(GatherMemory())):
         model = TiedWords()
         model.compile(backend=BACKEND, options={"compute": "fx", "optimizer": "nvme", "nvme": tmp_path, "host_memory": "1MiB"})
         optimizer = adamw(model.parameters())

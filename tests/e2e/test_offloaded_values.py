@@ -27,7 +27,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, PartitionedParameterError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.fetch import shortage
 from zinf_compile.sharded.offloaded_value import OffloadedValue
@@ -74,7 +74,7 @@ class Trained:
 @contextlib.contextmanager
 def trained(folder: Path, variant: str = "nvme") -> Iterator[Trained]:
     """Context with a model in it."""
-    with played_by(FakeDevice()) if VARIANTS[variant][2] else contextlib.nullcontext():
+    with simulating(SimulatedDevice()) if VARIANTS[variant][2] else contextlib.nullcontext():
         yield Trained(folder, variant)
 
 

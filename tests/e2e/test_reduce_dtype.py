@@ -33,7 +33,7 @@ import zinf_compile
 from zinf_compile.cli.main import schedule_hash
 from zinf_compile.cli.trace import trace
 from zinf_compile.errors import OptionError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.gradient import ShardedGradient
 
@@ -293,6 +293,6 @@ def test_late_steps_and_device_copies_take_the_gradient_unrounded(tmp_path: Path
     """The bits of a step that ends during the next forward are those of one that doesn't; bytes are in test_tiers.py."""
     expected = by_hand(0, 1, 2, {})
     for update in ("host", "device"):
-        with played_by(FakeDevice()):
+        with simulating(SimulatedDevice()):
             options = {**EVERYWHERE, "nvme": tmp_path, "update": update}
             assert_trained_alike(compiled_run(0, 1, 2, options), expected, update)

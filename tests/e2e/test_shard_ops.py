@@ -19,9 +19,9 @@ from training import BACKEND, adamw, assert_same, in_place, twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.shard_values import HomeShard
+from zinf_compile.runtime.units.shard_values import BackedShard
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
@@ -80,13 +80,13 @@ def clones(model: nn.Module) -> list[torch.Tensor]:
 def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, after steps that are still to be done, between parameters, gradients and tensors made from them."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 32)
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         pair = Pair(tmp_path, tier=tier)
         averages = pair.companions(clones)
         for copied in averages[1]:
             assert isinstance(copied, ShardedTensor)
-            assert isinstance(copied.shard_values, HomeShard)
-            assert copied.shard_values.home.tier == tier
+            assert isinstance(copied.shard_values, BackedShard)
+            assert copied.shard_values.backing.tier == tier
 
         @torch.no_grad()
         def average(model: nn.Module, averages: list[torch.Tensor]) -> None:

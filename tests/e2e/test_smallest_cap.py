@@ -18,7 +18,7 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import BudgetError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.shortage import find_smallest
 
@@ -148,7 +148,7 @@ def test_later_refusals_name_what_works_as_well() -> None:
 @pytest.mark.parametrize("side", ["device_memory", "host_memory"])
 def test_caps_of_a_device_with_memory_of_its_own_are_named_together(side: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {**ALL_AWAY, "params": "host", "nvme": tmp_path}
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         said = refusal_of(Stack(300, 300, 64), {**options, "device_memory": 1, "host_memory": 1})
         caps = {"device_memory": named_by(said), "host_memory": named_by(said, "host_memory")}
         assert said.count("Params on 'nvme' keep less there") == 1, "of host memory; grads and states are there already"

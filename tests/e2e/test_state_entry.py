@@ -27,7 +27,7 @@ import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.state_entry import StateEntry
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded import host_shortage
 
@@ -230,7 +230,7 @@ def same(expected: Any, found: Any) -> None:
 )
 def test_what_a_script_does_to_states_counts(name: str, placement: Placement, own_memory: bool, tmp_path: Path) -> None:
     make, acts = ACTS[name]
-    with played_by(FakeDevice()) if own_memory else contextlib.nullcontext():
+    with simulating(SimulatedDevice()) if own_memory else contextlib.nullcontext():
         pair = Pair(placement, tmp_path, make)
         pair.train(2)
         for act in acts:

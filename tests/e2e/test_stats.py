@@ -17,7 +17,8 @@ from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.runtime import context
-from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
+from zinf_compile.runtime.device.link import HostIsDevice
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.lanes.lanes import Done, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import LINKS, Meter
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -39,7 +40,7 @@ def train(options: dict[str, object], steps: int) -> nn.Module:
 
 
 def test_the_first_step_says_what_lives_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="zinf_compile"), played_by(FakeDevice()):
+    with caplog.at_level(logging.INFO, logger="zinf_compile"), simulating(SimulatedDevice()):
         model = train({**ALL_AWAY, "nvme": tmp_path}, 3)
     lines = [record.message for record in caplog.records if "keeps" in record.message]
     count = sum(p.numel() for p in model.parameters())
@@ -71,7 +72,7 @@ def test_the_days_follow_from_bytes_and_seconds() -> None:
 
 def test_stats_of_a_step(tmp_path: Path) -> None:
     assert zinf_compile.stats(TiedWords()) == {}
-    with played_by(FakeDevice()) as device:
+    with simulating(SimulatedDevice()) as device:
         model = train({**ALL_AWAY, "nvme": tmp_path}, 3)
         found = zinf_compile.stats(model)
     count = 4 * sum(p.numel() for p in model.parameters())
@@ -105,7 +106,7 @@ def waited(found: dict[str, Any], which: str = "waited_s_last_step") -> dict[str
 
 @pytest.mark.parametrize("slow", ["to device", "to host"])
 def test_a_slow_link_is_the_one_waited_for(slow: str, tmp_path: Path) -> None:
-    with played_by(FakeDevice()) as device:
+    with simulating(SimulatedDevice()) as device:
         device.links[slow]._latency_s = 0.05  # type: ignore[attr-defined]
         found = zinf_compile.stats(train({**ALL_AWAY, "nvme": tmp_path}, 3))
     assert list(waited(found)) == [device.links[slow].name]  # type: ignore[attr-defined]
@@ -114,7 +115,7 @@ def test_a_slow_link_is_the_one_waited_for(slow: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("own_memory", [True, False])
 def test_a_slow_drive_is_the_one_waited_for(own_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=1e6))
-    with played_by(FakeDevice() if own_memory else Unified(GatherMemory())):
+    with simulating(SimulatedDevice() if own_memory else HostIsDevice(GatherMemory())):
         model = train({**ALL_AWAY, "nvme": tmp_path}, 3)
         found = zinf_compile.stats(model)
     assert {"nvme to host"} <= waited(found).keys() <= {"nvme to host", "host to nvme"}
@@ -124,7 +125,7 @@ def test_a_slow_drive_is_the_one_waited_for(own_memory: bool, tmp_path: Path, mo
 def test_waits_of_a_step_are_those_of_its_states(update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come from a drive, whatever is near it waits for."""
     monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=2e5))  # so that no compute is as slow
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         found = zinf_compile.stats(train({"compute": "fx", "optimizer": "nvme", "update": update, "nvme": tmp_path}, 3))
     assert waited(found).keys() <= {"nvme to host", "host to nvme"}
     assert waited(found)

@@ -18,7 +18,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.errors import StepFailedError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
 from zinf_compile.runtime.storage.block_io import BlockIO, Piece
 from zinf_compile.runtime.storage.engine import Request
@@ -118,10 +118,10 @@ def sweep(trained: Twins, wait: str, every: int) -> int:
 
 
 @pytest.mark.tiers
-@pytest.mark.parametrize("device", [None, FakeDevice], ids=["host", "device"])
+@pytest.mark.parametrize("device", [None, SimulatedDevice], ids=["host", "device"])
 @pytest.mark.parametrize("wait", WAITS)
-def test_any_wait_may_be_interrupted(wait: str, device: type[FakeDevice] | None, tmp_path: Path) -> None:
-    with played_by(device()) if device else contextlib.nullcontext():
+def test_any_wait_may_be_interrupted(wait: str, device: type[SimulatedDevice] | None, tmp_path: Path) -> None:
+    with simulating(device()) if device else contextlib.nullcontext():
         assert sweep(twins(tmp_path), wait, 1) > 3
 
 
@@ -142,7 +142,7 @@ def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
     slot.under_way, slot.chunk = list(transfers), 3
     for number in range(3):
         with pytest.raises(KeyboardInterrupt) if number < 2 else contextlib.nullcontext():
-            slot.settle()
+            slot.drain()
     assert [transfer.waits for transfer in transfers] == [3, 2]
     assert slot.chunk == 3
 

@@ -25,7 +25,7 @@ import zinf_compile
 from zinf_compile.errors import StepFailedError, StoreError, ZinfError
 from zinf_compile.optim import offloaded_states
 from zinf_compile.optim.record import record_of
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage import scratch_file
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -215,16 +215,18 @@ def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> i
 @pytest.mark.parametrize(
     ("way", "error", "device"),
     [
-        ("read", OSError, FakeDevice),
+        ("read", OSError, SimulatedDevice),
         ("write", KeyboardInterrupt, None),
         *(
             more(way, error, device)
-            for way, error, device in itertools.product(("read", "write"), (OSError, KeyboardInterrupt), (None, FakeDevice))
+            for way, error, device in itertools.product(("read", "write"), (OSError, KeyboardInterrupt), (None, SimulatedDevice))
         ),
     ],
 )
-def test_any_transfer_may_fail(way: str, error: type[BaseException], device: type[FakeDevice] | None, tmp_path: Path) -> None:
-    with played_by(device()) if device else contextlib.nullcontext():
+def test_any_transfer_may_fail(
+    way: str, error: type[BaseException], device: type[SimulatedDevice] | None, tmp_path: Path
+) -> None:
+    with simulating(device()) if device else contextlib.nullcontext():
         failed = sweep(twins(tmp_path), way, error, 3 if way == "read" else 2)
     assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
@@ -234,7 +236,7 @@ def test_any_transfer_may_fail(way: str, error: type[BaseException], device: typ
 def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way: str, tmp_path: Path) -> None:
     """Each transfer of a step that ends before it returns: what is intact can be tried again, the rest is loaded."""
     failures: list[StepFailedError] = []
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         ours, optimizer, eager, other = trained = twins(tmp_path, placement)
         for number in range(100):
             load(trained)

@@ -29,16 +29,16 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     """Return what keeps "parameter", "gradient of" or, as "exp_avg of", the states."""
     parameter: Any = next(p for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad and p.dim())
     if kind == "parameter":
-        store = parameter._zinf_unit.home.shelf.store
+        store = parameter._zinf_unit.backing.shards.store
         for states in offloaded_of(optimizer) if optimizer else []:
-            states.transfers.settle()
+            states.transfers.drain()
     elif kind == "gradient of":
-        parameter.grad.away.settle()
-        store = parameter.grad.away.home.shelf.store
+        parameter.grad.away.wait_written()
+        store = parameter.grad.away.backing.shards.store
     else:
         assert optimizer is not None
         (states,) = offloaded_of(optimizer)
-        states.transfers.settle()
+        states.transfers.drain()
         store = states.transfers.store
     assert isinstance(store, Store)
     store._io.drain()  # type: ignore[union-attr]

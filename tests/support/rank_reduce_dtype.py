@@ -19,7 +19,7 @@ from training import assert_same, whole_gradient
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StoreWarning
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.gradient import ShardedGradient
 
@@ -152,7 +152,7 @@ def prepare() -> None:
 def table(rank: int, size: int, folder: str, rows: list[dict[str, Any]], micro_batches: list[int]) -> int:
     """Train with each row of options and each number of micro-batches; return how many were alike."""
     prepare()
-    with played_by(FakeDevice()):
+    with simulating(SimulatedDevice()):
         for count in micro_batches:
             whole = by_hand(rank, size, count, {})
             for row in rows:

@@ -15,7 +15,7 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -43,7 +43,10 @@ def look_up_anywhere(rank: int, size: int, folder: str, shapes: Sequence[tuple[i
     warnings.filterwarnings("ignore", category=StoreWarning)
     pieces.PIECE_NUMEL = 64
     done = 0
-    for device, tiers in ((contextlib.nullcontext(), ("device", "nvme")), (played_by(FakeDevice()), ("device", "host", "nvme"))):
+    for device, tiers in (
+        (contextlib.nullcontext(), ("device", "nvme")),
+        (simulating(SimulatedDevice()), ("device", "host", "nvme")),
+    ):
         with device:
             for tier, (rows, columns, tile_rows) in itertools.product(tiers, shapes):
                 torch.compiler.reset()

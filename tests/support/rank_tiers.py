@@ -17,7 +17,7 @@ from training import assert_same
 import zinf_compile
 from zinf_compile.errors import StoreWarning
 from zinf_compile.optim.state_layout import without_note
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.units import pieces
 
@@ -48,7 +48,7 @@ def train_everywhere(
     _prepare(piece_numel)
     others = {"compute": compute, "master": master, "reduce_dtype": reduced}
     expected = _train(rank, others, Meter(None), None, dtype, steps)
-    with played_by(FakeDevice()) as device:
+    with simulating(SimulatedDevice()) as device:
         meter = Meter(device)
         for placement in placements:
             for update in updates:
@@ -101,7 +101,7 @@ def train_in_tiles(
     expected = _train(rank, {"compute": compute, "tile": tile}, Meter(None), None, dtype, 2, build)
     assert_close_runs(whole, expected, dtype)
     placements = (PLACEMENTS if fake else UNIFIED) if placements is None else placements
-    with played_by(FakeDevice()) if fake else contextlib.nullcontext() as device:
+    with simulating(SimulatedDevice()) if fake else contextlib.nullcontext() as device:
         meter = Meter(device)
         for placement in placements:
             options = options_for(placement, folder, compute=compute, tile=tile)

@@ -18,7 +18,7 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StoreWarning
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -92,7 +92,7 @@ def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) 
         torch.manual_seed(0)
         model = Huge()
         assert model.huge.weight.nbytes == 8 * CAP
-        with played_by(FakeDevice()) if fake else contextlib.nullcontext():
+        with simulating(SimulatedDevice()) if fake else contextlib.nullcontext():
             options = options_for(placement, folder, compute="fx", device_memory=CAP, tile=TILE)
             call = compiled(model, options)
             found.append(train_batches(call, rank, functools.partial(check_peak, model)))

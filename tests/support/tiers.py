@@ -17,7 +17,7 @@ from training import BACKEND
 from zinf_compile.ir.tiers import TIERS
 from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.device.link import FakeDevice
+from zinf_compile.runtime.device.simulated import SimulatedDevice
 from zinf_compile.runtime.lanes.lanes import Lane
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -144,7 +144,7 @@ class Traffic:
 class Meter:
     """Says what crossed since it was last read; of one device and its ranks."""
 
-    def __init__(self, device: FakeDevice | None) -> None:
+    def __init__(self, device: SimulatedDevice | None) -> None:
         self._device = device
         self._before = Traffic()
 

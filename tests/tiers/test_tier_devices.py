@@ -15,7 +15,7 @@ from tiers import MICRO_BATCHES, Meter, compiled, context_of, options_for, sundr
 from torch import nn
 from training import adamw
 
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.overlap_log import Spans, Timed, overlapped_s, recorded
 from zinf_compile.runtime.units import pieces
@@ -32,7 +32,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tier", [more("host"), "nvme"])
 def test_optimizer_states_never_cross_to_the_device(tier: str, tmp_path: Path) -> None:
     """Of a step only gradients cross, and values: each one time, or never where both are on the host's side."""
-    with played_by(FakeDevice()) as device:
+    with simulating(SimulatedDevice()) as device:
         for params, grads in itertools.product(("device", "host", "nvme"), repeat=2):
             torch.compiler.reset()
             model = compiled(sundry(), options_for((params, grads, tier), tmp_path))
@@ -69,7 +69,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-class Waiting(FakeDevice):
+class Waiting(SimulatedDevice):
     """One whose every copy is waited for, as if there were no lanes."""
 
     def __init__(self, **settings: Any) -> None:
@@ -89,10 +89,10 @@ class Waiting(FakeDevice):
         return pending
 
 
-def share_beside_compute(device: FakeDevice, tier: str, folder: Path) -> float:
+def share_beside_compute(device: SimulatedDevice, tier: str, folder: Path) -> float:
     """Return the share of the links' seconds during which compute went on, in the best of a few steps."""
     shares = []
-    with played_by(device):
+    with simulating(device):
         torch.compiler.reset()
         model = compiled(Chain(), options_for((tier, tier, tier), folder, bucket="600KiB"))  # a layer each
         x = torch.randn(ROWS, WIDTH)
@@ -117,6 +117,6 @@ def share_beside_compute(device: FakeDevice, tier: str, folder: Path) -> float:
 @pytest.mark.parametrize("tier", [more("host"), "nvme"])
 def test_copies_go_on_beside_compute(tier: str, tmp_path: Path) -> None:
     """Stages overlap; with a link that is waited for at each copy they don't."""
-    shares = [share_beside_compute(kind(bytes_per_s=BYTES_PER_S), tier, tmp_path) for kind in (FakeDevice, Waiting)]
+    shares = [share_beside_compute(kind(bytes_per_s=BYTES_PER_S), tier, tmp_path) for kind in (SimulatedDevice, Waiting)]
     assert shares[0] > 0.6, shares
     assert shares[1] < 0.1, shares

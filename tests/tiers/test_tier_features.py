@@ -22,7 +22,7 @@ from training import adamw, assert_same, plain_step, twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -35,7 +35,7 @@ def away(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """Return what compiles a model with all its states on one tier."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
     tier, *without = request.param.split()
-    with contextlib.nullcontext() if without else played_by(FakeDevice()):
+    with contextlib.nullcontext() if without else simulating(SimulatedDevice()):
         yield lambda model: compiled(model, options_for((tier, tier, tier), tmp_path))
 
 

@@ -11,7 +11,7 @@ import torch
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
-from zinf_compile.ir.tiers import Placement, way_in
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.optim.step_under_way import refuse_steps_under_way
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
@@ -34,14 +34,14 @@ class Binder:
     """Binds the parameters of each call of one program."""
 
     def __init__(
-        self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[str, Lack]]
+        self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]]
     ) -> None:
         """`lack` returns what memory a call with these units needs, by side."""
         self._program = program
         self._context = context
         self._placement = placement
         self._lack = lack
-        self._way_in = way_in(placement.params, unified=context.bridge.unified)
+        self._way_in = context.bridge.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """When the steps of a call's units were last added up, and to what."""
@@ -113,9 +113,9 @@ class Binder:
                 unit = _checked(args[r], slot, self._context)
                 if unit is None:
                     fresh.append(r)
-                elif unit.home is not None and unit.home.tier not in self._way_in:
+                elif unit.backing is not None and unit.backing.tier not in self._way_in:
                     raise PartitionedParameterError(
-                        f"parameter {slot.name} lives on {unit.home.tier!r}, but this graph was compiled for parameters on "
+                        f"parameter {slot.name} lives on {unit.backing.tier!r}, but this graph was compiled for parameters on "
                         f"{self._placement.params!r}: several models whose states live in different places each need "
                         "model.compile(backend=...) of their own"
                     )

@@ -105,17 +105,17 @@ class Choices:
 
     def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
         """Say whether the rows that up to `tokens` indices on each rank name are fewer bytes than the parameter."""
-        size, unified = self._context.size, self._context.bridge.unified
+        size = self._context.size
         row = slot.bytes // max(1, slot.shape[0])
         shard = math.ceil(slot.numel / size) * slot.dtype.itemsize
         rows = min(tokens, slot.shape[0]) * row
         between = size > 1
-        if self._placement.params == "nvme":
+        if not self._placement.params.in_memory:
             blocks = math.ceil(shard / BLOCK_BYTES)
             read = min(shard, min(size * tokens, blocks) * BLOCK_BYTES)
         else:
             read = min(shard, size * rows)
-        moves = self._placement.params == "nvme" or (self._placement.params == "host" and not unified)
+        moves = self._context.bridge.topology.is_away(self._placement.params)
         return tokens > 0 and rows * between + read * moves < slot.bytes * between + shard * moves
 
 

@@ -19,7 +19,7 @@ from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.ir.steps import Reduce
-from zinf_compile.ir.tiers import way_in
+from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
 from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_alone
@@ -128,7 +128,7 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         default_tile = follows_cap(asked, self._given, example_inputs)
-        if context.size > 1 or self.config.placement().params != "device":
+        if context.size > 1 or self.config.placement().params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
         slots = list(captured.slots.values())
@@ -242,8 +242,8 @@ class GraphCompiler:
         placement = self.config.placement()
         return graph_passes(
             bucket_bytes=self._bucket,
-            params=way_in(placement.params, unified=self.unified),
-            grads=way_in(placement.grads, unified=self.unified)[::-1],
+            params=Topology(self.unified).hops(placement.params),
+            grads=Topology(self.unified).hops(placement.grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
         )
 
@@ -292,7 +292,7 @@ class GraphCompiler:
         return run
 
 
-def _lacks_nothing(units: Iterable[Unit]) -> dict[str, Lack]:
+def _lacks_nothing(units: Iterable[Unit]) -> dict[Tier, Lack]:
     return {}
 
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import tree_map
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
 from zinf_compile.optim.record import record_of
@@ -79,7 +80,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
         for name, kept in names.items():
             if (key, name) in large:
                 value = _spread(unit, given.get(key, {}).get(name), kept, name)
-                value = value.to(unit.device if unit.placement.optimizer == "device" else "cpu", types.get(name, kept.dtype))
+                value = value.to(unit.device if unit.placement.optimizer == Tier.DEVICE else "cpu", types.get(name, kept.dtype))
                 loaded[name] = kept_state(value, unit)
                 waiting += value.nbytes
             elif isinstance(kept, _Tensor) and isinstance(loaded.get(name), torch.Tensor):  # PyTorch may have rounded it

@@ -13,6 +13,7 @@ import torch
 from tabulate import tabulate
 
 from zinf_compile.errors import StoreError
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
 from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
@@ -61,7 +62,7 @@ def examine(nvme: str | None) -> dict[str, Any]:
     concerns: list[str] = []
     found: dict[str, Any] = {"torch": _examine_torch(), "engine": _examine_engine(concerns), "limits": _examine_limits(concerns)}
     if nvme is not None:
-        found["nvme"] = _examine_folder(nvme, concerns)
+        found[Tier.NVME] = _examine_folder(nvme, concerns)
     return {**found, "concerns": concerns}
 
 

@@ -28,7 +28,8 @@ from zinf_compile.passes.analysis.traffic import Collective, Swap, Traffic, list
 from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph
 from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.device.link import Bridge, FakeDevice, Unified, played_by
+from zinf_compile.runtime.device.link import DeviceLink, HostIsDevice
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.caps import find_caps
@@ -117,7 +118,7 @@ def trace(
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
-    with _clean_compiler(), fake_process_group(world_size), fake_mode(), played_by(_player(device)):
+    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_player(device)):
         result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
@@ -227,8 +228,8 @@ def _leave(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 @cache
-def _player(device: str) -> Bridge:
-    return Unified(GatherMemory()) if device == "cpu" else FakeDevice()
+def _player(device: str) -> DeviceLink:
+    return HostIsDevice(GatherMemory()) if device == "cpu" else SimulatedDevice()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from zinf_compile.checkpoint.safetensors_reader import Reading, TensorFiles
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
-from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 
 from .materializer import Materializer
@@ -130,15 +130,15 @@ def _load_values(
 
 def _streams(newborn: MaterializingParameter, unit: Unit) -> bool:
     """Say whether a parameter's values go to a drive in the order in which they are stored."""
-    return newborn.is_contiguous() and isinstance(unit.home, DriveHome)
+    return newborn.is_contiguous() and isinstance(unit.backing, NvmeBacking)
 
 
 def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
     """Read this rank's elements into memory."""
     shard = unit.blank()
     host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
-    for stretch, (start, end) in zip(unit.stretches, unit.held, strict=True):
-        files.read(name, host[stretch.place : stretch.place + end - start], start=start)
+    for span, (start, end) in zip(unit.spans, unit.held, strict=True):
+        files.read(name, host[span.place : span.place + end - start], start=start)
     unit.save(shard.copy_(host))
 
 

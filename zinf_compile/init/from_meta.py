@@ -93,7 +93,7 @@ def partition(
             compare=context.size > 1,
             room=(room := _largest_module_bytes(births)),
             deferred=_deferred(
-                model, births, context, room, once=config.params == "nvme" and init is None and checkpoint is None
+                model, births, context, room, once=not config.placement().params.in_memory and init is None and checkpoint is None
             ),
         )
         undo.callback(materializer.drop)
@@ -292,7 +292,7 @@ def born(newborn: MaterializingParameter, unit: Unit) -> None:
     plan_later([unit])
     with no_torch_function():
         hollow_out(parameter, unit)
-    if unit.home is None:
+    if unit.backing is None:
         unit.context.memory.ledger.track("params", unit.shard)
 
 

@@ -14,7 +14,7 @@ from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 
 BYTES_ON_THE_WAY = 64 << 20
@@ -32,12 +32,12 @@ class Piece(NamedTuple):
 
 def pieces_of(unit: Unit) -> list[Piece]:
     """Return the pieces in which a unit's shard lies on a drive."""
-    places = [stretch.place for stretch in unit.stretches]
+    places = [span.place for span in unit.spans]
     found = []
     for first, last in pieces.cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts):
-        stretch = bisect.bisect(places, first) - 1
-        start, end = unit.held[stretch]
-        start += first - places[stretch]
+        span = bisect.bisect(places, first) - 1
+        start, end = unit.held[span]
+        start += first - places[span]
         found.append(Piece(first, last, start, max(0, min(last - first, end - start))))
     return found
 
@@ -64,8 +64,8 @@ class PieceWriter:
             source = room[:size].view(unit.dtype)
             make(source[: piece.valid])
             source[piece.valid :].zero_()
-            assert isinstance(unit.home, DriveHome)
-            return unit.home.write_piece(piece.first, source)
+            assert isinstance(unit.backing, NvmeBacking)
+            return unit.backing.write_piece(piece.first, source)
 
         if self._threads is not None:
             begun: Future[Pending] = self._threads.submit(begin)

@@ -14,7 +14,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.storage.file_read import read_at
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
-from zinf_compile.runtime.units.backing import DriveHome
+from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
@@ -66,8 +66,8 @@ class UnitValues:
     def load(self, into: torch.Tensor) -> None:
         """See `ValueStore.load`."""
         unit = self._unit
-        if unit.home is not None and unit.context.size == 1:
-            unit.home.read(into).wait()
+        if unit.backing is not None and unit.context.size == 1:
+            unit.backing.read(into).wait()
         else:
             with filled_on(unit.device, into, unit.context) as full:
                 gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
@@ -75,13 +75,13 @@ class UnitValues:
     def save(self, whole: torch.Tensor) -> Pending:
         """See `ValueStore.save`."""
         unit = self._unit
-        if unit.home is not None and unit.context.size == 1:
-            return unit.home.write(whole)
+        if unit.backing is not None and unit.context.size == 1:
+            return unit.backing.write(whole)
         return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
         """See `ValueStore.fill`."""
-        if not isinstance(self._unit.home, DriveHome):
+        if not isinstance(self._unit.backing, NvmeBacking):
             return False
         pieces = pieces_of(self._unit)
         for piece, make in zip(pieces, fill.parts(piece.start for piece in pieces), strict=True):

@@ -80,7 +80,7 @@ class _Building:
 
     def __init__(self, config: Config, host: Context) -> None:
         self._config, self._host = config, host
-        folders = config.placement().nvme if config.params == "nvme" else ()
+        folders = config.placement().nvme if config.placement().params.in_folders else ()
         self._notebook = Notebook(folders[0]) if folders else None
         self._materializer = Materializer(host.memory.host_ledger, compare=host.size > 1)
         self._materializer.enlist = self._enlist

@@ -40,6 +40,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.tiers import Tier
+
 from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
 from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
@@ -57,7 +59,7 @@ def _all_gather(unit: torch.Tensor, group: int = LONE_GROUP, *, dtype: torch.dty
     return torch.empty_strided(unit.size(), unit.stride(), dtype=dtype or unit.dtype, device=unit.device).copy_(unit)
 
 
-def _gather_rows(unit: torch.Tensor, indices: torch.Tensor, src: str = "device") -> torch.Tensor:
+def _gather_rows(unit: torch.Tensor, indices: torch.Tensor, src: str = Tier.DEVICE) -> torch.Tensor:
     return torch.nn.functional.embedding(indices, unit)
 
 
@@ -97,11 +99,11 @@ def _join_tiles(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tens
 
 
 def _read_or_copied(src: str, dst: str) -> str:
-    return READ if src == "nvme" else COPY_IN
+    return COPY_IN if Tier(src).in_memory else READ
 
 
 def _written_or_copied(src: str, dst: str) -> str:
-    return WRITE if dst == "nvme" else COPY_OUT
+    return COPY_OUT if Tier(dst).in_memory else WRITE
 
 
 swap_in = define(

@@ -1,38 +1,128 @@
-"""Where the user wants the states of a model to live."""
+"""The tiers that memory and drives form, how a shard gets from one to another, and where the user wants states to live."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 
-TIERS = ("device", "host", "nvme")
-"""From near to far. Where the device is host memory, "device" and "host" are the same."""
+
+class Tier(str):
+    """A kind of memory or drive: one of a closed set of rows, found by its word with `Tier("nvme")`.
+
+    A tier is its word wherever it is printed, in a graph as in JSON. Not an `enum.Enum`: FX would print that as code of its own,
+    and a tier can be added by a row (`Tier.add`).
+    """
+
+    __slots__ = ("distance", "in_folders", "in_memory")
+
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    NVME: ClassVar[Tier]
+
+    distance: int
+    """From the device: a schedule brings shards to tiers that are nearer."""
+    in_memory: bool
+    """Whether tensors can lie there; else shards are read to host memory, and written from there."""
+    in_folders: bool
+    """Whether the user has to name folders for it."""
+
+    def __new__(cls, word: str) -> Tier:
+        """Return the tier of that name; raises `ValueError` where none has it."""
+        if word not in _ROWS:
+            raise ValueError(f"{word!r} is no tier; accepted: {', '.join(map(repr, _ROWS))}")
+        return _ROWS[word]
+
+    @classmethod
+    def add(cls, word: str, *, distance: int, in_memory: bool, in_folders: bool = False) -> Tier:
+        """Add a row. What isn't in memory needs a store, too: see `runtime.storage.open_store`."""
+        tier = _ROWS[word] = str.__new__(cls, word)
+        tier.distance, tier.in_memory, tier.in_folders = distance, in_memory, in_folders
+        return tier
+
+    @classmethod
+    def remove(cls, tier: Tier) -> None:
+        """Take a row out that was added."""
+        del _ROWS[tier]
+
+    def __reduce__(self) -> tuple[type[Tier], tuple[str]]:
+        """Let copies be the same row."""
+        return Tier, (str(self),)
+
+
+_ROWS: dict[str, Tier] = {}
+
+Tier.DEVICE = Tier.add("device", distance=0, in_memory=True)
+Tier.HOST = Tier.add("host", distance=1, in_memory=True)
+Tier.NVME = Tier.add("nvme", distance=2, in_memory=False, in_folders=True)
+
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+"""From near to far. Where the device is host memory, the first two are the same."""
+
+
+def all_tiers() -> tuple[Tier, ...]:
+    """Return the tiers of which options may name one."""
+    return tuple(_ROWS.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """How tiers are linked. `unified`: the device is host memory."""
+
+    unified: bool
+
+    def hops(self, tier: Tier) -> tuple[Tier, ...]:
+        """Return the tiers that a shard passes on its way to the device, both ends included; none where it is there."""
+        if tier.in_memory:
+            return () if self.unified or tier == Tier.DEVICE else (tier, Tier.DEVICE)
+        return (tier, Tier.DEVICE) if self.unified else (tier, Tier.HOST, Tier.DEVICE)
+
+    def is_away(self, tier: Tier) -> bool:
+        """Say whether what lives there has to be brought to the device."""
+        return bool(self.hops(tier))
+
+    def side(self, tier: Tier) -> Tier | None:
+        """Return whose memory what lives there is counted in; None for drives."""
+        if not tier.in_memory:
+            return None
+        return Tier.DEVICE if self.unified else tier
+
+    def reads_at_once(self, tier: Tier) -> bool:
+        """Say whether one hop from a drive ends on the device."""
+        return not tier.in_memory and self.unified
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """A tier for each kind of state."""
 
-    params: str = "device"
-    grads: str = "device"
-    optimizer: str = "device"
+    params: Tier = Tier.DEVICE
+    grads: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
     nvme: tuple[str, ...] = ()
     """Folders on drives; states are striped over several."""
     master: torch.dtype | None = None
     """The precision in which 16-bit parameters are updated, in a copy kept with the optimizer's states; None: their own."""
     reduce_dtype: torch.dtype | None = None
     """The type of gradients between ranks and until the step; None: the master copy's, or else the parameter's own."""
-    update: str | None = None
-    """Where parameters are updated, "host" or "device"; None: where the optimizer's states live."""
+    update: Tier | None = None
+    """Where parameters are updated, on the host or the device; None: where the optimizer's states live."""
 
     tile: int | None = None
     """Parameters of more bytes are cut into tiles of at most as many; None: none is."""
 
+    def __post_init__(self) -> None:
+        """Let tiers be given by their words."""
+        for field in ("params", "grads", "optimizer"):
+            object.__setattr__(self, field, Tier(getattr(self, field)))
+        if self.update is not None:
+            object.__setattr__(self, "update", Tier(self.update))
+
     @property
     def update_on_device(self) -> bool:
         """Whether the device updates parameters; where it is host memory that is the same."""
-        return self.update == "device" if self.update else self.optimizer == "device"
+        return (self.update or self.optimizer) == Tier.DEVICE
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return the type of the copy in which a parameter of type `dtype` is updated; None where it is updated itself."""
@@ -55,20 +145,13 @@ class Placement:
 
     def streams_values(self, *, unified: bool) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""
-        away = ("nvme",) if unified else ("nvme", "host")
-        return self.params in away or self.grads in away or not (unified or self.update_on_device)
+        topology = Topology(unified)
+        return topology.is_away(self.params) or topology.is_away(self.grads) or not (unified or self.update_on_device)
 
     def streams(self, *, unified: bool) -> bool:
         """Say whether anything has to be brought there, or back."""
-        away = ("nvme",) if unified else ("nvme", "host")
-        return self.streams_values(unified=unified) or self.optimizer in away
+        return self.streams_values(unified=unified) or Topology(unified).is_away(self.optimizer)
 
 
 ON_DEVICE = Placement()
 """All on the device."""
-
-
-def way_in(tier: str, *, unified: bool) -> tuple[str, ...]:
-    """Return the tiers that a shard passes on its way to the device; none where it is there. `unified`: it is host memory."""
-    ways = {"nvme": ("nvme", "device") if unified else ("nvme", "host", "device"), "host": () if unified else ("host", "device")}
-    return ways.get(tier, ())

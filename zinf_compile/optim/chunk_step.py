@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
-from zinf_compile.runtime.transfer.move import Rooms
+from zinf_compile.runtime.transfer.move import StagingBuffers
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -108,7 +108,9 @@ class ChunkStep:
     def _is_large(self, name: str, state: Any) -> bool:
         return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
 
-    def _finish_state(self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, Rooms]) -> None:
+    def _finish_state(
+        self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, StagingBuffers]
+    ) -> None:
         if not self._is_large(name, state):
             self.scalar_states[parameter][name] = state
         elif name not in self._kept:
@@ -126,7 +128,7 @@ class ChunkStep:
             self._keep(parameter, piece, name, state, rooms)
 
     def _keep(
-        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Mapping[str, Rooms]
+        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Mapping[str, StagingBuffers]
     ) -> None:
         pending = self._owner.keep_piece(parameter, piece, name, value, rooms[name], self._optimizer)
         if pending is not None:

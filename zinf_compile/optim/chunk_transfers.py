@@ -14,9 +14,9 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
-from zinf_compile.runtime.storage.extent_store import Store
+from zinf_compile.runtime.storage.stores import ShardStore, open_store
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers, Column
-from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
+from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
 
 from .chunks import Chunk
 
@@ -42,7 +42,7 @@ class ChunkTransfers:
         self.chunks, self.context, self._mover = chunks, context, mover
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
-        self.store = self._lay_out(placement.nvme) if on_drive else None
+        self.store = self._lay_out(placement) if on_drive else None
         self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
@@ -57,7 +57,7 @@ class ChunkTransfers:
         per_chunk = (c.numel * dtype.itemsize for c in self.chunks for dtype in c.states.values())
         return sum(per_chunk) if self.store is not None else 0
 
-    def rooms(self, number: int, buffer: ChunkBuffer) -> dict[str, Rooms]:
+    def rooms(self, number: int, buffer: ChunkBuffer) -> dict[str, StagingBuffers]:
         """Return the columns of a chunk in its buffer."""
         chunk = self.chunks[number]
         return buffer.rooms(chunk.columns, chunk.numel)
@@ -82,14 +82,14 @@ class ChunkTransfers:
     def read(self, number: int) -> tuple[ChunkBuffer, dict[str, torch.Tensor]]:
         """Return the buffer of a chunk and its states there, read."""
         buffer = self.buffer_for(number)
-        buffer.settle()
+        buffer.drain()
         return buffer, self.state_views(number, buffer)
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start to write the states of a chunk in its buffer."""
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name, value in self.state_views(number, buffer).items():
-            pending = self._mover.keep(Place(write=self._writer(_key(chunk, name))), value, rooms[name])
+            pending = self._mover.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
         self._written.add(number)
@@ -99,25 +99,26 @@ class ChunkTransfers:
         buffer = self.buffers.find(number)
         if buffer is not None:
             with contextlib.suppress(StoreError):
-                buffer.settle()
+                buffer.drain()
             buffer.chunk = None
         self._written.discard(number)
 
-    def settle(self, *, but: Container[int | None] = ()) -> None:
+    def drain(self, *, but: Container[int | None] = ()) -> None:
         """Wait until nothing moves, but for some chunks; then raise the first error."""
-        self.buffers.settle(but=but)
+        self.buffers.drain(but=but)
 
-    def _lay_out(self, folders: Sequence[str]) -> Store:
-        return Store(
-            folders,
+    def _lay_out(self, placement: Placement) -> ShardStore:
+        return open_store(
+            placement.optimizer,
+            placement.nvme,
             [(_key(c, state), c.numel * dtype.itemsize) for c in self.chunks for state, dtype in c.states.items()],
-            engine=self.context.engine,
+            self.context.engine,
         )
 
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name in chunk.states:
-            _, pending = self._mover.bring(Place(read=self._reader(_key(chunk, name))), rooms[name])
+            _, pending = self._mover.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
 
@@ -141,7 +142,7 @@ def _key(chunk: Chunk, state: str) -> str:
     return f"{state} of {chunk.name}"
 
 
-def _close(store: Store | None, buffers: ChunkBuffers, context: Context) -> None:
+def _close(store: ShardStore | None, buffers: ChunkBuffers, context: Context) -> None:
     context.memory.host_ledger.add("states", -buffers.host_bytes)
     context.memory.ledger.add("staged", -buffers.device_bytes)
     if store is not None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import StoreError, UnsupportedOptimizerError
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import part_of
@@ -100,7 +101,7 @@ def _bring_home(states: StateTable, optimizer: Optimizer) -> None:
             continue
         state = dict(optimizer.state[parameter])
         unified = unit.context.bridge.unified
-        leaves = unit.placement.optimizer == "host" and not unified and unit.device.type != "cpu"
+        leaves = unit.placement.optimizer == Tier.HOST and not unified and unit.device.type != "cpu"
         for name in names:
             value = shard_state(state[name], unit, name, optimizer)
             state[name] = kept_state(value.cpu() if leaves else value, unit)
@@ -124,7 +125,7 @@ def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
     if not given:
         return
     with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
-        states.transfers.settle()
+        states.transfers.drain()
     for number, chunk in enumerate(states.transfers.chunks):
         if any(p in given for p, _ in chunk.pieces):
             buffer, views = states.transfers.read(number)

@@ -12,11 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
-from zinf_compile.runtime.transfer.move import Mover, Place, Rooms
-from zinf_compile.runtime.units.backing import DriveHome, Home
+from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
+from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
@@ -63,7 +63,7 @@ class OffloadedStates:
         self.follows = False
         """It may end during the next forward: all that it works on is where nobody else reaches."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
-        on_drive = self.tier == "nvme" and any(kept)
+        on_drive = not self.tier.in_memory and any(kept)
         self.transfers = ChunkTransfers(
             optimizer,
             plan_chunks(parameters, kept, self._mover, self.tier),
@@ -96,7 +96,7 @@ class OffloadedStates:
         with self.context.lanes.meter.waiting():
             self._check_last_step(optimizer)
             for parameter in self.kept:
-                parameter._zinf_unit.settle()  # it may be another optimizer's as well
+                parameter._zinf_unit.wait_updated()  # it may be another optimizer's as well
             self.transfers.buffers.begin()
             self.absorb(optimizer)
             self._check_gradients()
@@ -132,14 +132,14 @@ class OffloadedStates:
                     buffer = self._prepare(number, optimizer)
                     if following is not None and len(self.transfers.buffers) > 1:
                         self._prepare(following, optimizer)
-                    buffer.settle()
+                    buffer.drain()
                 buffer.held = True
                 yield number, buffer
         except BaseException:
             if self.gradients is gradients:  # not where an error that somebody kept ends this only during a later step
                 self.gradients = {}
             with contextlib.suppress(StoreError):
-                self.transfers.settle()  # what was read in vain is no concern of the next step's
+                self.transfers.drain()  # what was read in vain is no concern of the next step's
             raise
 
     def applied(self, parameter: ShardedParameter) -> None:
@@ -162,7 +162,7 @@ class OffloadedStates:
                         self.transfers.buffer_for(number)
                         self._ahead.add(number)
             elif not self._mover.bridge.unified:
-                self.transfers.settle()
+                self.transfers.drain()
 
     def absorb(self, optimizer: Optimizer) -> None:
         """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out."""
@@ -200,7 +200,13 @@ class OffloadedStates:
             optimizer.state[parameter] = noted(optimizer.state[parameter], unit)
 
     def keep_piece(
-        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Rooms, optimizer: Optimizer
+        self,
+        parameter: ShardedParameter,
+        piece: Piece,
+        name: str,
+        value: torch.Tensor,
+        rooms: StagingBuffers,
+        optimizer: Optimizer,
     ) -> Pending | None:
         """Start to bring one updated column of a piece back."""
         with self.context.lanes.meter.waiting():
@@ -217,7 +223,7 @@ class OffloadedStates:
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Make memory for a state that the optimizer begins to keep."""
         unit = parameter._zinf_unit
-        device = unit.device if self.tier == "device" or self._mover.bridge.unified else torch.device("cpu")
+        device = unit.device if self.tier == Tier.DEVICE or self._mover.bridge.unified else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
@@ -249,24 +255,26 @@ class OffloadedStates:
                         buffer.under_way.append(pending)
         return buffer
 
-    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Place:
+    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
         if name == VALUE:
-            if unit.home is None:
-                return Place(unit.shard[start:end])
-            return _at_home(unit.home, start, end)
+            if unit.backing is None:
+                return Location(unit.shard[start:end])
+            return _location_in(unit.backing, start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
-            return Place(grad.local().view(-1)[start:end]) if grad.away is None else _at_home(grad.away.home, start, end)
+            return (
+                Location(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
+            )
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
-        return Place(whole[start:end], on_device=self.tier == "device")
+        return Location(whole[start:end], on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
         """Raise where what the last step updated can't have reached its drive; by now that is over."""
         try:
-            self.transfers.settle(but=self._ahead)
+            self.transfers.drain(but=self._ahead)
         except StoreError:
             record_of(optimizer).mark_ended(
                 f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
@@ -280,7 +288,7 @@ class OffloadedStates:
             grad = parameter.grad
             if isinstance(grad, ShardedGradient) and grad.away is not None:
                 try:
-                    grad.away.settle()
+                    grad.away.wait_written()
                 except StoreError as error:
                     raise StepFailedError(
                         f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
@@ -303,8 +311,8 @@ class OffloadedStates:
         host, device = (size * count for size in buffer_bytes(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
         states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
-        on_device = states if self.tier == "device" else 0
-        on_host = states if self.tier == "host" else 0
+        on_device = states if self.tier == Tier.DEVICE else 0
+        on_host = states if self.tier == Tier.HOST else 0
         if context.bridge.unified:
             check_states(context, on_device=True, states=on_device + on_host, slots=host, name=name)
         else:
@@ -326,19 +334,19 @@ def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> b
 
     What is in memory, somebody may look at through a tensor that was had before the step.
     """
-    on_drives = placement.params == placement.grads == "nvme" and (placement.optimizer == "nvme" or not any(kept))
+    on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
     return on_drives and (unified or not placement.update_on_device)
 
 
-def _at_home(home: Home, start: int, end: int) -> Place:
-    if home.resident is not None:
-        return Place(home.resident[start:end], on_device=False)
-    assert isinstance(home, DriveHome), "what isn't in memory is on a drive"
-    return Place(
-        read=lambda into: home.read_piece(start, into),
-        write=lambda source: home.write_piece(start, source),
+def _location_in(backing: ShardBacking, start: int, end: int) -> Location:
+    if backing.resident is not None:
+        return Location(backing.resident[start:end], on_device=False)
+    assert isinstance(backing, NvmeBacking), "what isn't in memory is on a drive"
+    return Location(
+        read=lambda into: backing.read_piece(start, into),
+        write=lambda source: backing.write_piece(start, source),
     )
 
 
-def _cut(rooms: Rooms, piece: Piece) -> Rooms:
-    return Rooms(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
+def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:
+    return StagingBuffers(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))

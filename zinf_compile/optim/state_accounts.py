@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.sharded.budget_checks import check_states
@@ -53,7 +54,7 @@ def account_states(optimizer: Optimizer) -> None:
         context = parameter._zinf_unit.context
         for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
-                on_host = parameter._zinf_unit.placement.optimizer == "host"
+                on_host = parameter._zinf_unit.placement.optimizer == Tier.HOST
                 held[context.memory.host_ledger if on_host else context.memory.ledger] += value.numel() * value.element_size()
     for whole, unit in split_units(optimizer).items():
         held[unit.context.memory.ledger] += bytes_of_states(optimizer, whole)

@@ -20,7 +20,7 @@ class StepGradient:
         self._local: torch.Tensor | None = None
         self.away = away
         """The shard, where it isn't on the device."""
-        self.changes = away.noted() if away is not None and away.home.resident is None else None
+        self.changes = away.noted() if away is not None and away.backing.resident is None else None
         """What to do to each piece of it that was read."""
         self.pieces_left = pieces
         """Pieces that are still to be applied."""

@@ -82,7 +82,7 @@ def _begin(
 ) -> RunningStep:
     """Update all but what the caller's own step is to update; return what that runs on. `by_closure`: it makes the gradients."""
     due = settings_of_step(optimizer, by_closure=by_closure)
-    in_memory = [p for p in hollow if p._zinf_unit.home is None and not any(p in states for states in sources)]
+    in_memory = [p for p in hollow if p._zinf_unit.backing is None and not any(p in states for states in sources)]
     check_states_to_come(optimizer, in_memory)
     with telling_what_is_done(optimizer):
         chunked = begin_chunks(optimizer, sources)

@@ -14,7 +14,7 @@ from torch import fx
 from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.tiers import way_in
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.runtime.context import Context
@@ -107,8 +107,8 @@ class GraphBudget:
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self._resident = measure_resident(known, self._placement, context, size=context.size, held=born)
         self._passage = measure_passage(slots, self._placement, size=context.size, unified=context.bridge.unified)
-        self._swapped = bool(way_in(self._placement.params, unified=context.bridge.unified))
-        self._away = self._placement.grads == "nvme" or (self._placement.grads == "host" and not context.bridge.unified)
+        self._swapped = context.bridge.topology.is_away(self._placement.params)
+        self._away = context.bridge.topology.is_away(self._placement.grads)
 
     def limits(self, graph: fx.Graph) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or on the way."""
@@ -122,7 +122,7 @@ class GraphBudget:
         cast = needs.cast if self._swapped and size == 1 else 0
         looked_up = needs.rows if size > 1 or self._swapped else 0
         gathered = math.ceil(full * share) + cast if size > 1 or self._swapped or needs.narrowed else 0
-        from_drive = 1 / size if self._placement.params == "nvme" and not context.bridge.unified else 0.0
+        from_drive = 1 / size if not (self._placement.params.in_memory or context.bridge.unified) else 0.0
         device = self._check_device(gathered + looked_up, reduced + converted, needs.largest)
         host = self._check_host(math.ceil((full + looked_up) * from_drive), self._passage.leaving if needs.left else 0)
         standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
@@ -184,8 +184,9 @@ class GraphBudget:
 
         That is how far the largest unit is brought ahead of its use, too; more memory would not be used.
         """
-        hops = len(way_in(self._placement.params, unified=self._context.bridge.unified))
-        if self._placement.params == "nvme" and hops == 2:  # one read takes the place of two hops
+        topology = self._context.bridge.topology
+        hops = len(topology.hops(self._placement.params))
+        if topology.reads_at_once(self._placement.params):  # one read takes the place of two hops
             hops += 1
         gathered = measure_ahead(graph, stages=LOOK_AHEAD)
         return gathered, math.ceil(widening * measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops)))
@@ -208,7 +209,7 @@ class GraphBudget:
         least = here + self._held(context.memory.ledger, here, cap)
         self._note(
             Need(
-                side="device",
+                side=Tier.DEVICE,
                 text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - slot - passing:,} stay there "
                 f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
                 f"{largest or 'nothing'}), {reduced:,} are full gradients on their way, {slot:,} one chunk of the optimizer's "
@@ -219,7 +220,7 @@ class GraphBudget:
                 cap=cap,
                 options=self.caps.options(unified),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self._placement, unified=unified, side="device", several=gathered > 0),
+                advice=advice(self._placement, unified=unified, side=Tier.DEVICE, several=gathered > 0),
             )
         )
         return _Side(cap, passing, max(0, cap - least - resident.later), least + resident.later)
@@ -235,7 +236,7 @@ class GraphBudget:
         fixed = least - resident.slot_host - passing
         self._note(
             Need(
-                side="host",
+                side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
                 f"{passing:,} on their way from drives and to them, {resident.slot_host:,} for one chunk of the optimizer's step",
                 stays=least - passing,
@@ -244,7 +245,7 @@ class GraphBudget:
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
-                advice=advice(self._placement, unified=False, side="host"),
+                advice=advice(self._placement, unified=False, side=Tier.HOST),
             )
         )
         return _Side(cap, passing, max(0, cap - least - resident.later_host), least + resident.later_host)
@@ -263,7 +264,7 @@ class GraphBudget:
         for unit in self._units.values():
             _unplanned.discard(unit)
 
-    def _refusal(self, lacks: Mapping[str, Lack], measure: Callable[[int], GraphBudget] | None) -> BudgetError:
+    def _refusal(self, lacks: Mapping[Tier, Lack], measure: Callable[[int], GraphBudget] | None) -> BudgetError:
         """Return the error that names a cap with which the graphs work, on all ranks where these refuse together."""
 
         def of_all(number: int) -> int:
@@ -276,19 +277,19 @@ class GraphBudget:
 
             def needed(cap: int) -> int:
                 known[cap] = measure(cap)
-                return of_all(known[cap].works("device"))
+                return of_all(known[cap].works(Tier.DEVICE))
 
-            floor = of_all(max((need.stays + need.later for need in self._needs if need.side == "device"), default=0))
-            smallest["device"] = find_smallest(needed, floor=floor, edges=tile_range)
-            smallest["host"] = of_all(known[max(known)].works("host"))
+            floor = of_all(max((need.stays + need.later for need in self._needs if need.side == Tier.DEVICE), default=0))
+            smallest[Tier.DEVICE] = find_smallest(needed, floor=floor, edges=tile_range)
+            smallest[Tier.HOST] = of_all(known[max(known)].works(Tier.HOST))
         return refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
 
-    def _lack(self, side: str) -> Lack:
+    def _lack(self, side: Tier) -> Lack:
         here = [need for need in self._needs if need.side == side]
         cap = here[0].cap if here else None
         return Lack(max((need.least for need in here), default=0), cap, self.works(side))
 
-    def works(self, side: str) -> int:
+    def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
         return max((need.works for need in self._needs if need.side == side), default=0)
 

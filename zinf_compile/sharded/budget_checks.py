@@ -8,6 +8,7 @@ from typing import NoReturn
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
@@ -36,7 +37,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_at_birth(config.placement(), unified=unified, side="device")
+            + advice_at_birth(config.placement(), unified=unified, side=Tier.DEVICE)
         )
     here = resident.host + largest.bytes + staging
     host = here + (0 if unified else held_bytes(context.memory.host_ledger, here, caps.host))
@@ -45,7 +46,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_at_birth(config.placement(), unified=False, side="host")
+            + advice_at_birth(config.placement(), unified=False, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
@@ -62,7 +63,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
     if cap is None:
         return
-    side = "device" if on_device else "host"
+    side = Tier.DEVICE if on_device else Tier.HOST
     held = held_bytes(
         ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory.inflight_gradients
     )
@@ -80,14 +81,14 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
         )
 
 
-def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[str, Lack]:
+def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[Tier, Lack]:
     """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
     distinct = {part.unit if isinstance(part, Tile) else part for part in units}
     second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
     claims = context.memory.reservations
     sides = (
-        ("device", context.memory.ledger, claims.device_cap, claims.passing),
-        ("host", context.memory.host_ledger, claims.host_cap, claims.passing_host),
+        (Tier.DEVICE, context.memory.ledger, claims.device_cap, claims.passing),
+        (Tier.HOST, context.memory.host_ledger, claims.host_cap, claims.passing_host),
     )
     lacks = {}
     for side, ledger, cap, passing in sides:
@@ -107,7 +108,7 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
     return lacks
 
 
-def refuse_second_gradients(context: Context, lacks: Mapping[str, Lack]) -> NoReturn:
+def refuse_second_gradients(context: Context, lacks: Mapping[Tier, Lack]) -> NoReturn:
     """Raise `BudgetError`, on all ranks, where one lacks memory for second gradients. Collective."""
     text = refusal_text(
         context,

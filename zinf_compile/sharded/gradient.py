@@ -10,7 +10,7 @@ import torch
 from zinf_compile._torch import no_override
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.offloaded_gradient import AwayGradient
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
@@ -27,7 +27,7 @@ class ShardedGradient(torch.Tensor):
 
     __slots__ = ("_pending", "_shard", "_unit")  # every step makes one for each parameter
     _unit: Unit
-    _shard: torch.Tensor | AwayGradient
+    _shard: torch.Tensor | OffloadedGradient
     """On the device, or, with what tier it has, elsewhere."""
     _pending: Pending
     _answer: ClassVar[Callable[..., Any]]
@@ -35,14 +35,14 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending, dtype: torch.dtype | None = None
+        cls, unit: Unit, shard: torch.Tensor | OffloadedGradient, pending: Pending, dtype: torch.dtype | None = None
     ) -> ShardedGradient:
         return torch.Tensor._make_wrapper_subclass(
             cls, unit.shape, strides=unit.stride, dtype=dtype or unit.dtype, device=unit.device, requires_grad=False
         )
 
     def __init__(
-        self, unit: Unit, shard: torch.Tensor | AwayGradient, pending: Pending, dtype: torch.dtype | None = None
+        self, unit: Unit, shard: torch.Tensor | OffloadedGradient, pending: Pending, dtype: torch.dtype | None = None
     ) -> None:
         self._unit, self._shard, self._pending = unit, shard, pending
 
@@ -62,14 +62,14 @@ class ShardedGradient(torch.Tensor):
         return torch.promote_types(self.dtype, self.kept_dtype)
 
     @property
-    def away(self) -> AwayGradient | None:
+    def away(self) -> OffloadedGradient | None:
         """The shard, where it isn't on the device."""
-        return self._shard if isinstance(self._shard, AwayGradient) else None
+        return self._shard if isinstance(self._shard, OffloadedGradient) else None
 
     def local(self) -> torch.Tensor:
         """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `away`."""
         self._pending.wait()
-        if not isinstance(self._shard, AwayGradient):
+        if not isinstance(self._shard, OffloadedGradient):
             return self._shard
         with self._unit.context.lanes.meter.waiting():
             return self._shard.load()
@@ -97,13 +97,15 @@ class ShardedGradient(torch.Tensor):
 
     def prepare(self, *, early: bool = False) -> None:
         """Start to bring the shard for the next `local`; with `early`, only where there is room besides."""
-        if isinstance(self._shard, AwayGradient):
+        if isinstance(self._shard, OffloadedGradient):
             with self._unit.context.lanes.meter.waiting():
                 self._shard.prepare(early=early)
 
     def state(self) -> tuple[object, int]:
         """Return what the shard is, by identity, and how often it was changed."""
-        return (self._shard, self._shard.version) if isinstance(self._shard, AwayGradient) else (s := self.local(), s._version)
+        return (
+            (self._shard, self._shard.version) if isinstance(self._shard, OffloadedGradient) else (s := self.local(), s._version)
+        )
 
     def change(self, function: Callable[[torch.Tensor], object], *, elementwise: bool) -> None:
         """Change the shard in place; where it is away, and `elementwise` allows it, when it is next read."""

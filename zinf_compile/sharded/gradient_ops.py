@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.transfer.swap import offload
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .call_names import call_name
@@ -202,7 +202,7 @@ def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype, *, on_device: 
     shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
     unit.context.memory.ledger.track("grads", shard)
     leaves = shard.dtype == unit.reduce_dtype and not on_device  # its place is made for that type
-    return ShardedGradient(unit, *(take_away(unit, shard, Done()) if leaves else (shard, Done())), dtype)
+    return ShardedGradient(unit, *(offload(unit, shard, Done()) if leaves else (shard, Done())), dtype)
 
 
 def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from zinf_compile.errors import RankMismatchError
-from zinf_compile.runtime.units.dense import Dense
-from zinf_compile.runtime.units.shard_values import AwayShard, DeviceShard, ShardValues
+from zinf_compile.runtime.units.shard_layout import DenseLayout
+from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, ShardValues
 from zinf_compile.runtime.units.unit import Unit
 
 from .gradient import ShardedGradient
@@ -38,7 +38,7 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
 def gradient_values(gradient: ShardedGradient) -> ShardValues:
     """Return a gradient's shard."""
     away = gradient.away
-    return DeviceShard(gradient.unit, gradient.local()) if away is None else AwayShard(gradient.unit, away)
+    return DeviceShard(gradient.unit, gradient.local()) if away is None else OffloadedGradientShard(gradient.unit, away)
 
 
 def is_scalar(value: torch.Tensor) -> bool:
@@ -56,7 +56,7 @@ def as_scalar(value: torch.Tensor) -> torch.Tensor:
 def cut_whole(value: torch.Tensor, owner: ShardedTensor, operator: str) -> torch.Tensor:
     """Return this rank's part of a whole tensor beside `owner`, after all ranks have found that they have the same one."""
     context = owner.unit.context
-    flat = Dense(owner.shape, owner.stride(), value.dtype, value.device).flat(value.detach())
+    flat = DenseLayout(owner.shape, owner.stride(), value.dtype, value.device).flat(value.detach())
     if context.size > 1:
         try:
             context.ranks.agree([*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()")
@@ -81,7 +81,7 @@ def _check_alike(unit: Unit, shape: Sequence[int], stride: Sequence[int], owner:
     strides = [(a, b) for a, b, size in zip(stride, owner.stride(), shape, strict=True) if size > 1]
     if any(a != b for a, b in strides):
         owner.refuse(operator, f"one partitioned like {unit.name} lies in memory in another order")
-    if unit.stretches != own.stretches or (unit.context is not own.context and (unit.context.size, own.context.size) != (1, 1)):
+    if unit.spans != own.spans or (unit.context is not own.context and (unit.context.size, own.context.size) != (1, 1)):
         owner.refuse(operator, f"one partitioned like {unit.name} is cut otherwise, or over other ranks")
 
 

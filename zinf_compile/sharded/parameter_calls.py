@@ -11,7 +11,7 @@ from zinf_compile._frames import calling_methods
 from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.transfer.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .call_names import call_name
@@ -81,8 +81,8 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 def _place(unit: Unit) -> str:
     context = unit.context
-    if context.size == 1 and unit.home is not None:
-        return f"its value is kept off the device (option params={unit.home.tier!r}). There"
+    if context.size == 1 and unit.backing is not None:
+        return f"its value is kept off the device (option params={unit.backing.tier!r}). There"
     return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
 
 
@@ -164,7 +164,7 @@ class _Whole(torch.autograd.Function):
         unit: Unit = ctx.unit
         shard = unit.flat(grad).to(unit.reduce_dtype, copy=True)
         unit.context.memory.ledger.track("grads", shard)
-        return ShardedGradient(unit, *take_away(unit, shard, Done()))
+        return ShardedGradient(unit, *offload(unit, shard, Done()))
 
 
 def _gradient_edge(item: Any) -> Any:

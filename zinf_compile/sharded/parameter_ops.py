@@ -13,7 +13,7 @@ from zinf_compile._frames import stepping
 from zinf_compile._torch import no_torch_function, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import take_away
+from zinf_compile.runtime.transfer.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .calls import written
@@ -146,7 +146,7 @@ class _Values(torch.autograd.Function):
                 )
         shard = _local_gradient(grad, unit).to(unit.dtype)
         unit.context.memory.ledger.track("grads", shard)
-        return ShardedGradient(unit, *take_away(unit, shard, Done()))
+        return ShardedGradient(unit, *offload(unit, shard, Done()))
 
 
 def _local_gradient(grad: torch.Tensor, unit: Unit) -> torch.Tensor:

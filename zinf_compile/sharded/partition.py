@@ -27,10 +27,10 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
         units = list(zip(distinct, make_units(distinct, context, placement), strict=True))
         for (parameter, name), unit in units:
-            if unit.home is not None:
+            if unit.backing is not None:
                 _spread(parameter, unit, name)
         for (parameter, name), unit in units:
-            if unit.home is None:
+            if unit.backing is None:
                 _spread(parameter, unit, name)
                 context.memory.ledger.track("params", unit.shard)
             hollow_out(parameter, unit)

@@ -9,8 +9,7 @@ import torch
 
 from zinf_compile._torch import become, no_torch_function, storage_owners
 from zinf_compile.runtime.units.companion_memory import make_values
-from zinf_compile.runtime.units.dense import Dense
-from zinf_compile.runtime.units.shard_layout import is_dense
+from zinf_compile.runtime.units.shard_layout import DenseLayout, is_dense
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.whole import scatter_whole
 
@@ -73,7 +72,7 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     context.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
     values = make_values(unit, dtype, lasting=True)
     with torch.no_grad(), no_torch_function():
-        flat = Dense(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None
+        flat = DenseLayout(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None
         resident = values.resident
         shard = context.memory.staged_buffer(unit.shard_numel, dtype) if resident is None else resident
         scatter_whole(unit, flat, shard, what)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Topology
 from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
 from zinf_compile.runtime.units import pieces
 
@@ -34,14 +34,14 @@ def measure_passage(slots: Sequence[ParameterSlot], placement: Placement, *, siz
     """Add up what the parameters of a captured graph need of it, on each of `size` ranks."""
     moving = [slot for slot in slots if slot.shape and slot.numel]
     trained = [slot for slot in moving if slot.requires_grad]
-    away = placement.grads == "nvme" or (placement.grads == "host" and not unified)
+    away = Topology(unified).is_away(placement.grads)
     parts = [(slot, _part_numel(slot, size) * placement.reduce_dtype_of(slot.dtype).itemsize) for slot in trained if away]
     largest = max((count for _, count in parts), default=0)
     whole = max((count for slot, count in parts if not slot.tiles), default=0)
-    on_drives = [(slot, slot.dtype) for slot in moving if placement.params == "nvme"]
-    on_drives += [(slot, placement.reduce_dtype_of(slot.dtype)) for slot in trained if placement.grads == "nvme"]
+    on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
+    on_drives += [(slot, placement.reduce_dtype_of(slot.dtype)) for slot in trained if not placement.grads.in_memory]
     return Passage(
-        leaving=largest if placement.grads == "nvme" else 0,
+        leaving=0 if placement.grads.in_memory else largest,
         read=2 * largest,
         on_device=whole if size == 1 and not unified else 0,
         staging=max((_block_bytes(slot, dtype, size) for slot, dtype in on_drives), default=0),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import ShardValues, pieces_of
 
 from .gradient import ShardedGradient
@@ -125,7 +125,7 @@ def _local(
     with torch.no_grad():
         if unit.context.size == 1 and (there or len(pieces_of(unit)) == 1):
             pieces: Pieces = resident if there else {k: v.fetch(0, unit.shard_numel)() for k, v in operands.items()}  # type: ignore[assignment]
-            dense = Dense(owner.shape, owner.stride(), owner.dtype, owner.device)
+            dense = DenseLayout(owner.shape, owner.stride(), owner.dtype, owner.device)
             result = func(*[dense.logical(piece) for piece in pieces.values()], *rest, **kwargs)
             return (result.to(owner.device) if isinstance(result, torch.Tensor) else result), True
         parts: list[torch.Tensor] = []

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.transfer.move import Mover
 from zinf_compile.runtime.units import pieces
@@ -38,8 +38,8 @@ def measure_resident(
 
     The shards of those in `held`, by `ParameterSlot.index`, are on the account already.
     """
-    unified = context.bridge.unified
-    sides = {"device": 0, "host": 0}
+    topology = context.bridge.topology
+    sides = {Tier.DEVICE: 0, Tier.HOST: 0}
     largest = total = 0
     for slot in slots:
         shard = math.ceil(slot.numel / size)
@@ -47,8 +47,8 @@ def measure_resident(
         own = () if slot.index in held else ((place.params, slot.dtype),)
         reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
         for tier, dtype in (*own, *reduced):
-            if tier != "nvme":
-                sides["device" if unified else tier] += shard * dtype.itemsize
+            if (side := topology.side(tier)) is not None:
+                sides[side] += shard * dtype.itemsize
         if slot.requires_grad:
             largest = max(largest, min(shard, pieces.PIECE_NUMEL))
             total += -(-shard // pieces.ALIGN) * pieces.ALIGN
@@ -56,25 +56,23 @@ def measure_resident(
     mover = Mover(context.bridge, update_on_device=placement.update_on_device)
     rooms = [0, 0]
     values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
-    brought = mover.needs("device")  # where a user's own gradient is
+    brought = mover.needs(Tier.DEVICE)  # where a user's own gradient is
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
             reduced_bytes, states = place.reduce_dtype_of(slot.dtype).itemsize, _state_bytes(place, slot.dtype)
-            for side in range(2):
-                one = (
-                    slot.dtype.itemsize * values[side] + reduced_bytes * (gradients[side] or brought[side]) + states * kept[side]
-                )
-                rooms[side] = max(rooms[side], numel * one)
-    later = {"device": 0, "host": 0}
+            for end in range(2):
+                one = slot.dtype.itemsize * values[end] + reduced_bytes * (gradients[end] or brought[end]) + states * kept[end]
+                rooms[end] = max(rooms[end], numel * one)
+    later = {Tier.DEVICE: 0, Tier.HOST: 0}
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
             second = place.reduce_dtype_of(slot.dtype).itemsize
             for size_of_one, tier in ((_state_bytes(place, slot.dtype), place.optimizer), (second, place.grads)):
-                if tier != "nvme":
-                    later["device" if unified else tier] += math.ceil(slot.numel / size) * size_of_one
-    return Resident(sides["device"], sides["host"], rooms[1], rooms[0], later["device"], later["host"])
+                if (side := topology.side(tier)) is not None:
+                    later[side] += math.ceil(slot.numel / size) * size_of_one
+    return Resident(sides[Tier.DEVICE], sides[Tier.HOST], rooms[1], rooms[0], later[Tier.DEVICE], later[Tier.HOST])
 
 
 def _state_bytes(placement: Placement, dtype: torch.dtype) -> int:

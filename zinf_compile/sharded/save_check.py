@@ -31,7 +31,7 @@ def _problems(context: Context) -> list[tuple[str, str]]:
             "zinf_compile.save_safetensors(model, folder), called on all ranks"
         )
         return [("ranks", text)] if context.rank == 0 else []
-    away = [unit for unit in context.units if unit.home is not None]
+    away = [unit for unit in context.units if unit.backing is not None]
     if not away:
         return []
     largest = max(away, key=lambda unit: unit.bytes)

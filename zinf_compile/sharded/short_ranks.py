@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from zinf_compile._torch import outside_tracing
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 
-SIDES = ("device", "host")
+SIDES = (Tier.DEVICE, Tier.HOST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Worst(NamedTuple):
     """The smallest cap that works for all ranks."""
 
 
-def is_any_short(lacks: Mapping[str, Lack]) -> bool:
+def is_any_short(lacks: Mapping[Tier, Lack]) -> bool:
     """Say whether this rank is."""
     return any(lack.short for lack in lacks.values())
 
 
-def any_rank_short(context: Context, lacks: Mapping[str, Lack], *, what: str) -> bool:
+def any_rank_short(context: Context, lacks: Mapping[Tier, Lack], *, what: str) -> bool:
     """Say whether any rank is short. Collective."""
     return any(_of_ranks(context, is_any_short(lacks), what))
 
@@ -72,7 +73,7 @@ def _of_ranks(context: Context, number: float, what: str) -> list[float]:
         return context.ranks.agree([what], what=what, value=float(number))
 
 
-def worst_of_ranks(context: Context, lacks: Mapping[str, Lack]) -> dict[str, Worst]:
+def worst_of_ranks(context: Context, lacks: Mapping[Tier, Lack]) -> dict[Tier, Worst]:
     """Return the sides on which a rank is short, and how much of them works for all. Collective."""
     mine = [lacks.get(side, Lack(0, None, 0)) for side in SIDES]
     figures = [float(figure) for lack in mine for figure in (lack.short, lack.needed, lack.works)]
@@ -90,7 +91,7 @@ def worst_of_ranks(context: Context, lacks: Mapping[str, Lack]) -> dict[str, Wor
     return found
 
 
-def refusal_text(context: Context, lacks: Mapping[str, Lack], named: Callable[[str, int], str], *, what: str) -> str:
+def refusal_text(context: Context, lacks: Mapping[Tier, Lack], named: Callable[[Tier, int], str], *, what: str) -> str:
     """Return what all ranks say, of whom one is short. Collective.
 
     `named(side, works)` names the cap that works; `what` is what takes the memory, where another rank is short of it.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Unit
@@ -22,7 +22,7 @@ from .short_ranks import Worst
 class Need:
     """What one graph needs of the device, or of host memory beside it, in bytes."""
 
-    side: str
+    side: Tier
     """device or host."""
     text: str
     """What it is needed for; a message begins with it."""
@@ -44,23 +44,23 @@ class Need:
         return self.least + self.later
 
 
-def refusal(needs: Sequence[Need], smallest: Mapping[str, int]) -> BudgetError | None:
+def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int]) -> BudgetError | None:
     """Return the error for graphs that don't fit; None where all do. `smallest` are the caps that work, by side."""
     if all(need.least <= need.cap for need in needs):
         return None
     worst = {}
-    for side in ("device", "host"):
+    for side in (Tier.DEVICE, Tier.HOST):
         here = [need for need in needs if need.side == side]
         if here and max(need.works for need in here) > here[0].cap:
             worst[side] = max(here, key=lambda need: need.works)
     if (
-        len(worst) > 1 and worst["device"].options.keys() == worst["host"].options.keys()
+        len(worst) > 1 and worst[Tier.DEVICE].options.keys() == worst[Tier.HOST].options.keys()
     ):  # one option for both: the larger counts
         del worst[min(worst, key=lambda side: smallest[side])]
     return BudgetError(". ".join(_part(need, smallest[side]) for side, need in worst.items()))
 
 
-def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[str, int], worst: Mapping[str, Worst]) -> BudgetError:
+def refusal_elsewhere(needs: Sequence[Need], smallest: Mapping[Tier, int], worst: Mapping[Tier, Worst]) -> BudgetError:
     """Return the error of a rank for whom the graphs fit, while they don't for another one."""
     said = []
     for side, (rank, needed, _) in worst.items():
@@ -90,23 +90,23 @@ def _part(need: Need, works: int) -> str:
 
 
 def _named(need: Need, works: int) -> str:
-    if need.side == "host" and need.options:
+    if need.side == Tier.HOST and need.options:
         return f"the smallest host_memory that works is {works * need.options['host_memory']:,}"
     both = " and ".join(f"{works * ranks:,} of {option}" for option, ranks in need.options.items())
     more = f" ({both})" if len(need.options) > 1 else ""
     return f"the smallest that works is {works:,}{more}"
 
 
-def advice(placement: Placement, *, unified: bool, side: str, several: bool = True) -> str:
+def advice(placement: Placement, *, unified: bool, side: Tier, several: bool = True) -> str:
     """Say which options keep less on the device, or in host memory beside it; empty where none does.
 
     `several`: more than one unit is gathered at once, which a smaller bucket changes.
     """
-    here = {"device", "host"} if unified else {side}
+    here = {Tier.DEVICE, Tier.HOST} if unified else {side}
     kinds = [kind for kind in ("params", "grads", "optimizer") if getattr(placement, kind) in here]
-    said = ["A smaller `bucket` gathers less at once"] if several and side == "device" else []
+    said = ["A smaller `bucket` gathers less at once"] if several and side == Tier.DEVICE else []
     if kinds:
-        where = "'nvme'" if unified or side == "host" else "'host' or 'nvme'"
+        where = "'nvme'" if unified or side == Tier.HOST else "'host' or 'nvme'"
         listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else kinds[0]
         said.append(f"{listed} on {where} keep{'s' if kinds == ['optimizer'] else ''} less there")
     text = "; ".join(said)
@@ -128,25 +128,25 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
         cap = following
 
 
-def advice_at_birth(placement: Placement, *, unified: bool, side: str) -> str:
+def advice_at_birth(placement: Placement, *, unified: bool, side: Tier) -> str:
     """Say what else takes memory later, and which options keep less of parameters and gradients there."""
-    placed = advice(dataclasses.replace(placement, optimizer="nvme"), unified=unified, side=side, several=False)
+    placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), unified=unified, side=side, several=False)
     return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"
 
 
-def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[str, int]:
+def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
-    found = {"device": 0, "host": 0}
+    found = {Tier.DEVICE: 0, Tier.HOST: 0}
     for unit in units:
-        parameter, tier = unit.parameter(), unit.placement.grads
-        if tier != "nvme" and parameter is not None and parameter.requires_grad:
-            found["device" if context.bridge.unified else tier] += unit.shard_numel * unit.reduce_dtype.itemsize
+        parameter, side = unit.parameter(), context.bridge.topology.side(unit.placement.grads)
+        if side is not None and parameter is not None and parameter.requires_grad:
+            found[side] += unit.shard_numel * unit.reduce_dtype.itemsize
     return found
 
 
-def name_cap(context: Context, side: str, works: int) -> str:
+def name_cap(context: Context, side: Tier, works: int) -> str:
     """Name the cap that works; where its default tile would be another than that of the model as it is, name that as well."""
-    if side == "host":
+    if side == Tier.HOST:
         return f"host_memory that works is {works * ranks_of_node():,}"
     claims = context.memory.reservations
     now, then = (tile_range(cap)[0] for cap in (claims.declared_device or 0, works))

@@ -11,7 +11,7 @@ from torch import nn
 
 from zinf_compile._torch import never_compile_alone, no_torch_function, tree_leaves
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.units.dense import Dense
+from zinf_compile.runtime.units.shard_layout import DenseLayout
 from zinf_compile.runtime.units.shard_values import ParameterShard, ShardValues, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
@@ -87,7 +87,7 @@ class ShardedTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank. A collective operation."""
-        context, dense = self._unit.context, Dense(self.shape, self.stride(), self.dtype, self.device)
+        context, dense = self._unit.context, DenseLayout(self.shape, self.stride(), self.dtype, self.device)
         context.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
         with torch.no_grad():
             shard = self.local()

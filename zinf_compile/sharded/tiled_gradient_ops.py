@@ -21,7 +21,7 @@ def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tens
     away = gradient.away
     assert away is not None, "it comes in parts"
     with gradient.unit.context.lanes.meter.waiting():
-        gradient.unit.settle()  # a step may still have to read the old one
+        gradient.unit.wait_updated()  # a step may still have to read the old one
         for tile in gradient.unit.tiles:
             part = away.load_part(tile)
             function(tile, part)

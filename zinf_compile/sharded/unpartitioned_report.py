@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.whole_unit import whole_unit_of
 
@@ -23,7 +24,7 @@ WARNED_SHARE = 0.1
 
 def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
     """Log, on the first rank, how much of the model is not partitioned; a warning where that is much and costs memory."""
-    costs = context.size > 1 or any(p._zinf_unit.home or p._zinf_unit.placement.optimizer != "device" for p in partitioned)
+    costs = context.size > 1 or any(p._zinf_unit.backing or p._zinf_unit.placement.optimizer != Tier.DEVICE for p in partitioned)
     if context.rank != 0 or not (costs or _log.isEnabledFor(logging.INFO)):
         return
     rest = rest_of(partitioned)

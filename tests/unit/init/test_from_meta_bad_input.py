@@ -162,18 +162,18 @@ def test_a_full_drive_is_an_error_before_any_work(tmp_path: Path, monkeypatch: p
 
 
 def test_a_drive_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zinf_compile.runtime.units.backing import DriveHome  # noqa: PLC0415
+    from zinf_compile.runtime.units.backing import NvmeBacking  # noqa: PLC0415
 
     written: list[Any] = []
-    write = DriveHome.write
+    write = NvmeBacking.write
 
-    def fails(self: DriveHome, source: torch.Tensor) -> Any:
+    def fails(self: NvmeBacking, source: torch.Tensor) -> Any:
         written.append(source.numel())
         if len(written) == 3:
             raise StoreError(errno.EIO, "failed")
         return write(self, source)
 
-    monkeypatch.setattr(DriveHome, "write", fails)
+    monkeypatch.setattr(NvmeBacking, "write", fails)
     assert_refused(Mlp, StoreError, "failed", params="nvme", nvme=tmp_path)
 
 

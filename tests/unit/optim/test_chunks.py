@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zinf_compile.runtime.device.link import Unified
+from zinf_compile.runtime.device.link import HostIsDevice
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffers, Column
 from zinf_compile.runtime.units.pieces import ALIGN, chunk_end, cut_chunks
@@ -51,7 +51,7 @@ COLUMNS = {
 
 
 def make_buffers(count: int) -> ChunkBuffers:
-    return ChunkBuffers([(COLUMNS, ALIGN * (n + 1)) for n in range(count)], Unified(GatherMemory()), pinned=False)
+    return ChunkBuffers([(COLUMNS, ALIGN * (n + 1)) for n in range(count)], HostIsDevice(GatherMemory()), pinned=False)
 
 
 def test_columns_lie_apart_and_have_room_where_they_need_it() -> None:
@@ -99,7 +99,7 @@ def test_what_failed_to_arrive_counts_for_nothing() -> None:
     other = Ends()
     buffer.under_way = [Fails(), other]
     with pytest.raises(OSError, match="broken"):
-        buffers.settle()
+        buffers.drain()
     assert other.over, "nothing moves any more"
     assert buffers.find(0) is None
-    buffers.settle()
+    buffers.drain()

@@ -15,8 +15,8 @@ from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.backing import DriveHome
-from zinf_compile.runtime.units.nvme_shards import Shelf, ShelfPlace
+from zinf_compile.runtime.units.backing import NvmeBacking
+from zinf_compile.runtime.units.nvme_shards import NvmeShards, ShardSpec
 from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -27,8 +27,8 @@ SPANS = [(0, 1024), (1024, 2048), (2048, 2500)]
 class Sample:
     """As much of a unit as matters here."""
 
-    def __init__(self, shelf: Shelf, index: int) -> None:
-        self.home = DriveHome(shelf, index)
+    def __init__(self, shards: NvmeShards, index: int) -> None:
+        self.backing = NvmeBacking(shards, index)
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]
     """Return two units of 2,500 elements, all 1, in pieces of 1,024."""
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 1024)
     engine = Engine()
-    shelf = Shelf(
-        [tmp_path], "parameter", [ShelfPlace(name, 2500, torch.float32) for name in "ab"], engine, Meter(), BufferPool(1 << 20)
+    shards = NvmeShards(
+        [tmp_path], "parameter", [ShardSpec(name, 2500, torch.float32) for name in "ab"], engine, Meter(), BufferPool(1 << 20)
     )
-    made = [Sample(shelf, index) for index in range(2)]
+    made = [Sample(shards, index) for index in range(2)]
     for unit in made:
-        unit.home.write(torch.ones(2500)).wait()
+        unit.backing.write(torch.ones(2500)).wait()
     yield made
-    shelf.store.close()
+    shards.store.close()
     engine.close()
 
 
@@ -51,7 +51,7 @@ def update(updates: Updates, unit: Any, *spans: tuple[int, int]) -> None:
     """Do what a step does: write, then say so."""
     for start, end in spans:
         value = torch.full((end - start,), 2.0)
-        unit.home.write_piece(start, value).wait()
+        unit.backing.write_piece(start, value).wait()
         updates.updated(unit, start, end, value)
 
 

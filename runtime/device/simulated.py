@@ -1,0 +1,102 @@
+"""A device that the CPU plays: for machines without one, and for plans of a device that isn't there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+from zinf_compile.ir.tiers import Topology
+from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
+from zinf_compile.runtime.lanes.link_meter import Meter, moving
+from zinf_compile.runtime.memory.arena import GatherMemory
+
+from .link import MOST_COPIES, DeviceLink
+
+
+class SimulatedLink:
+    """One direction between host memory and a device that is only said to have memory of its own."""
+
+    def __init__(self, name: str, *, bytes_per_s: float, latency_s: float) -> None:
+        self.bytes = 0
+        self.meters: list[Meter] = []
+        """Where what crosses is counted, too."""
+        self.name = name
+        self.spans: list[tuple[float, float]] = []
+        self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
+        self._lane = ThreadLane(f"zinf {name}", link=name, most=MOST_COPIES, forgiving=True)
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        def run() -> None:
+            if after is not None:
+                after.wait()
+            start = time.perf_counter()
+            into.copy_(source)
+            self.bytes += source.nbytes
+            for meter in self.meters:
+                meter.moved(self.name, source.nbytes)
+            took = time.perf_counter() - start
+            with moving(self.meters, self.name, source.nbytes):
+                time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
+            self.spans.append((start, time.perf_counter()))
+
+        return self._lane.submit(run)
+
+
+class SimulatedDevice:
+    """A device with memory of its own, two links away, played by the CPU: for machines without one.
+
+    Its buffers are counted, and so is what crosses each link, at a speed that can be set.
+    """
+
+    topology = Topology(unified=False)
+    unified = False
+
+    def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
+        self.links = {
+            "to device": SimulatedLink("host to device", bytes_per_s=bytes_per_s, latency_s=latency_s),
+            "to host": SimulatedLink("device to host", bytes_per_s=bytes_per_s, latency_s=latency_s),
+        }
+        self.memory = GatherMemory()
+        self.host_memory = GatherMemory()
+
+    def attach(self, meter: Meter) -> None:
+        """See `DeviceLink.attach`."""
+        for link in self.links.values():
+            link.meters.append(meter)
+
+    def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `DeviceLink.host_buffer`."""
+        return self.host_memory.lend(numel, dtype)
+
+    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `DeviceLink.device_buffer`."""
+        return self.memory.lend(numel, dtype)
+
+    def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `DeviceLink.to_device`."""
+        return self.links["to device"].copy(source, into, after)
+
+    def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+        """See `DeviceLink.to_host`."""
+        return self.links["to host"].copy(source, into, after)
+
+
+_players: list[DeviceLink] = []
+
+
+@contextlib.contextmanager
+def simulating(device: DeviceLink) -> Iterator[DeviceLink]:
+    """Context in which the CPU plays `device` for every model that is partitioned."""
+    _players.append(device)
+    try:
+        yield device
+    finally:
+        _players.remove(device)
+
+
+def simulated_link(device: torch.device) -> DeviceLink | None:
+    """Return what plays the device, inside `simulating`."""
+    return _players[-1] if device.type == "cpu" and _players else None
