@@ -146,7 +146,7 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
                 continue
             _reject(parameter, name)
             if id(parameter) not in found:
-                slot = slot_of(parameter, name, device)
+                slot = ParameterSlot.of(parameter, name, device=device)
                 reject_unsupported(parameter, slot, with_values=False)
                 stand_in = hollow_tensor(parameter.detach(), device=device).requires_grad_(parameter.requires_grad)
                 found[id(parameter)] = _Expected(name, parameter, [], slot, stand_in)
@@ -186,19 +186,6 @@ def _deferred(model: nn.Module, births: Sequence[_Expected], context: Context, r
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
     return DeferredFills(context.memory.host_ledger, most_bytes=room, at_once=at_once)
-
-
-def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> ParameterSlot:
-    """Describe a parameter as the graphs will that use it on `device`."""
-    return ParameterSlot(
-        index=0,
-        name=name,
-        shape=tuple(parameter.shape),
-        stride=tuple(parameter.stride()),
-        dtype=parameter.dtype,
-        device=device,
-        requires_grad=parameter.requires_grad,
-    )
 
 
 def reject_lazy(parameter: nn.Parameter, name: str) -> None:
@@ -328,4 +315,4 @@ def share_random_state(context: Context) -> None:
     torch.set_rng_state(states[0].to(torch.uint8))
 
 
-__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state", "slot_of"]
+__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state"]

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
@@ -24,7 +25,7 @@ from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
-from .from_meta import born, newborn_of, reject_lazy, share_random_state, slot_of
+from .from_meta import born, newborn_of, reject_lazy, share_random_state
 from .materializer import Materializer
 from .materializing import Materialization, MaterializingParameter
 from .value_stores import HostValues, Notebook, SpilledValues, UnitValues
@@ -137,7 +138,7 @@ class _Building:
             self._notebook.close()
 
     def _enlist(self, parameter: nn.Parameter, name: str, owner: int) -> None:
-        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))
+        reject_unsupported(parameter, ParameterSlot.of(parameter, name))
         if parameter.device.type != "cpu":
             raise UnsupportedModelError(
                 f"parameter {name} was made on {parameter.device}: inside partitioned() models are built on the CPU, and "
@@ -173,7 +174,7 @@ class _Building:
         """Bring values to units of their own."""
         if not named:
             return []
-        check_shards(self._config, [slot_of(p, name, device) for name, p in named], context)
+        check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
         for (_, newborn), unit in zip(named, units, strict=True):
@@ -196,4 +197,4 @@ def _reject(parameter: nn.Parameter, name: str) -> None:
             "give one on meta to zinf_compile.partition(model, ...)"
         )
     if not isinstance(parameter, MaterializingParameter | ShardedParameter) and type(parameter) is not nn.Parameter:
-        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))
+        reject_unsupported(parameter, ParameterSlot.of(parameter, name))

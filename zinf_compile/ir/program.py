@@ -38,6 +38,22 @@ class ParameterSlot:
     tile: int | None = None
     """Of a tile, which is a slot by itself: its number among those of the parameter."""
 
+    @classmethod
+    def of(cls, parameter: torch.Tensor, name: str, *, index: int = 0, device: torch.device | None = None) -> ParameterSlot:
+        """Describe a parameter as a graph's input on its device, or on another that it is meant for.
+
+        Strides are empty where the layout has none; `eligibility` refuses such a parameter.
+        """
+        return cls(
+            index=index,
+            name=name,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()) if parameter.layout == torch.strided else (),
+            dtype=parameter.dtype,
+            device=device or parameter.device,
+            requires_grad=parameter.requires_grad,
+        )
+
     @property
     def key(self) -> tuple[int, int]:
         """Tells it from all other slots of a graph, and their tiles."""
