@@ -7,6 +7,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.device.link import Bridge
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
@@ -48,7 +49,7 @@ class ChunkBuffer:
         ends = {"host": 0, "device": 0}
         rooms: dict[str, Rooms] = {}
         for name, column in columns.items():
-            size = numel * column.dtype.itemsize
+            size = format_of(column.dtype).bytes(numel)
             sides: dict[str, torch.Tensor | None] = {"host": None, "device": None}
             for side, memory, needed in (("host", self._host, column.host), ("device", self._device, column.device)):
                 if needed:
@@ -130,4 +131,4 @@ def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[in
 
 def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:
     wanted = [c for c in columns.values() if (c.host if side == "host" else c.device)]
-    return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)
+    return sum(-(-format_of(c.dtype).bytes(numel) // _PAGE) * _PAGE for c in wanted)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.formats import StateFormat, format_of
+
 
 class Dense:
     """Shape and strides of what is gathered: a parameter, or a tile of one."""
@@ -19,9 +21,14 @@ class Dense:
         self.numel = math.prod(self.shape)
 
     @property
+    def format(self) -> StateFormat:
+        """How its values are stored."""
+        return format_of(self.dtype)
+
+    @property
     def bytes(self) -> int:
         """Bytes of it whole."""
-        return self.numel * self.dtype.itemsize
+        return self.format.bytes(self.numel)
 
     def logical(self, flat: torch.Tensor) -> torch.Tensor:
         """View a flat full tensor in the parameter's shape and strides."""

@@ -153,7 +153,7 @@ class _DriveLoader:
             last = unit
             if number == 0:
                 unit.spoil(f"loading {unit.name} ended in its middle: the values are incomplete. Load the checkpoint again")
-            self._ahead -= piece.valid * unit.dtype.itemsize
+            self._ahead -= unit.format.bytes(piece.valid)
             self._writer.write(unit, piece, reading.finish)
         if last is not None:
             self._loaded.append(last)
@@ -174,7 +174,7 @@ class _DriveLoader:
                 self._rooms.clear()  # of idle ones, which may be of other sizes than are needed now
             reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._context.engine, pool=self._rooms)
             self._reading.append((unit, piece, reading))
-            self._ahead += piece.valid * unit.dtype.itemsize
+            self._ahead += unit.format.bytes(piece.valid)
 
 
 def _read(files: TensorFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import private_memory
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -202,7 +203,7 @@ class _Open:
         """Take memory that is lent; or a value's, copied where this is not all there is in it."""
         self._parameter = weakref.ref(parameter)
         self._shape, self._stride, numel = tuple(parameter.shape), parameter.stride(), parameter.numel()
-        self.size = size = numel * parameter.dtype.itemsize
+        self.size = size = format_of(parameter.dtype).bytes(numel)
         self._memory = source if isinstance(source, memoryview) else None
         if isinstance(source, memoryview):
             self.flat = self._view(source, parameter.dtype)
@@ -245,7 +246,7 @@ class _Open:
 
 
 def _has_nan(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1
+    return dtype.is_floating_point and format_of(dtype).bytes(1) > 1
 
 
 def _checksum(flat: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .formats import StateFormat, format_of
 from .steps import Step
 from .tiling import Box, box_text, tile_shape, tile_stride
 
@@ -82,9 +83,19 @@ class ParameterSlot:
         return self.reduced_in or self.dtype
 
     @property
+    def format(self) -> StateFormat:
+        """How its values are stored."""
+        return format_of(self.dtype)
+
+    @property
+    def reduce_format(self) -> StateFormat:
+        """How its gradient is sent, added up and kept."""
+        return format_of(self.reduce_dtype)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the full parameter."""
-        return self.numel * self.dtype.itemsize
+        return self.format.bytes(self.numel)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
