@@ -7,6 +7,7 @@ from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import is_narrower
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
@@ -96,7 +97,7 @@ def _check_gather(node: fx.Node, broken: list[str]) -> None:
     slot = slot_of(source)
     if slot is None:
         broken.append(f"{node.name} gathers {source.name}, which is not a parameter")
-    elif isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and dtype.itemsize < slot.dtype.itemsize):
+    elif isinstance(dtype, torch.dtype) and not (dtype.is_floating_point and is_narrower(dtype, slot.dtype)):
         broken.append(f"{node.name} gathers {slot.name} in {dtype}, which is no narrower form of its {slot.dtype}")
     waits = [user for user in node.users if user.target is ops.wait]
     if len(waits) != 1 or len(node.users) != 1:

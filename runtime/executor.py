@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
@@ -138,10 +139,10 @@ def _gather(step: Gather, run: Run) -> None:
         return
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
-    context.memory.make_room(context.memory.ledger, sum(unit.numel for unit in members) * step.dtype.itemsize)
+    context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
-    count = (context.size - 1) * sum(shard.numel() for shard in shards) * step.dtype.itemsize
+    count = (context.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
     def gather() -> None:
         for pending in before:
@@ -211,7 +212,7 @@ def _reduce(step: Reduce, run: Run) -> None:
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:
     """Return what a reduction sends, flat and in its type, once there is room for it on the way; that room is taken."""
-    held = sum(unit.numel for unit in members) * step.dtype.itemsize
+    held = format_of(step.dtype).bytes(sum(unit.numel for unit in members))
     values = [registers[grad] for grad, *_ in step.members]
     converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast
     del values

@@ -68,8 +68,8 @@ def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple
     """Write the line; `step` is (bytes written to drives, seconds) of one step."""
     placement = max(units, key=lambda unit: unit.numel).placement
     context = units[0].context
-    shards = sum(unit.shard_numel * unit.dtype.itemsize for unit in units)
-    trained = sum(unit.shard_numel * unit.reduce_dtype.itemsize for unit in units if _is_trained(unit))
+    shards = sum(unit.format.bytes(unit.shard_numel) for unit in units)
+    trained = sum(unit.reduce_format.bytes(unit.shard_numel) for unit in units if _is_trained(unit))
     kinds = (
         ("parameters", shards, placement.params),
         ("gradients", trained, placement.grads),

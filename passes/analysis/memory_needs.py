@@ -10,7 +10,15 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS
 from zinf_compile.ir.row_rounds import rows_on_their_way
-from zinf_compile.passes.graph.node_facts import group_of, is_collective, live_bytes, slot_behind, wire_bytes, wire_type
+from zinf_compile.passes.graph.node_facts import (
+    group_of,
+    is_collective,
+    live_bytes,
+    slot_behind,
+    wire_bytes,
+    wire_format,
+    wire_type,
+)
 from zinf_compile.passes.verify import peak_gathered_bytes
 
 from .gather_stages import find_stages, peak_ahead
@@ -62,7 +70,9 @@ def measure_needs(graph: fx.Graph) -> Needs:
             together = converting = 0
     gathers = [node for node in graph.nodes if node.target is ops.all_gather]
     narrow = [wire_bytes(node) for node in gathers if wire_type(node) != slot_behind(node).dtype]
-    widening = max((slot_behind(node).dtype.itemsize / wire_type(node).itemsize for node in gathers), default=1.0)
+    widening = max(
+        (slot_behind(node).format.bytes_per_element / wire_format(node).bytes_per_element for node in gathers), default=1.0
+    )
     return Needs(
         gathered=gathered,
         rows=max((rows_on_their_way(slot_behind(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),

@@ -20,6 +20,7 @@ from zinf_compile.passes.graph.node_facts import (
     rows_bytes,
     slot_behind,
     wire_bytes,
+    wire_format,
     wire_type,
 )
 from zinf_compile.passes.verify import peak_gathered_bytes
@@ -148,7 +149,7 @@ def bytes_moved(node: fx.Node, *, world_size: int) -> int:
     volume = _spec(node).volume
     if volume is Volume.ROWS:
         return rows_bytes(node) * (world_size - 1) // world_size
-    shard = math.ceil(slot_behind(node).numel / world_size) * wire_type(node).itemsize
+    shard = wire_format(node).bytes(math.ceil(slot_behind(node).numel / world_size))
     return shard if volume is Volume.SHARD else shard * (world_size - 1)
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region
@@ -159,7 +160,7 @@ def _bytes_of(value: object) -> int:
         return 0
     elements = value.numel()
     hint = elements.node.hint if isinstance(elements, torch.SymInt) else elements
-    return int(hint or 0) * value.dtype.itemsize
+    return format_of(value.dtype).bytes(int(hint or 0))
 
 
 def _check_acyclic(found: nx.DiGraph) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zinf_compile._torch import prettified
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, position_of, unit_position
 from zinf_compile.ir.program import ParameterSlot
 
@@ -167,6 +168,11 @@ def wire_type(node: fx.Node) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else slot_behind(node).dtype
 
 
+def wire_format(node: fx.Node) -> StateFormat:
+    """Return how a schedule operator's values travel."""
+    return format_of(wire_type(node))
+
+
 def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
     """Write the data type as which an all_gather moves its unit."""
     gather.kwargs = {"dtype": dtype}
@@ -181,7 +187,7 @@ def rows_bytes(node: fx.Node) -> int:
 
 def wire_bytes(node: fx.Node) -> int:
     """Return the bytes of the whole unit in a schedule operator's data type."""
-    return slot_behind(node).numel * wire_type(node).itemsize
+    return wire_format(node).bytes(slot_behind(node).numel)
 
 
 def argument_of(node: fx.Node, name: str) -> object:

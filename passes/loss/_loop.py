@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+from zinf_compile.ir.formats import is_narrower
 from zinf_compile.passes.graph.alias import is_cast
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_part, mark_region
@@ -199,7 +200,7 @@ def add_up(insert: NodeBuilder, sweep: Sweep, swept: Swept, chunk: Chunk, grad: 
     """
     if "weight" in sweep.wants:
         factors = insert(aten.permute.default, grad, [1, 0]), chunk.hidden
-        short = fake_value(grad).dtype.itemsize < torch.float32.itemsize
+        short = is_narrower(fake_value(grad).dtype, torch.float32)
         if len(swept.weight) == number:
             part = insert(aten.mm.default, *factors, name="dweight")
             swept.weight.append(insert.cast(part, torch.float32) if short else part)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.analysis.blocks import choose_regions
 from zinf_compile.passes.graph.node_facts import set_group, slot_behind, wire_type
@@ -52,7 +53,7 @@ def choose_groups(units: Sequence[ParameterSlot], types: Sequence[torch.dtype], 
     for start, end in itertools.pairwise([*starts, len(units)]):
         for dtype in dict.fromkeys(types[start:end]):
             part = [index for index in range(start, end) if types[index] == dtype]
-            size = sum(units[index].numel * dtype.itemsize for index in part)
+            size = sum(format_of(dtype).bytes(units[index].numel) for index in part)
             if dtype in latest and filled[dtype] + size <= bucket_bytes:
                 latest[dtype] += part
                 filled[dtype] += size

@@ -42,7 +42,7 @@ def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], bool])
 
 def find_lookups(unit: fx.Node, slot: ParameterSlot) -> list[tuple[fx.Node, list[fx.Node]]]:
     """Return the embeddings that read a parameter, each with the casts and aliases before it; none where it is read whole too."""
-    if slot.tiles or not rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize):
+    if slot.tiles or not rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.format):
         return []
     found: list[tuple[fx.Node, list[fx.Node]]] = []
     stack: list[tuple[fx.Node, list[fx.Node]]] = [(unit, [])]

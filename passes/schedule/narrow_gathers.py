@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import is_narrower
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs, is_cast, is_view
 from zinf_compile.passes.graph.node_facts import data_types, fake_value, set_type, set_wire_type
 
@@ -38,7 +39,7 @@ def choose_type(held: torch.dtype, used: Set[torch.dtype]) -> torch.dtype | None
     if len(used) != 1:
         return None
     (dtype,) = used
-    narrower = dtype in WIRE_TYPES and held.is_floating_point and dtype.itemsize < held.itemsize
+    narrower = dtype in WIRE_TYPES and held.is_floating_point and is_narrower(dtype, held)
     return dtype if narrower else None
 
 

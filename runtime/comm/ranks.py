@@ -156,34 +156,47 @@ class Ranks:
         """Return one rank's value on every rank; what can't be pickled is an error on all of them."""
         if self._control is None:
             return value
-        error: Exception | None = None
         shared: list[bytes] = [b""]
-        try:
+        with self.fail_together(what, elsewhere=RankMismatchError(f"{what} failed on rank {source}, see there")):
             if self.rank == source:
                 shared[0] = pickle.dumps(value)
-        except Exception as raised:
-            error = raised
-        failed = self.agree([what], what=what, value=float(error is not None))[source]
-        if error is not None:
-            raise error
-        if failed:
-            raise RankMismatchError(f"{what} failed on rank {source}, see there")
         self.patiently(lambda: dist.broadcast_object_list(shared, group_src=source, group=self._control), what)
         return pickle.loads(shared[0])
 
     @contextlib.contextmanager
-    def fail_together(self, what: str) -> Iterator[None]:
-        """Raise on all ranks what the block raises on one: there as it is, elsewhere `RankMismatchError`. Collective."""
-        error: Exception | None = None
+    def fail_together(self, what: str, *, elsewhere: Exception | Callable[[str], Exception] | None = None) -> Iterator[None]:
+        """Raise on all ranks what the block raises on one: there as it is, on the others `elsewhere`. Collective.
+
+        By default that is a `RankMismatchError` naming the first rank that failed. A function is given that rank's message.
+        """
+        error: BaseException | None = None
         try:
             yield
-        except Exception as raised:
+        except BaseException as raised:  # an interrupt too: the others are on their way here
             error = raised
-        ranks = [rank for rank, failed in enumerate(self.agree([what], what=what, value=float(error is not None))) if failed]
+        if callable(elsewhere):
+            told = self.problem_of_any("" if error is None else str(error) or repr(error), what=what)
+            if error is None and told:
+                raise elsewhere(told)
+        else:
+            ranks = self._ranks_that(error is not None, what)
+            if error is None and ranks:
+                text = f"{what} failed on rank {ranks[0]}, see there; the model is what it was"
+                raise elsewhere or RankMismatchError(text)
         if error is not None:
             raise error
-        if ranks:
-            raise RankMismatchError(f"{what} failed on rank {ranks[0]}, see there; the model is what it was")
+
+    def problem_of_any(self, mine: str, *, what: str) -> str:
+        """Return this rank's problem or, where it has none, that of the first rank with one; empty where none has. Collective."""
+        ranks = self._ranks_that(bool(mine), what)
+        if not ranks:
+            return ""
+        first = self.share(mine, what=f"{what}: what is wrong", source=ranks[0])
+        return mine or f"named on rank {ranks[0]}: {first}"
+
+    def _ranks_that(self, mine: bool, what: str) -> list[int]:
+        """Return the ranks on which something is so. Collective."""
+        return [rank for rank, value in enumerate(self.agree([what], what=what, value=float(mine))) if value]
 
     def compare_at_end(self, digest: int, last_step: StepDone | None) -> None:
         """Raise `RankMismatchError` where the last steps were not taken by all ranks, or other ranks go on; the process ends.

@@ -10,6 +10,8 @@ import weakref
 
 import torch
 
+from zinf_compile.ir.formats import format_of
+
 from .aligned_buffers import private_memory
 
 
@@ -38,7 +40,7 @@ class GatherMemory:
             return self._lend(numel, dtype)
 
     def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        size = numel * dtype.itemsize
+        size = format_of(dtype).bytes(numel)
         if size < mmap.PAGESIZE:
             return torch.empty(numel, dtype=dtype)
         view = self.lend_view(size)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from zinf_compile.ir.formats import format_of
+
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
 from .ledger import Ledger
@@ -51,7 +53,7 @@ class Memory:
 
     def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""
-        self.make_room(self.host_ledger, numel * dtype.itemsize)
+        self.make_room(self.host_ledger, format_of(dtype).bytes(numel))
         buffer = self._host_buffer(numel, dtype)
         self.host_ledger.track("staged", buffer)
         return buffer

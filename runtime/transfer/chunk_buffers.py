@@ -7,6 +7,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
@@ -49,7 +50,7 @@ class ChunkBuffer:
         ends = {Tier.HOST: 0, Tier.DEVICE: 0}
         rooms: dict[str, StagingBuffers] = {}
         for name, column in columns.items():
-            size = numel * column.dtype.itemsize
+            size = format_of(column.dtype).bytes(numel)
             sides: dict[Tier, torch.Tensor | None] = {Tier.HOST: None, Tier.DEVICE: None}
             for side, memory, needed in ((Tier.HOST, self._host, column.host), (Tier.DEVICE, self._device, column.device)):
                 if needed:
@@ -131,4 +132,4 @@ def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[in
 
 def _size(columns: Mapping[str, Column], numel: int, side: Tier) -> int:
     wanted = [c for c in columns.values() if (c.host if side == Tier.HOST else c.device)]
-    return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)
+    return sum(-(-format_of(c.dtype).bytes(numel) // _PAGE) * _PAGE for c in wanted)

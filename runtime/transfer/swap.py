@@ -40,13 +40,13 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
         if dst == Tier.HOST:
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
-            context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
+            context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
         return SwapHandle(unit, host, unit.read(host))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
-    context.memory.make_room(context.memory.ledger, unit.shard_numel * unit.dtype.itemsize)
+    context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
     return SwapHandle(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))

@@ -8,6 +8,7 @@ import weakref
 import torch
 
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.memory.ledger import Kind
@@ -31,7 +32,7 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     One that is not `lasting`, an intermediate result, is in host memory where that has room within the cap. Raises `BudgetError`
     where memory has none.
     """
-    context, size = unit.context, unit.shard_numel * dtype.itemsize
+    context, size = unit.context, format_of(dtype).bytes(unit.shard_numel)
     if unit.backing is None:
         return DeviceShard(unit, on_device(unit, dtype, "staged"))
     if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
@@ -55,7 +56,7 @@ def backing_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> ShardBacking:
     assert unit.backing is not None, "on the device a shard needs no backing"
     if unit.backing.tier.in_memory:
         check_room(unit, dtype, on_host=True)
-        buffer = aligned_buffer(unit.shard_numel * dtype.itemsize, pinned=unit.device.type == "cuda").view(dtype)
+        buffer = aligned_buffer(format_of(dtype).bytes(unit.shard_numel), pinned=unit.device.type == "cuda").view(dtype)
         unit.context.memory.host_ledger.track(kind, buffer)
         return HostBacking(buffer)
     pool, numbers = _pool_of(unit, dtype)
@@ -68,7 +69,7 @@ def backing_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> ShardBacking:
 
 def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None:
     """Raise `BudgetError` where a shard like a unit's exceeds the cap on memory of the device or of the host."""
-    context, size = unit.context, unit.shard_numel * dtype.itemsize
+    context, size = unit.context, format_of(dtype).bytes(unit.shard_numel)
     ledger = context.memory.host_ledger if on_host else context.memory.ledger
     context.memory.make_room(ledger, size)
     if not context.memory.has_room(ledger, size):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
@@ -69,7 +70,7 @@ def _make_backings(places: Sequence[ShardSpec], context: Context, placement: Pla
         return [NvmeBacking(shards, index) for index in range(len(places))]
     if context.bridge.topology.is_away(placement.params):
         pinned = context.device.type == "cuda"
-        kept = [aligned_buffer(p.numel * p.dtype.itemsize, pinned=pinned).view(p.dtype) for p in places]
+        kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in places]
         for shard in kept:
             context.memory.host_ledger.track("params", shard)
         return [HostBacking(shard) for shard in kept]

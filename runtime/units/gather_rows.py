@@ -31,7 +31,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     what = f"looking rows of {unit.name} up in {where}"
     wanted, order = indices.reshape(-1).to("cpu", torch.int64).sort()
     distinct, place = torch.unique_consecutive(wanted, return_inverse=True)
-    rounds = rounds_of_rows(unit.shape, unit.stride, unit.boxes, unit.dtype.itemsize)
+    rounds = rounds_of_rows(unit.shape, unit.stride, unit.boxes, unit.format)
     borders = torch.tensor([part.first for part in rounds] + [rows])
     ends = torch.searchsorted(distinct, borders).tolist()
     outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows
@@ -79,7 +79,7 @@ class _Round:
     def run(self, what: str) -> torch.Tensor:
         """Return the rows this rank wants, one after the other."""
         context, unit = self._context, self._unit
-        context.memory.make_room(context.memory.ledger, self._wanted.numel() * self._columns * unit.dtype.itemsize)
+        context.memory.make_room(context.memory.ledger, unit.format.bytes(self._wanted.numel() * self._columns))
         rows = context.gather_buffer(self._wanted.numel() * self._columns, unit.dtype, unit.device)
         context.memory.ledger.track("gathered", rows)
         window, blocks = self._make_window()
@@ -147,7 +147,7 @@ class _Round:
         size = blocks[-1][1] - blocks[0][0]
         if not context.bridge.unified:
             return context.memory.staged_buffer(size, unit.dtype), blocks
-        context.memory.make_room(context.memory.ledger, size * unit.dtype.itemsize)
+        context.memory.make_room(context.memory.ledger, unit.format.bytes(size))
         buffer = context.bridge.host_buffer(size, unit.dtype)
         context.memory.ledger.track("gathered", buffer)
         return buffer, blocks

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
@@ -71,7 +72,7 @@ class NvmeShards:
             tier,
             paths,
             [
-                (self._key(index, piece), (end - start) * place.dtype.itemsize)
+                (self._key(index, piece), format_of(place.dtype).bytes(end - start))
                 for index, place in enumerate(places)
                 for piece, (start, end) in enumerate(self._pieces[index])
             ],
@@ -100,7 +101,7 @@ class NvmeShards:
 
     def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
-        step = self.store.block_bytes // self.places[index].dtype.itemsize
+        step = format_of(self.places[index].dtype).numel_within(self.store.block_bytes)
         return [
             (begin, min(begin + step, end))
             for start, end in self._pieces[index]
@@ -111,7 +112,7 @@ class NvmeShards:
     def read_block(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the block that begins at element `start`."""
         piece = bisect.bisect(self._pieces[index], start, key=lambda stretch: stretch[0]) - 1
-        offset = (start - self._pieces[index][piece][0]) * into.element_size()
+        offset = format_of(into.dtype).bytes(start - self._pieces[index][piece][0])
         return self._meter.follow(READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset))
 
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:

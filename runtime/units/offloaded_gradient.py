@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from zinf_compile.errors import StepFailedError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
 from .backing import NvmeBacking, ShardBacking
@@ -56,7 +57,7 @@ class OffloadedGradient:
 
     def prepare(self, *, early: bool = False) -> None:
         """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
-        context, size = self.unit.context, self.numel * self.dtype.itemsize
+        context, size = self.unit.context, format_of(self.dtype).bytes(self.numel)
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.wait_written()
             self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 
 
@@ -51,9 +52,14 @@ class DenseLayout:
         self.numel = math.prod(self.shape)
 
     @property
+    def format(self) -> StateFormat:
+        """How its values are stored."""
+        return format_of(self.dtype)
+
+    @property
     def bytes(self) -> int:
         """Bytes of it whole."""
-        return self.numel * self.dtype.itemsize
+        return self.format.bytes(self.numel)
 
     def logical(self, flat: torch.Tensor) -> torch.Tensor:
         """View a flat full tensor in the parameter's shape and strides."""

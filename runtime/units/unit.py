@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zinf_compile.errors import StepFailedError
+from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
@@ -90,6 +91,11 @@ class Unit(DenseLayout):
     def reduce_dtype(self) -> torch.dtype:
         """The type in which its gradient is reduced over ranks, added up and kept until the step."""
         return self.placement.reduce_dtype_of(self.dtype)
+
+    @property
+    def reduce_format(self) -> StateFormat:
+        """How its gradient is sent, added up and kept."""
+        return format_of(self.reduce_dtype)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -248,7 +254,7 @@ def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.
         count = shard_numel(parameter.numel(), context.size)
         offset = sizes.get(key, 0)
         places.append((key, offset, count))
-        aligned = 64 // math.gcd(64, parameter.element_size())
+        aligned = 64 // math.gcd(64, format_of(parameter.dtype).bytes(1))
         sizes[key] = offset + -(-count // aligned) * aligned
     arenas = {key: torch.zeros(total, dtype=key[0], device=key[1]) for key, total in sizes.items()}
     return [arenas[key][offset : offset + count] for key, offset, count in places]

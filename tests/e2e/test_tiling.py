@@ -28,6 +28,7 @@ from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
 from zinf_compile.errors import OptionError
 from zinf_compile.ir import tiling
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
 from zinf_compile.runtime.units import pieces
 
@@ -38,7 +39,7 @@ SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 def test_tiles_lie_one_after_the_other_in_memory(shape: tuple[int, ...], order: list[int], limit: int, ranks: int) -> None:
     dims = [dim for dim in order if dim < len(shape)]
     whole = torch.arange(math.prod(shape)).view([shape[d] for d in dims]).permute([dims.index(d) for d in range(len(shape))])
-    boxes = choose_tiles(shape, whole.stride(), 1, limit_bytes=limit, world_size=ranks)
+    boxes = choose_tiles(shape, whole.stride(), format_of(torch.int8), limit_bytes=limit, world_size=ranks)
     if not boxes:
         return
     assert whole.numel() > limit
@@ -67,7 +68,7 @@ CUT = {
 @pytest.mark.parametrize("case", CUT)
 def test_where_a_parameter_is_cut(case: str) -> None:
     shape, stride, limit, ranks, expected = CUT[case]
-    boxes = choose_tiles(shape, stride, 1, limit_bytes=limit, world_size=ranks)
+    boxes = choose_tiles(shape, stride, format_of(torch.int8), limit_bytes=limit, world_size=ranks)
     assert [box_text(box, shape) for box in boxes] == expected
 
 

@@ -48,7 +48,7 @@ def test_a_parameter_that_is_read_whole_too_is_gathered_whole(text: str) -> None
 
 def test_a_table_that_is_not_cut_moves_in_rounds_of_bounded_size() -> None:
     rows = 3 * ROUND_BYTES // 256
-    rounds = rounds_of_rows((rows, 64), (64, 1), (), 4)
+    rounds = rounds_of_rows((rows, 64), (64, 1), ())
     assert [part.first for part in rounds] == [0, *(part.last for part in rounds[:-1])]
     assert len(rounds) == 3
     slot = ParameterSlot(

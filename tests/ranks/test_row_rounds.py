@@ -10,6 +10,7 @@ from marks import more
 from rank_row_rounds import SHAPES, look_up_anywhere, name_rows_that_are_none, read_few_blocks
 from ranks import run_ranks
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import rounds_of_rows, rows_on_their_way
 from zinf_compile.ir.tiling import Box, choose_tiles
@@ -46,7 +47,7 @@ def test_where_rows_do_not_lie_in_tiles_there_are_none(
 def test_what_is_on_its_way_is_bounded_by_the_tile() -> None:
     slot = ParameterSlot(
         index=0, name="w", shape=(64, 8), stride=(8, 1), dtype=torch.float32, device=torch.device("cpu"),
-        requires_grad=True, tiles=choose_tiles((64, 8), (8, 1), 4, limit_bytes=16 * 8 * 4, world_size=1),
+        requires_grad=True, tiles=choose_tiles((64, 8), (8, 1), format_of(torch.float32), limit_bytes=16 * 8 * 4, world_size=1),
     )  # fmt: skip
     assert rows_on_their_way(slot) == (2 * 4 + 16) * 8 * 4
 

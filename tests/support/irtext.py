@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiling import choose_tiles
@@ -84,7 +85,7 @@ def graph_of(text: str, **inputs: torch.Tensor) -> fx.GraphModule:
 def cut(gm: fx.GraphModule, tile_bytes: int) -> fx.GraphModule:
     """Say that the parameters are cut into tiles."""
     for node, found in list(parameters(gm.graph)):
-        tiles = choose_tiles(found.shape, found.stride, found.dtype.itemsize, limit_bytes=tile_bytes, world_size=1)
+        tiles = choose_tiles(found.shape, found.stride, format_of(found.dtype), limit_bytes=tile_bytes, world_size=1)
         mark_slot(node, dataclasses.replace(found, tiles=tiles))
     return gm
 

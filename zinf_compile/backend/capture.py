@@ -55,7 +55,7 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
     names = {index: captured_name(node) for index, node in enumerate(placeholders)}
     for index, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if isinstance(value, nn.Parameter):
-            slots[index] = _slot(index, names[index], value)
+            slots[index] = ParameterSlot.of(value, names[index], index=index)
             reject_unsupported(value, slots[index])
         elif isinstance(value, torch.Tensor) and is_buffer(node):
             buffers[index] = names[index]
@@ -194,16 +194,3 @@ def _mutation(slot: ParameterSlot, culprit: object) -> UnsupportedModelError:
 def _at(culprit: object) -> str:
     line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
     return f"\n{line}" if line else ""
-
-
-def _slot(index: int, name: str, parameter: nn.Parameter) -> ParameterSlot:
-    strided = parameter.layout == torch.strided
-    return ParameterSlot(
-        index=index,
-        name=name,
-        shape=tuple(parameter.shape),
-        stride=tuple(parameter.stride()) if strided else (),
-        dtype=parameter.dtype,
-        device=parameter.device,
-        requires_grad=parameter.requires_grad,
-    )

@@ -107,7 +107,7 @@ class Choices:
         """Say whether the rows that up to `tokens` indices on each rank name are fewer bytes than the parameter."""
         size = self._context.size
         row = slot.bytes // max(1, slot.shape[0])
-        shard = math.ceil(slot.numel / size) * slot.dtype.itemsize
+        shard = slot.format.bytes(math.ceil(slot.numel / size))
         rows = min(tokens, slot.shape[0]) * row
         between = size > 1
         if not self._placement.params.in_memory:

@@ -64,9 +64,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     found = partitioned_parameters(model)
     context = agree_on_units(found, "saving the model", "")
     keep = context is None or context.rank == 0
-    skeleton = _skeleton(model, context) if keep else {}
-    if not keep and context is not None and context.ranks.agree(_SKELETON, what="saving the model")[0]:
-        raise PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
+    failed = PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
+    with contextlib.nullcontext() if context is None else context.ranks.fail_together("saving the model", elsewhere=failed):
+        skeleton: dict[str, Any] = model.state_dict(keep_vars=True) if keep else {}  # with the parameters themselves in it
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = state_names(model)
     copies: dict[int, torch.Tensor] = {}
@@ -112,21 +112,6 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if context is not None:
         context.eager_changes = 0  # what ranks may have changed otherwise before is replaced
-
-
-_SKELETON = ["saving the model: has rank 0 its state_dict"]
-
-
-def _skeleton(model: nn.Module, context: Context | None) -> dict[str, Any]:
-    """Return the state dict with the parameters themselves in it; a hook that fails must fail on all ranks."""
-    failed = True
-    try:
-        skeleton: dict[str, Any] = model.state_dict(keep_vars=True)
-        failed = False
-    finally:
-        if context is not None:
-            context.ranks.agree(_SKELETON, what="saving the model", value=float(failed))
-    return skeleton
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import tree_leaves, tree_map
 from zinf_compile.errors import BudgetError, UnsupportedOptimizerError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import digest_of
 from zinf_compile.optim.shard_state import shard_state
 from zinf_compile.optim.split_states import split_units
@@ -42,7 +43,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         gathered = dict(large_states(states, units))
         _reject_nested(optimizer, states, units)
         shards = {(key, name): shard_state(states[key][name], unit, name, optimizer) for (key, name), unit in gathered.items()}
-        whole = sum(unit.numel * shards[place].element_size() for place, unit in gathered.items())
+        whole = sum(format_of(shards[place].dtype).bytes(unit.numel) for place, unit in gathered.items())
         held = _held(optimizer)
         brought = sum(shards[key, name].nbytes for key, name in gathered if id(states[key][name]) not in held)  # and let go of
         if context.rank == 0 and (short := host_shortage(context, whole - brought)):

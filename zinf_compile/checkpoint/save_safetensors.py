@@ -70,7 +70,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int, *, tag: str
     groups: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         if not groups or size > room:
             groups.append([])
             room = file_bytes
@@ -105,7 +105,7 @@ def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: M
         update.replace(list(plan), last=SINGLE, stale=INDEX, stale_counts=False, old=_SAVED)
         return
     index = {
-        "metadata": {"total_size": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())},
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     text = memoryview((json.dumps(index, indent=2) + "\n").encode())
@@ -120,14 +120,12 @@ def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: M
 
 def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
     """Do something on rank 0; where it fails there it is an error everywhere."""
-    failed = True
-    try:
-        if context is None or context.rank == 0:
+    if context is None:
+        act()
+        return
+    with context.ranks.fail_together("saving the model: is a file written", elsewhere=PartitionedParameterError(_NOT_WRITTEN)):
+        if context.rank == 0:
             act()
-        failed = False
-    finally:
-        everyone = [float(failed)]
-        if context is not None:
-            everyone = context.ranks.agree(["saving the model: is a file written"], what="saving the model", value=float(failed))
-    if any(everyone):
-        raise PartitionedParameterError("writing the model failed on rank 0, see there")
+
+
+_NOT_WRITTEN = "writing the model failed on rank 0, see there"

@@ -16,7 +16,7 @@ from .shard_writer import BYTES_ON_THE_WAY, PieceWriter
 
 
 class DeferredFills:
-    """Notes how newborns are drawn. Those of one module at a time may be drawn again; those before go to their drives."""
+    """Notes how parameters are drawn. Those of one module at a time may be drawn again; those before go to their drives."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int, at_once: bool) -> None:
         """`at_once`: begin to write while others are noted; False where most are drawn again, later."""
@@ -25,32 +25,32 @@ class DeferredFills:
         self._on_their_way: set[int] = set()
         self._writer = PieceWriter(ledger, most_bytes=min(most_bytes, BYTES_ON_THE_WAY), threads=torch.get_num_threads())
 
-    def note(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
-        """Note which operator draws a newborn; say whether that could be done."""
-        fill = plan_fill(func, newborn.numel(), newborn.dtype, settings)
+    def note(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
+        """Note which operator draws a parameter; say whether that could be done."""
+        fill = plan_fill(func, parameter.numel(), parameter.dtype, settings)
         if fill is None:
             return False
-        self.take(newborn)
-        self._noted[id(newborn)] = weakref.ref(newborn), fill
-        newborn._zinf_materialization.filled = True
+        self.take(parameter)
+        self._noted[id(parameter)] = weakref.ref(parameter), fill
+        parameter._zinf_materialization.filled = True
         if self._at_once:
-            self._send(but=newborn._zinf_materialization.owner)
+            self._send(but=parameter._zinf_materialization.owner)
         return True
 
-    def take(self, newborn: MaterializingParameter) -> Fill | None:
-        """Return what was noted of a newborn whose value is about to be made or replaced; its place is no longer written to."""
-        _, fill = self._noted.pop(id(newborn), (None, None))
-        if id(newborn) in self._on_their_way:
+    def take(self, parameter: MaterializingParameter) -> Fill | None:
+        """Return what was noted of a parameter whose value is about to be made or replaced; its place is no longer written to."""
+        _, fill = self._noted.pop(id(parameter), (None, None))
+        if id(parameter) in self._on_their_way:
             self._writer.drain()
             self._on_their_way.clear()
         return fill
 
     def finish(self) -> list[MaterializingParameter]:
-        """Return when all is kept that can be made piece by piece; return the newborns that can't."""
+        """Return when all is kept that can be made piece by piece; return the parameters that can't."""
         self._send(but=None)
         self._writer.close()
-        left = [newborn for reference, _ in self._noted.values() if (newborn := reference()) is not None]
-        return [newborn for newborn in left if newborn._zinf_materialization.place is not None]
+        left = [parameter for reference, _ in self._noted.values() if (parameter := reference()) is not None]
+        return [parameter for parameter in left if parameter._zinf_materialization.place is not None]
 
     def drop(self) -> None:
         """Forget everything. What is being written is written to its end."""
@@ -59,10 +59,15 @@ class DeferredFills:
 
     def _send(self, *, but: int | None) -> None:
         for key, (reference, fill) in list(self._noted.items()):
-            newborn = reference()
-            birth = None if newborn is None else newborn._zinf_materialization
-            if birth is None or birth.place is None or birth.owner == but or not birth.place.fill(fill, self._writer):
+            parameter = reference()
+            materialization = None if parameter is None else parameter._zinf_materialization
+            if (
+                materialization is None
+                or materialization.place is None
+                or materialization.owner == but
+                or not materialization.place.fill(fill, self._writer)
+            ):
                 continue
-            birth.checksum, birth.kept = fill.identity(), True
+            materialization.checksum, materialization.kept = fill.identity(), True
             self._on_their_way.add(key)
             del self._noted[key]

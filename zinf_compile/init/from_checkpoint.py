@@ -1,4 +1,4 @@
-"""A checkpoint's values into a model being born: of each parameter, each rank reads its own range."""
+"""A checkpoint's values into a model that is being partitioned: of each parameter, each rank reads its own range."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context)
         problems = [str(error)]
     except Exception as error:  # whatever it was, the other ranks must not wait
         problems = [f"{path} cannot be read: {error!r}"]
-    listed = _problem_of_any_rank("; ".join(problems), context, "opening a checkpoint")
+    listed = context.ranks.problem_of_any("; ".join(problems), what="opening a checkpoint")
     if files is None or listed:  # then there is something
         if files is not None:
             files.close()
@@ -69,58 +69,44 @@ def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context)
     return Checkpoint(files, stored)
 
 
-def _problem_of_any_rank(mine: str, context: Context, what: str) -> str:
-    """Return what is wrong on this rank or, where nothing is, on the first one that has a problem; empty where none has."""
-    counts = context.ranks.agree([what], what=what, value=float(bool(mine)))
-    bad = [rank for rank, count in enumerate(counts) if count]
-    if not bad:
-        return ""
-    first = context.ranks.share(mine, what=f"{what}: what is wrong", source=bad[0])
-    return mine or f"named on rank {bad[0]}: {first}"
-
-
 def load_values(
     model: nn.Module,
     checkpoint: Checkpoint,
-    newborns: Sequence[MaterializingParameter],
+    parameters: Sequence[MaterializingParameter],
     units: Sequence[Unit],
     materializer: Materializer,
 ) -> None:
     """Bring parameters and buffers from the files to where they are kept, one after the other. What fails, fails on all ranks."""
-    error: Exception | None = None
-    try:
-        _load_values(model, checkpoint, newborns, units, materializer)
-    except Exception as raised:
-        error = raised
-    said = _problem_of_any_rank("" if error is None else str(error) or repr(error), units[0].context, "loading a checkpoint")
-    if error is not None:
-        raise error
-    if said:
-        raise CheckpointError(f"loading {checkpoint.files.path} failed, {said}")
+
+    def elsewhere(told: str) -> CheckpointError:
+        return CheckpointError(f"loading {checkpoint.files.path} failed, {told}")
+
+    with units[0].context.ranks.fail_together("loading a checkpoint", elsewhere=elsewhere):
+        _load_values(model, checkpoint, parameters, units, materializer)
 
 
 def _load_values(
     model: nn.Module,
     checkpoint: Checkpoint,
-    newborns: Sequence[MaterializingParameter],
+    parameters: Sequence[MaterializingParameter],
     units: Sequence[Unit],
     materializer: Materializer,
 ) -> None:
-    files, names = checkpoint.files, [checkpoint.names[id(newborn)] for newborn in newborns]
-    streamed = [(name, u) for name, u, n in zip(names, units, newborns, strict=True) if _streams(n, u)]
+    files, names = checkpoint.files, [checkpoint.names[id(parameter)] for parameter in parameters]
+    streamed = [(name, u) for name, u, n in zip(names, units, parameters, strict=True) if _streams(n, u)]
     on_drives = _DriveLoader(files, streamed, units[0].context)
     with contextlib.closing(on_drives):
-        for newborn, unit, name in zip(newborns, units, names, strict=True):
-            if not newborn.is_contiguous():
-                whole = materializer.whole(newborn, fills=True)
+        for parameter, unit, name in zip(parameters, units, names, strict=True):
+            if not parameter.is_contiguous():
+                whole = materializer.whole(parameter, fills=True)
                 whole.copy_(_read(files, name, whole.shape, whole.dtype))
-            elif _streams(newborn, unit):
-                materializer.forget(newborn)
+            elif _streams(parameter, unit):
+                materializer.forget(parameter)
                 on_drives.load_next()
             else:
-                materializer.forget(newborn)
+                materializer.forget(parameter)
                 _load_range(files, name, unit)
-            newborn._zinf_materialization.filled = newborn._zinf_materialization.kept = True
+            parameter._zinf_materialization.filled = parameter._zinf_materialization.kept = True
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -128,9 +114,9 @@ def _load_values(
                 buffer.copy_(_read(files, name, buffer.shape, buffer.dtype))
 
 
-def _streams(newborn: MaterializingParameter, unit: Unit) -> bool:
+def _streams(parameter: MaterializingParameter, unit: Unit) -> bool:
     """Say whether a parameter's values go to a drive in the order in which they are stored."""
-    return newborn.is_contiguous() and isinstance(unit.backing, NvmeBacking)
+    return parameter.is_contiguous() and isinstance(unit.backing, NvmeBacking)
 
 
 def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
@@ -167,7 +153,7 @@ class _DriveLoader:
             last = unit
             if number == 0:
                 unit.spoil(f"loading {unit.name} ended in its middle: the values are incomplete. Load the checkpoint again")
-            self._ahead -= piece.valid * unit.dtype.itemsize
+            self._ahead -= unit.format.bytes(piece.valid)
             self._writer.write(unit, piece, reading.finish)
         if last is not None:
             self._loaded.append(last)
@@ -188,7 +174,7 @@ class _DriveLoader:
                 self._rooms.clear()  # of idle ones, which may be of other sizes than are needed now
             reading = self._files.begin(name, piece.valid, start=piece.start, engine=self._context.engine, pool=self._rooms)
             self._reading.append((unit, piece, reading))
-            self._ahead += piece.valid * unit.dtype.itemsize
+            self._ahead += unit.format.bytes(piece.valid)
 
 
 def _read(files: TensorFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -31,7 +31,15 @@ from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_
 
 from .deferred_fills import DeferredFills
 from .from_checkpoint import load_values, open_files
-from .initializers import explain_untouched, guardian_of, in_order, initialiser_of, initialises_all, replaced_when_tied, steps_of
+from .initializers import (
+    explain_untouched,
+    in_order,
+    initialiser_of,
+    initialises_all,
+    pretrained_model_of,
+    replaced_when_tied,
+    steps_of,
+)
 from .materializer import Materializer
 from .materializing import Materialization, MaterializingParameter
 from .meta_buffers import MetaBuffers
@@ -73,12 +81,12 @@ def partition(
     if init is not None and checkpoint is not None:
         raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; leave one away")
     model, device = plain(model), torch.device(device)
-    births = _collect(model, device)
+    targets = _collect(model, device)
     steps = list(_steps(model, init, checkpoint is not None))
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
     warn_of_caps(config, device)
     install()
-    stand_ins = [birth.stand_in for birth in births]
+    stand_ins = [target.stand_in for target in targets]
     with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         undo.enter_context(_random_numbers_of_rank_0(context))
         files = open_files(model, checkpoint, context) if checkpoint is not None else None
@@ -86,37 +94,41 @@ def partition(
             undo.callback(files.close)
             undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
         with context.ranks.fail_together("reserving room for the model"):
-            check_shards(config, [birth.slot for birth in births], context)
-            units = make_units([(s, b.name) for s, b in zip(stand_ins, births, strict=True)], context, config.placement())
+            check_shards(config, [target.slot for target in targets], context)
+            units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, config.placement())
         materializer = Materializer(
             context.memory.host_ledger,
             compare=context.size > 1,
-            room=(room := _largest_module_bytes(births)),
+            room=(room := _largest_module_bytes(targets)),
             deferred=_deferred(
-                model, births, context, room, once=not config.placement().params.in_memory and init is None and checkpoint is None
+                model,
+                targets,
+                context,
+                room,
+                once=not config.placement().params.in_memory and init is None and checkpoint is None,
             ),
         )
         undo.callback(materializer.drop)
         buffers = undo.enter_context(MetaBuffers(model))
-        newborns = undo.enter_context(_newborns(births, units, materializer))
+        parameters = undo.enter_context(_materializing(targets, units, materializer))
         with ParallelDraws():
             for module, step in steps:
                 step()
-                _take_replaced(module, births)
+                _take_replaced(module, targets)
         materializer.finish()
         if files is not None:
-            load_values(model, files, newborns, units, materializer)
+            load_values(model, files, parameters, units, materializer)
             materializer.finish()
-        untouched = [b.name for b, n in zip(births, newborns, strict=True) if not n._zinf_materialization.filled]
+        untouched = [t.name for t, p in zip(targets, parameters, strict=True) if not p._zinf_materialization.filled]
         missing = untouched + buffers.untouched()
-        lines = [f"{n._zinf_materialization.name} {n._zinf_materialization.checksum}" for n in newborns]
+        lines = [f"{p._zinf_materialization.name} {p._zinf_materialization.checksum}" for p in parameters]
         context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
         if missing:
             raise explain_untouched(missing)
         buffers.keep(device)
-        for birth, newborn, unit in zip(births, newborns, units, strict=True):
-            born(newborn, unit)
-            birth.done = True
+        for target, parameter, unit in zip(targets, parameters, units, strict=True):
+            become_sharded(parameter, unit)
+            target.done = True
         context.memory.gather_memory.clear()  # see `sharded.partition`
     return model
 
@@ -146,7 +158,7 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
                 continue
             _reject(parameter, name)
             if id(parameter) not in found:
-                slot = slot_of(parameter, name, device)
+                slot = ParameterSlot.of(parameter, name, device=device)
                 reject_unsupported(parameter, slot, with_values=False)
                 stand_in = hollow_tensor(parameter.detach(), device=device).requires_grad_(parameter.requires_grad)
                 found[id(parameter)] = _Expected(name, parameter, [], slot, stand_in)
@@ -165,20 +177,20 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
     return list(found.values())
 
 
-def _largest_module_bytes(births: Sequence[_Expected]) -> int:
+def _largest_module_bytes(targets: Sequence[_Expected]) -> int:
     """Return the bytes of the parameters of the module that has the most."""
     sizes: collections.Counter[int] = collections.Counter()
-    for birth in births:
-        sizes.update({id(module): birth.stand_in.nbytes for module, _ in birth.owners})
+    for target in targets:
+        sizes.update({id(module): target.stand_in.nbytes for module, _ in target.owners})
     return max(sizes.values())
 
 
-def _deferred(model: nn.Module, births: Sequence[_Expected], context: Context, room: int, *, once: bool) -> DeferredFills | None:
+def _deferred(model: nn.Module, targets: Sequence[_Expected], context: Context, room: int, *, once: bool) -> DeferredFills | None:
     """Return what notes how values are drawn; None where that must not differ between ranks, or is not worth it.
 
     `once`: what was drawn goes to a drive, and isn't drawn again or replaced, as are values of models of transformers.
     """
-    dtypes = {b.stand_in.dtype for b in births if is_large(b.stand_in.numel(), b.stand_in.dtype)}
+    dtypes = {t.stand_in.dtype for t in targets if is_large(t.stand_in.numel(), t.stand_in.dtype)}
     if not dtypes:
         return None
     what = "comparing the ranks' ways to draw random numbers"
@@ -186,19 +198,6 @@ def _deferred(model: nn.Module, births: Sequence[_Expected], context: Context, r
         return None
     at_once = once and not any(map(initialises_all, model.modules()))
     return DeferredFills(context.memory.host_ledger, most_bytes=room, at_once=at_once)
-
-
-def slot_of(parameter: nn.Parameter, name: str, device: torch.device) -> ParameterSlot:
-    """Describe a parameter as the graphs will that use it on `device`."""
-    return ParameterSlot(
-        index=0,
-        name=name,
-        shape=tuple(parameter.shape),
-        stride=tuple(parameter.stride()),
-        dtype=parameter.dtype,
-        device=device,
-        requires_grad=parameter.requires_grad,
-    )
 
 
 def reject_lazy(parameter: nn.Parameter, name: str) -> None:
@@ -237,56 +236,58 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
             for key, buffer in module._buffers.items()
         )
         if loads and recomputed:
-            own, guardian = initialiser_of(module), guardian_of(model, name)
+            own, pretrained = initialiser_of(module), pretrained_model_of(model, name)
             if own is not None:
                 yield module, own
-            if guardian is not None:
-                yield module, lambda module=module, guardian=guardian: guardian._init_weights(module)  # type: ignore[misc]
+            if pretrained is not None:
+                yield module, lambda module=module, pretrained=pretrained: pretrained._init_weights(module)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _newborns(
-    births: Sequence[_Expected], units: Sequence[Unit], materializer: Materializer
+def _materializing(
+    targets: Sequence[_Expected], units: Sequence[Unit], materializer: Materializer
 ) -> Iterator[list[MaterializingParameter]]:
-    """Make newborns of the parameters in place; on the way out, make of what is not born what it was, and tie what is tied."""
+    """Make the parameters materializing ones in place; on the way out, those not partitioned are put back, and ties restored."""
     made: list[MaterializingParameter] = []
     twins: list[nn.Parameter] = []
     try:
-        for birth, unit in zip(births, units, strict=True):
-            twin = nn.Parameter(hollow_tensor(birth.meta.detach(), device=torch.device("cpu")), birth.meta.requires_grad)
-            swap_contents(birth.meta, twin)
+        for target, unit in zip(targets, units, strict=True):
+            twin = nn.Parameter(hollow_tensor(target.meta.detach(), device=torch.device("cpu")), target.meta.requires_grad)
+            swap_contents(target.meta, twin)
             twins.append(twin)
-            first, *others = birth.owners
-            made.append(newborn_of(birth.meta, Materialization(birth.name, id(first[0]), UnitValues(unit), materializer)))
-            birth.by_owner[id(first[0]), first[1]] = birth.meta
+            first, *others = target.owners
+            own = Materialization(target.name, id(first[0]), UnitValues(unit), materializer)
+            made.append(begin_materializing(target.meta, own))
+            target.by_owner[id(first[0]), first[1]] = target.meta
             for module, attribute in others:  # built whole, each had a weight of its own until it was replaced by the first one
                 decoy = nn.Parameter(hollow_tensor(twin.detach(), device=torch.device("cpu")), twin.requires_grad)
-                module._parameters[attribute] = newborn_of(decoy, Materialization(birth.name, id(module), None, materializer))
-                birth.by_owner[id(module), attribute] = decoy
+                replaced = Materialization(target.name, id(module), None, materializer)
+                module._parameters[attribute] = begin_materializing(decoy, replaced)
+                target.by_owner[id(module), attribute] = decoy
         yield made
     finally:
         materializer.drop()
-        for birth, twin in itertools.zip_longest(births, twins):
-            if twin is not None and not birth.done:
-                birth.meta.__class__ = nn.Parameter
-                vars(birth.meta).pop("_zinf_materialization", None)
-                swap_contents(birth.meta, twin)
-            for module, attribute in birth.owners:
-                module._parameters[attribute] = birth.meta
+        for target, twin in itertools.zip_longest(targets, twins):
+            if twin is not None and not target.done:
+                target.meta.__class__ = nn.Parameter
+                vars(target.meta).pop("_zinf_materialization", None)
+                swap_contents(target.meta, twin)
+            for module, attribute in target.owners:
+                module._parameters[attribute] = target.meta
 
 
-def newborn_of(parameter: nn.Parameter, birth: Materialization) -> MaterializingParameter:
-    """Make a hollow parameter a newborn, in place."""
-    parameter._zinf_materialization = birth  # type: ignore[attr-defined]
+def begin_materializing(parameter: nn.Parameter, materialization: Materialization) -> MaterializingParameter:
+    """Make a hollow parameter a materializing one, in place."""
+    parameter._zinf_materialization = materialization  # type: ignore[attr-defined]
     parameter.__class__ = MaterializingParameter
     assert isinstance(parameter, MaterializingParameter)
     return parameter
 
 
-def born(newborn: MaterializingParameter, unit: Unit) -> None:
-    """Make a newborn whose value its unit has a partitioned parameter."""
-    parameter: nn.Parameter = newborn
-    del newborn._zinf_materialization
+def become_sharded(materialized: MaterializingParameter, unit: Unit) -> None:
+    """Make a parameter whose value its unit has a partitioned one."""
+    parameter: nn.Parameter = materialized
+    del materialized._zinf_materialization
     parameter.__class__ = nn.Parameter
     unit.parameter = weakref.ref(parameter)
     plan_later([unit])
@@ -296,12 +297,12 @@ def born(newborn: MaterializingParameter, unit: Unit) -> None:
         unit.context.memory.ledger.track("params", unit.shard)
 
 
-def _take_replaced(root: nn.Module, births: Sequence[_Expected]) -> None:
-    """Where an initialiser put a new parameter in a newborn's place, take its value."""
+def _take_replaced(root: nn.Module, targets: Sequence[_Expected]) -> None:
+    """Where an initialiser put a new parameter in a materializing one's place, take its value."""
     for module, attribute, found in [(m, name, p) for m in root.modules() for name, p in m._parameters.items()]:
         if isinstance(found, MaterializingParameter) or found is None:
             continue
-        expected = next((b.by_owner[id(module), attribute] for b in births if (id(module), attribute) in b.by_owner), None)
+        expected = next((t.by_owner[id(module), attribute] for t in targets if (id(module), attribute) in t.by_owner), None)
         if not isinstance(expected, MaterializingParameter):
             raise UnsupportedModelError(
                 f"the initialiser of a {type(module).__name__} registered a parameter {attribute}, which the model on meta hasn't"
@@ -328,4 +329,4 @@ def share_random_state(context: Context) -> None:
     torch.set_rng_state(states[0].to(torch.uint8))
 
 
-__all__ = ["born", "newborn_of", "partition", "reject_lazy", "share_random_state", "slot_of"]
+__all__ = ["become_sharded", "begin_materializing", "partition", "reject_lazy", "share_random_state"]

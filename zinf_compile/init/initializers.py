@@ -88,7 +88,7 @@ def initialises_all(module: nn.Module) -> bool:
     return callable(getattr(module, "initialize_weights", None)) and "post_init" in _names_in_constructor(type(module))
 
 
-def guardian_of(model: nn.Module, name: str) -> nn.Module | None:
+def pretrained_model_of(model: nn.Module, name: str) -> nn.Module | None:
     """Return the innermost model of transformers that a module belongs to: its `_init_weights` is the module's."""
     found, path = None, ""
     for part in ("", *name.split(".")) if name else ("",):
@@ -113,7 +113,7 @@ def _reject_unrepeatable(model: nn.Module) -> None:
                 f"{_WAYS_OUT}"
             )
         own = [n for n, value in (*module._parameters.items(), *module._buffers.items()) if _has_no_value(value)]
-        if own and initialiser_of(module) is None and guardian_of(model, name) is None:
+        if own and initialiser_of(module) is None and pretrained_model_of(model, name) is None:
             raise UnsupportedModelError(
                 f"{where} has no initialiser for {', '.join(own)}: neither reset_parameters nor transformers' _init_weights. "
                 f"{_WAYS_OUT}"

@@ -14,6 +14,7 @@ from torch import nn
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import private_memory
 from zinf_compile.runtime.memory.arena import GatherMemory
@@ -44,75 +45,75 @@ class Materializer:
         self._memory = GatherMemory()
         self._closed = False
         self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
-        """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
+        """Makes a parameter of one more parameter, given its name and owner; None: all that will be are here."""
 
-    def whole(self, newborn: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
+    def whole(self, parameter: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
-        self._reject_if_closed(newborn)
-        opened = self._open.get(id(newborn))
+        self._reject_if_closed(parameter)
+        opened = self._open.get(id(parameter))
         if opened is None:
-            self.close(but=newborn._zinf_materialization.owner)
-            opened = self._bring(newborn, fills=fills)
+            self.close(but=parameter._zinf_materialization.owner)
+            opened = self._bring(parameter, fills=fills)
         return opened.value()
 
-    def filled(self, newborn: MaterializingParameter) -> None:
+    def filled(self, parameter: MaterializingParameter) -> None:
         """Note that a caller has filled what it asked for to `fill`."""
-        self._take_fill(newborn)
-        newborn._zinf_materialization.filled = True
+        self._take_fill(parameter)
+        parameter._zinf_materialization.filled = True
 
-    def undo(self, newborn: MaterializingParameter) -> None:
+    def undo(self, parameter: MaterializingParameter) -> None:
         """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
-        self._open.pop(id(newborn), None)
+        self._open.pop(id(parameter), None)
 
-    def is_open(self, newborn: MaterializingParameter) -> bool:
+    def is_open(self, parameter: MaterializingParameter) -> bool:
         """Say whether a value is whole now."""
-        return id(newborn) in self._open
+        return id(parameter) in self._open
 
-    def may_defer(self, newborn: MaterializingParameter) -> bool:
+    def may_defer(self, parameter: MaterializingParameter) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
-        large = is_large(newborn.numel(), newborn.dtype)
-        return self._deferred is not None and large and newborn.is_contiguous() and id(newborn) not in self._open
+        large = is_large(parameter.numel(), parameter.dtype)
+        return self._deferred is not None and large and parameter.is_contiguous() and id(parameter) not in self._open
 
-    def defer(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
+    def defer(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
         """Note which operator draws a value, for when it is needed; say whether that could be done."""
-        self._reject_if_closed(newborn)
-        return self._deferred is not None and self._deferred.note(newborn, func, settings)
+        self._reject_if_closed(parameter)
+        return self._deferred is not None and self._deferred.note(parameter, func, settings)
 
-    def adopt(self, newborn: MaterializingParameter, value: torch.Tensor) -> None:
+    def adopt(self, parameter: MaterializingParameter, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
-        birth = newborn._zinf_materialization
-        if birth.settled and (value.shape != newborn.shape or value.dtype != newborn.dtype):
+        materialization = parameter._zinf_materialization
+        if materialization.settled and (value.shape != parameter.shape or value.dtype != parameter.dtype):
             raise UnsupportedModelError(
-                f"parameter {birth.name}, {list(newborn.shape)} {newborn.dtype}, is being partitioned, and its initialiser makes "
-                f"it {list(value.shape)} {value.dtype}: build the model in the shapes and types it is to have"
+                f"parameter {materialization.name}, {list(parameter.shape)} {parameter.dtype}, is being partitioned, and its "
+                f"initialiser makes it {list(value.shape)} {value.dtype}: build the model in the shapes and types it is to have"
             )
         with torch.no_grad(), no_torch_function():
-            if birth.settled:
-                self.whole(newborn, fills=True).copy_(value)
+            if materialization.settled:
+                self.whole(parameter, fills=True).copy_(value)
             else:
-                self.close(but=birth.owner)
-                newborn.data = hollow_tensor(value)
-                self._open[id(newborn)] = _Open(newborn, self._ledger, value)
-        self.filled(newborn)
+                self.close(but=materialization.owner)
+                parameter.data = hollow_tensor(value)
+                self._open[id(parameter)] = _Open(parameter, self._ledger, value)
+        self.filled(parameter)
 
-    def forget(self, newborn: MaterializingParameter) -> None:
+    def forget(self, parameter: MaterializingParameter) -> None:
         """Drop a value that is about to be replaced where it is kept."""
-        self._open.pop(id(newborn), None)
-        self._take_fill(newborn)
+        self._open.pop(id(parameter), None)
+        self._take_fill(parameter)
 
     def close(self, *, but: int | None = None) -> None:
         """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
         for key, opened in list(self._open.items()):
-            birth = opened.birth()  # None: it was replaced by another while it was here
-            if birth is None or (birth.owner != but and self._put_away(birth, opened)):
+            materialization = opened.materialization()  # None: it was replaced by another while it was here
+            if materialization is None or (materialization.owner != but and self._put_away(materialization, opened)):
                 del self._open[key]
 
     def finish(self) -> None:
         """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
         self.close()
         self._open.clear()
-        for newborn in self._deferred.finish() if self._deferred is not None else ():
-            self.whole(newborn)
+        for parameter in self._deferred.finish() if self._deferred is not None else ():
+            self.whole(parameter)
             self.close()
         while self._leaving:
             self._wait_for_oldest()
@@ -127,46 +128,47 @@ class Materializer:
         self._leaving.clear()
         self._memory.clear()
 
-    def _bring(self, newborn: MaterializingParameter, *, fills: bool) -> _Open:
-        birth, opened = newborn._zinf_materialization, _Open(newborn, self._ledger, self._take_memory(newborn.nbytes))
+    def _bring(self, parameter: MaterializingParameter, *, fills: bool) -> _Open:
+        materialization = parameter._zinf_materialization
+        opened = _Open(parameter, self._ledger, self._take_memory(parameter.nbytes))
         flat = opened.flat
-        fill = None if fills else self._take_fill(newborn)
+        fill = None if fills else self._take_fill(parameter)
         if fills:
             pass
         elif fill is not None:
             fill.whole(flat)
-        elif birth.place is not None and birth.kept:
-            birth.place.load(flat)
+        elif materialization.place is not None and materialization.kept:
+            materialization.place.load(flat)
         elif _has_nan(flat.dtype):
             flat.fill_(math.nan)  # by which is seen what no initialiser touches
         else:
             flat.zero_()
-        self._open[id(newborn)] = opened
+        self._open[id(parameter)] = opened
         return opened
 
-    def _take_fill(self, newborn: MaterializingParameter) -> Fill | None:
-        return None if self._deferred is None else self._deferred.take(newborn)
+    def _take_fill(self, parameter: MaterializingParameter) -> Fill | None:
+        return None if self._deferred is None else self._deferred.take(parameter)
 
-    def _reject_if_closed(self, newborn: MaterializingParameter) -> None:
+    def _reject_if_closed(self, parameter: MaterializingParameter) -> None:
         if self._closed:
             raise UnsupportedModelError(
-                f"parameter {newborn._zinf_materialization.name} was being partitioned when an error ended that: "
+                f"parameter {parameter._zinf_materialization.name} was being partitioned when an error ended that: "
                 "build the model anew"
             )
 
-    def _put_away(self, birth: Materialization, opened: _Open) -> bool:
+    def _put_away(self, materialization: Materialization, opened: _Open) -> bool:
         """Keep a value; say whether nobody has a view of it."""
         alone = opened.is_alone()
         flat = opened.flat
-        if birth.place is None:
+        if materialization.place is None:
             del flat
             return opened.let_go()
-        if not birth.filled:
-            birth.filled = not (_has_nan(flat.dtype) and bool(torch.isnan(flat).any()))
+        if not materialization.filled:
+            materialization.filled = not (_has_nan(flat.dtype) and bool(torch.isnan(flat).any()))
         if self._compare:
-            birth.checksum = _checksum(flat)
-        saving = birth.place.save(flat)
-        birth.kept = True
+            materialization.checksum = _checksum(flat)
+        saving = materialization.place.save(flat)
+        materialization.kept = True
         if alone:
             self._leaving.append((opened, saving))
             return True
@@ -197,26 +199,26 @@ class Materializer:
 class _Open:
     """A value in memory."""
 
-    def __init__(self, newborn: MaterializingParameter, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
+    def __init__(self, parameter: MaterializingParameter, ledger: Ledger, source: torch.Tensor | memoryview) -> None:
         """Take memory that is lent; or a value's, copied where this is not all there is in it."""
-        self._newborn = weakref.ref(newborn)
-        self._shape, self._stride, numel = tuple(newborn.shape), newborn.stride(), newborn.numel()
-        self.size = size = numel * newborn.dtype.itemsize
+        self._parameter = weakref.ref(parameter)
+        self._shape, self._stride, numel = tuple(parameter.shape), parameter.stride(), parameter.numel()
+        self.size = size = format_of(parameter.dtype).bytes(numel)
         self._memory = source if isinstance(source, memoryview) else None
         if isinstance(source, memoryview):
-            self.flat = self._view(source, newborn.dtype)
+            self.flat = self._view(source, parameter.dtype)
         elif source.untyped_storage().nbytes() == size:
             self.flat = source.as_strided((numel,), (1,))
         else:
-            whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), newborn.dtype)
+            whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), parameter.dtype)
             self.flat = whole.copy_(source.as_strided((numel,), (1,)))
         ledger.add("staged", size)
         weakref.finalize(self, ledger.add, "staged", -size).atexit = False
 
-    def birth(self) -> Materialization | None:
+    def materialization(self) -> Materialization | None:
         """Return what is known of the parameter, while there is one."""
-        newborn = self._newborn()
-        return None if newborn is None else newborn._zinf_materialization
+        parameter = self._parameter()
+        return None if parameter is None else parameter._zinf_materialization
 
     def value(self) -> torch.Tensor:
         """Return the value in its shape."""
@@ -244,7 +246,7 @@ class _Open:
 
 
 def _has_nan(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1
+    return dtype.is_floating_point and format_of(dtype).bytes(1) > 1
 
 
 def _checksum(flat: torch.Tensor) -> int:

@@ -45,36 +45,36 @@ class ValueStore(Protocol):
 
 
 class ValueHolder(Protocol):
-    """What newborns ask of the one that holds their values: see `materializer.py`."""
+    """What materializing parameters ask of the one that holds their values: see `materializer.py`."""
 
     enlist: Callable[[nn.Parameter, str, int], None] | None
-    """Makes a newborn of one more parameter, given its name and owner; None: all that will be are here."""
+    """Makes one more parameter a materializing one, given its name and owner; None: all that will be are here."""
 
-    def whole(self, newborn: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
+    def whole(self, parameter: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
         """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
 
-    def filled(self, newborn: MaterializingParameter) -> None:
+    def filled(self, parameter: MaterializingParameter) -> None:
         """Note that a caller has filled what it asked for to `fill`."""
 
-    def undo(self, newborn: MaterializingParameter) -> None:
+    def undo(self, parameter: MaterializingParameter) -> None:
         """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
 
-    def is_open(self, newborn: MaterializingParameter) -> bool:
+    def is_open(self, parameter: MaterializingParameter) -> bool:
         """Say whether a value is whole now."""
 
-    def may_defer(self, newborn: MaterializingParameter) -> bool:
+    def may_defer(self, parameter: MaterializingParameter) -> bool:
         """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
 
-    def defer(self, newborn: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
+    def defer(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
         """Note which operator draws a value, for when it is needed; say whether that could be done."""
 
-    def adopt(self, newborn: MaterializingParameter, value: torch.Tensor) -> None:
+    def adopt(self, parameter: MaterializingParameter, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
 
 
 @dataclasses.dataclass
 class Materialization:
-    """What is known of a parameter until it is born."""
+    """What is known of a parameter until it is partitioned."""
 
     name: str
     owner: int
@@ -109,12 +109,12 @@ class MaterializingParameter(nn.Parameter):
         return f"MaterializingParameter({self._zinf_materialization.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return another newborn with a copy of the value, where more may come."""
-        birth = self._zinf_materialization
+        """Return another parameter with a copy of the value, where more may come."""
+        materialization = self._zinf_materialization
         with torch.no_grad():
             copied = nn.Parameter(self.data.clone(), self.requires_grad)
-        if birth.materializer.enlist is not None:
-            birth.materializer.enlist(copied, birth.name, id(copied))
+        if materialization.materializer.enlist is not None:
+            materialization.materializer.enlist(copied, materialization.name, id(copied))
         memo[id(self)] = copied
         return copied
 
@@ -126,7 +126,7 @@ class MaterializingParameter(nn.Parameter):
 
 
 class _Deferring(TorchDispatchMode):
-    """Context in which of a newborn that is drawn it is only noted how."""
+    """Context in which a draw of a parameter is noted, not made."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +142,7 @@ class _Deferring(TorchDispatchMode):
 
 def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, deferred: bool = True) -> Any:
     name = getattr(func, "__name__", "").partition(".")[0]
-    newborns = [item for item in tree_leaves((args, kwargs)) if isinstance(item, MaterializingParameter)]
+    parameters = [item for item in tree_leaves((args, kwargs)) if isinstance(item, MaterializingParameter)]
     first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
     if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
         return True
@@ -150,20 +150,20 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if args[1] is not first:
             _assign(first, args[1])
         return None
-    fills = name in _FILLS and isinstance(first, MaterializingParameter) and sum(item is first for item in newborns) == 1
+    fills = name in _FILLS and isinstance(first, MaterializingParameter) and sum(item is first for item in parameters) == 1
     if (
         deferred
         and fills
         and name in _DRAWS
-        and len(newborns) == 1
-        and newborns[0]._zinf_materialization.materializer.may_defer(newborns[0])
+        and len(parameters) == 1
+        and parameters[0]._zinf_materialization.materializer.may_defer(parameters[0])
     ):
         with no_torch_function(), _Deferring():
             return func(*args, **kwargs)
     target = first if fills and isinstance(first, MaterializingParameter) else None
     was_open = target is not None and target._zinf_materialization.materializer.is_open(target)
     with torch.no_grad():
-        wholes = {id(p): p._zinf_materialization.materializer.whole(p, fills=fills and p is first) for p in newborns}
+        wholes = {id(p): p._zinf_materialization.materializer.whole(p, fills=fills and p is first) for p in parameters}
 
     def value_of(item: Any) -> Any:
         return wholes[id(item)] if isinstance(item, MaterializingParameter) else item
@@ -177,14 +177,14 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         raise
     if target is not None:
         target._zinf_materialization.materializer.filled(target)
-    for newborn in newborns:
-        if result is wholes[id(newborn)]:
-            return newborn
+    for parameter in parameters:
+        if result is wholes[id(parameter)]:
+            return parameter
     return result
 
 
-def _assign(newborn: MaterializingParameter, value: torch.Tensor) -> None:
+def _assign(parameter: MaterializingParameter, value: torch.Tensor) -> None:
     """Do `parameter.data = value`."""
-    birth = newborn._zinf_materialization
+    materialization = parameter._zinf_materialization
     with torch.no_grad():
-        birth.materializer.adopt(newborn, value.detach().cpu())
+        materialization.materializer.adopt(parameter, value.detach().cpu())

@@ -54,7 +54,7 @@ class PieceWriter:
 
     def write(self, unit: Unit, piece: Piece, make: Callable[[torch.Tensor], object]) -> None:
         """Let `make` fill a flat tensor with the piece's valid elements, and write it to the unit's drive."""
-        size = (piece.last - piece.first) * unit.dtype.itemsize
+        size = unit.format.bytes(piece.last - piece.first)
         while self._under_way and self._bytes + size > self._most_bytes:
             self._wait_for_oldest()
         room = self._pool.take(size)

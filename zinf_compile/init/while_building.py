@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
@@ -24,10 +25,11 @@ from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
-from .from_meta import born, newborn_of, reject_lazy, share_random_state, slot_of
+from .from_meta import become_sharded, begin_materializing, reject_lazy, share_random_state
 from .materializer import Materializer
 from .materializing import Materialization, MaterializingParameter
-from .value_stores import HostValues, Notebook, SpilledValues, UnitValues
+from .spill_file import SpilledValues, SpillFile
+from .value_stores import HostValues, UnitValues
 
 _active: list[_Building] = []
 _UNTRIMMED_BYTES = 16 << 20
@@ -81,16 +83,16 @@ class _Building:
     def __init__(self, config: Config, host: Context) -> None:
         self._config, self._host = config, host
         folders = config.placement().nvme if config.placement().params.in_folders else ()
-        self._notebook = Notebook(folders[0]) if folders else None
+        self._spill_file = SpillFile(folders[0]) if folders else None
         self._materializer = Materializer(host.memory.host_ledger, compare=host.size > 1)
         self._materializer.enlist = self._enlist
-        self._newborns: dict[int, weakref.ref[MaterializingParameter]] = {}
+        self._parameters: dict[int, weakref.ref[MaterializingParameter]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._freed = 0
         """Bytes of parameters that the allocator has had back since it was last told to let go of what is free."""
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Make a newborn of a parameter that a module registers."""
+        """Let the materializer have a parameter that a module registers."""
         self._modules[id(module)] = weakref.ref(module)
         if type(parameter) is nn.Parameter and parameter.device.type != "meta":  # one on meta may be replaced yet
             self._enlist(parameter, f"{type(module).__name__}.{name}", id(module))
@@ -113,17 +115,17 @@ class _Building:
         self._materializer.finish()
         return_free_memory()
         placed: set[int] = set()
-        born_with: list[tuple[MaterializingParameter, Unit]] = []
+        with_units: list[tuple[MaterializingParameter, Unit]] = []
         compared: list[str] = []
         for _, named in [*models, (None, self._strays())]:
             fresh = [(name, p) for name, p in named if isinstance(p, MaterializingParameter) and id(p) not in placed]
             placed.update(id(p) for _, p in fresh)
             compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_materialization.checksum}" for name, p in fresh]
             with context.ranks.fail_together("partitioning what was built"):
-                born_with += self._keep(fresh, context, device)
+                with_units += self._keep(fresh, context, device)
         context.ranks.agree(compared, what="comparing the ranks' models, which every rank builds alike")
-        for newborn, unit in born_with:
-            born(newborn, unit)
+        for parameter, unit in with_units:
+            become_sharded(parameter, unit)
         context.memory.gather_memory.clear()  # see `sharded.partition`
         for root, _ in models:
             for module in root.modules():
@@ -133,23 +135,23 @@ class _Building:
     def close(self) -> None:
         """Let go of what isn't partitioned by now."""
         self._materializer.drop()
-        if self._notebook is not None:
-            self._notebook.close()
+        if self._spill_file is not None:
+            self._spill_file.close()
 
     def _enlist(self, parameter: nn.Parameter, name: str, owner: int) -> None:
-        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))
+        reject_unsupported(parameter, ParameterSlot.of(parameter, name))
         if parameter.device.type != "cpu":
             raise UnsupportedModelError(
                 f"parameter {name} was made on {parameter.device}: inside partitioned() models are built on the CPU, and "
                 f"partitioned(device={str(parameter.device)!r}) says where they are to be used"
             )
-        place = HostValues(self._host, name) if self._notebook is None else SpilledValues(self._notebook, self._host, name)
+        place = HostValues(self._host, name) if self._spill_file is None else SpilledValues(self._spill_file, self._host, name)
         with torch.inference_mode(False), torch.no_grad(), no_torch_function():
             value = parameter.detach()
             parameter.data = hollow_tensor(value)
-            newborn = newborn_of(parameter, Materialization(name, owner, place, self._materializer, settled=False))
-        self._materializer.adopt(newborn, value)
-        self._newborns[id(newborn)] = weakref.ref(newborn)
+            made = begin_materializing(parameter, Materialization(name, owner, place, self._materializer, settled=False))
+        self._materializer.adopt(made, value)
+        self._parameters[id(made)] = weakref.ref(made)
         self._freed += value.nbytes
         if self._freed > _UNTRIMMED_BYTES:
             del value
@@ -163,9 +165,9 @@ class _Building:
         return [(module, list(module.named_parameters())) for module in modules if id(module) not in inner]
 
     def _strays(self) -> list[tuple[str, nn.Parameter]]:
-        """Return newborns of modules that were copied as a whole; their names are those of what they are copies of."""
-        alive = [newborn for reference in self._newborns.values() if (newborn := reference()) is not None]
-        return [(newborn._zinf_materialization.name, newborn) for newborn in alive]
+        """Return parameters of modules that were copied as a whole, under the names of what they are copies of."""
+        alive = [parameter for reference in self._parameters.values() if (parameter := reference()) is not None]
+        return [(parameter._zinf_materialization.name, parameter) for parameter in alive]
 
     def _keep(
         self, named: list[tuple[str, MaterializingParameter]], context: Context, device: torch.device
@@ -173,11 +175,11 @@ class _Building:
         """Bring values to units of their own."""
         if not named:
             return []
-        check_shards(self._config, [slot_of(p, name, device) for name, p in named], context)
+        check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
-        for (_, newborn), unit in zip(named, units, strict=True):
-            place = newborn._zinf_materialization.place
+        for (_, parameter), unit in zip(named, units, strict=True):
+            place = parameter._zinf_materialization.place
             assert isinstance(place, HostValues | SpilledValues), "built in this block"
             if unit.tiles and context.size > 1:  # its shard isn't a stretch of the whole
                 whole = torch.empty(unit.numel, dtype=unit.dtype)
@@ -185,7 +187,7 @@ class _Building:
                 UnitValues(unit).save(whole).wait()
             else:
                 unit.save(place.hand_over(unit.blank()))
-        return [(newborn, unit) for (_, newborn), unit in zip(named, units, strict=True)]
+        return [(parameter, unit) for (_, parameter), unit in zip(named, units, strict=True)]
 
 
 def _reject(parameter: nn.Parameter, name: str) -> None:
@@ -196,4 +198,4 @@ def _reject(parameter: nn.Parameter, name: str) -> None:
             "give one on meta to zinf_compile.partition(model, ...)"
         )
     if not isinstance(parameter, MaterializingParameter | ShardedParameter) and type(parameter) is not nn.Parameter:
-        reject_unsupported(parameter, slot_of(parameter, name, parameter.device))
+        reject_unsupported(parameter, ParameterSlot.of(parameter, name))

@@ -3,6 +3,7 @@
 
 compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::...`. Inductor runs operators that it doesn't
     know as they are.
+formats — How values are represented where they are stored, sent and added up, and how many bytes that takes.
 op_spec — One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves
     something.
 ops — The intermediate representation: operators that say what moves, and when.

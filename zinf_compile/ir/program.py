@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .formats import StateFormat, format_of
 from .steps import Step
 from .tiling import Box, box_text, tile_shape, tile_stride
 
@@ -37,6 +38,22 @@ class ParameterSlot:
     """The type of its gradient between ranks and until the step, where that is another than its own."""
     tile: int | None = None
     """Of a tile, which is a slot by itself: its number among those of the parameter."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, name: str, *, index: int = 0, device: torch.device | None = None) -> ParameterSlot:
+        """Describe a parameter as a graph's input on its device, or on another that it is meant for.
+
+        Strides are empty where the layout has none; `eligibility` refuses such a parameter.
+        """
+        return cls(
+            index=index,
+            name=name,
+            shape=tuple(parameter.shape),
+            stride=tuple(parameter.stride()) if parameter.layout == torch.strided else (),
+            dtype=parameter.dtype,
+            device=device or parameter.device,
+            requires_grad=parameter.requires_grad,
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -66,9 +83,19 @@ class ParameterSlot:
         return self.reduced_in or self.dtype
 
     @property
+    def format(self) -> StateFormat:
+        """How its values are stored."""
+        return format_of(self.dtype)
+
+    @property
+    def reduce_format(self) -> StateFormat:
+        """How its gradient is sent, added up and kept."""
+        return format_of(self.reduce_dtype)
+
+    @property
     def bytes(self) -> int:
         """Bytes of the full parameter."""
-        return self.numel * self.dtype.itemsize
+        return self.format.bytes(self.numel)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+
+from .formats import StateFormat, format_of
 from .program import ParameterSlot
 from .tiling import Box
 
@@ -18,6 +21,9 @@ _BLOCK_BYTES = 4 << 20
 """In which drives give them."""
 
 
+_FLOAT = format_of(torch.float32)
+
+
 class Round(NamedTuple):
     """Rows [first, last) of a tile."""
 
@@ -26,7 +32,9 @@ class Round(NamedTuple):
     last: int
 
 
-def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[Box], itemsize: int = 4) -> list[Round]:
+def rounds_of_rows(
+    shape: Sequence[int], stride: Sequence[int], boxes: Sequence[Box], stored: StateFormat = _FLOAT
+) -> list[Round]:
     """Return the rounds in which rows of a parameter that is cut into `boxes`, or isn't cut, are moved.
 
     None where it is no matrix, or where tiles aren't whole rows that lie in memory one after the other.
@@ -36,14 +44,14 @@ def rounds_of_rows(shape: Sequence[int], stride: Sequence[int], boxes: Sequence[
     if any(columns != (0, shape[1]) for _, columns in boxes):
         return []
     if not boxes:
-        step = max(1, ROUND_BYTES // (shape[1] * itemsize))
+        step = max(1, ROUND_BYTES // stored.bytes(shape[1]))
         return [Round(0, first, min(shape[0], first + step)) for first in range(0, shape[0], step)]
     return [part for tile, (rows, _) in enumerate(boxes) for part in _cut(tile, *rows)]
 
 
 def rows_on_their_way(slot: ParameterSlot) -> int:
     """Return the most bytes that a round takes on one rank: the rows it wants, those it sends, and what is read of a tile."""
-    rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.dtype.itemsize)
+    rounds = rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.format)
     if not rounds:
         return 0
     most = max(last - first for _, first, last in rounds)

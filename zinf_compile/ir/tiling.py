@@ -10,6 +10,8 @@ import torch
 
 from zinf_compile.errors import OptionError
 
+from .formats import StateFormat, format_of
+
 Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, end) in each dimension."""
 
@@ -40,7 +42,7 @@ class Cuttable(Protocol):
 
 
 def choose_tiles(
-    shape: Sequence[int], stride: Sequence[int], itemsize: int, *, limit_bytes: int, world_size: int
+    shape: Sequence[int], stride: Sequence[int], stored: StateFormat, *, limit_bytes: int, world_size: int
 ) -> tuple[Box, ...]:
     """Cut a dense tensor into equal row tiles (the last one shorter) of at most `limit_bytes`; none where it is no larger.
 
@@ -49,10 +51,10 @@ def choose_tiles(
     long as the shard of the whole: a tile may have up to `world_size` rows for that. Where that makes none too large, the shards
     are whole vectors. Without a way to do so there are no tiles.
     """
-    if len(shape) < 2 or math.prod(shape) * itemsize <= limit_bytes:
+    if len(shape) < 2 or stored.bytes(math.prod(shape)) <= limit_bytes:
         return ()
     order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] != 1))
-    sizes, most = [shape[dim] for dim in order], max(1, limit_bytes // itemsize)
+    sizes, most = [shape[dim] for dim in order], max(1, stored.numel_within(limit_bytes))
     place = {dim: position for position, dim in enumerate(order)}
     for multiple in (VECTOR * world_size, world_size):
         boxes = _cut(sizes, most, multiple)
@@ -66,10 +68,10 @@ def cut_parameter(parameter: Cuttable, name: str, limit_bytes: int | None, world
     """Return the tiles of a parameter, none without a limit; raise `OptionError` where they would be too many."""
     if limit_bytes is None:
         return ()
-    shape, itemsize = tuple(parameter.shape), parameter.dtype.itemsize
-    boxes = choose_tiles(shape, parameter.stride(), itemsize, limit_bytes=limit_bytes, world_size=world_size)
+    shape, stored = tuple(parameter.shape), format_of(parameter.dtype)
+    boxes = choose_tiles(shape, parameter.stride(), stored, limit_bytes=limit_bytes, world_size=world_size)
     if len(boxes) > MOST_TILES:
-        size = math.prod(shape) * itemsize
+        size = stored.bytes(math.prod(shape))
         raise OptionError(
             f"tiles of {limit_bytes:,} bytes (option tile, or a quarter of device_memory) cut parameter {name}, shape "
             f"{list(shape)}, {size:,} bytes, into {len(boxes):,}; a graph takes up to {MOST_TILES:,} of one parameter. Accepted: "

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import StoreError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
@@ -54,7 +55,7 @@ class ChunkTransfers:
     @property
     def drive_bytes(self) -> int:
         """Bytes of states on drives."""
-        per_chunk = (c.numel * dtype.itemsize for c in self.chunks for dtype in c.states.values())
+        per_chunk = (format_of(dtype).bytes(c.numel) for c in self.chunks for dtype in c.states.values())
         return sum(per_chunk) if self.store is not None else 0
 
     def rooms(self, number: int, buffer: ChunkBuffer) -> dict[str, StagingBuffers]:
@@ -111,7 +112,7 @@ class ChunkTransfers:
         return open_store(
             placement.optimizer,
             placement.nvme,
-            [(_key(c, state), c.numel * dtype.itemsize) for c in self.chunks for state, dtype in c.states.items()],
+            [(_key(c, state), format_of(dtype).bytes(c.numel)) for c in self.chunks for state, dtype in c.states.items()],
             self.context.engine,
         )
 

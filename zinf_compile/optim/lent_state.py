@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .shard_state import kept_state, like_parameter
@@ -21,7 +22,7 @@ class LentState:
 
     def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
-            self._bytes = torch.empty(unit.shard_numel * dtype.itemsize, dtype=torch.uint8)
+            self._bytes = torch.empty(format_of(dtype).bytes(unit.shard_numel), dtype=torch.uint8)
         self.flat = self._bytes.view(dtype)
         """Its values, for this package."""
         self._unit = unit

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
@@ -310,7 +311,7 @@ class OffloadedStates:
         context, name = self.context, type(optimizer).__name__
         host, device = (size * count for size in buffer_bytes(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
-        states = sum(numel * dtype.itemsize for numel, kept in bytes_of for dtype in kept.values())
+        states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == Tier.DEVICE else 0
         on_host = states if self.tier == Tier.HOST else 0
         if context.bridge.unified:

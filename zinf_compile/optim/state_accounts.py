@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
@@ -42,7 +43,7 @@ def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParam
             unit = p._zinf_unit
             if p.requires_grad and p not in optimizer.state:
                 kept = states_kept(optimizer, groups[id(p)], unit.dtype)
-                missing[unit.context] += sum(unit.shard_numel * dtype.itemsize for dtype in kept.values())
+                missing[unit.context] += sum(format_of(dtype).bytes(unit.shard_numel) for dtype in kept.values())
     for context, states in missing.items():
         check_states(context, on_device=True, states=states, slots=0, name=type(optimizer).__name__)
 
@@ -55,7 +56,9 @@ def account_states(optimizer: Optimizer) -> None:
         for name, value in in_memory(states_of(optimizer, parameter)).items():
             if isinstance(value, torch.Tensor) and name != "step":
                 on_host = parameter._zinf_unit.placement.optimizer == Tier.HOST
-                held[context.memory.host_ledger if on_host else context.memory.ledger] += value.numel() * value.element_size()
+                held[context.memory.host_ledger if on_host else context.memory.ledger] += format_of(value.dtype).bytes(
+                    value.numel()
+                )
     for whole, unit in split_units(optimizer).items():
         held[unit.context.memory.ledger] += bytes_of_states(optimizer, whole)
     record = record_of(optimizer)

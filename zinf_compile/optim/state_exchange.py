@@ -6,6 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.sharded.host_shortage import host_shortage
 
 from .chunks import part_of
@@ -30,7 +31,7 @@ def lend(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
     with states.transfers.context.lanes.meter.waiting(), torch.no_grad():
         put_back(states)
         dtype = states.kept[entry.parameter][name]
-        needed = unit.shard_numel * dtype.itemsize
+        needed = format_of(dtype).bytes(unit.shard_numel)
         if short := host_shortage(states.transfers.context, needed):
             raise BudgetError(
                 f"reading state {name!r} of {unit.name} would take {needed:,} bytes of host memory; {short.available:,} "
@@ -53,7 +54,7 @@ def bring(states: StateTable, optimizer: Optimizer) -> None:
         return
     absorb(states, optimizer)
     stored = [(p, name, states.kept[p][name]) for p, entry in states.entries.items() for name in entry if name in entry.stored]
-    needed = sum(p._zinf_unit.shard_numel * dtype.itemsize for p, _, dtype in stored)
+    needed = sum(format_of(dtype).bytes(p._zinf_unit.shard_numel) for p, _, dtype in stored)
     if short := host_shortage(states.transfers.context, needed):
         folders = ", ".join(states.transfers.store.folders) if states.transfers.store is not None else ""
         raise BudgetError(

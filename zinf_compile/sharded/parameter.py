@@ -13,6 +13,7 @@ from torch import nn
 
 from zinf_compile._torch import never_compile_alone, no_torch_function
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.twin import twin_of
 from zinf_compile.runtime.units.unit import Unit
 
@@ -125,7 +126,7 @@ def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = No
     tensor = torch.empty(0, dtype=like.dtype, device=device)
     extent = sum((size - 1) * step for size, step in zip(like.shape, stride, strict=True)) + 1
     if device.type == "cpu":  # no way to these strides but through memory, which is never touched
-        extent = max(extent, _ALWAYS_MAPPED_BYTES // like.dtype.itemsize)
+        extent = max(extent, format_of(like.dtype).numel_within(_ALWAYS_MAPPED_BYTES))
     tensor.set_(torch.empty(max(0, extent), dtype=like.dtype, device=device).untyped_storage(), 0, tuple(like.shape), stride)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -172,7 +173,7 @@ for _function in (ShardedParameter.__torch_function__.__func__, makes_companion)
 def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return plain(self, *args, **kwargs)
+        return format_of(self, *args, **kwargs)
 
     return method
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zinf_compile._torch import become, no_torch_function, storage_owners
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.companion_memory import make_values
 from zinf_compile.runtime.units.shard_layout import DenseLayout, is_dense
 from zinf_compile.runtime.units.shard_values import pieces_of
@@ -56,7 +57,7 @@ def _problem(target: torch.Tensor) -> str:
         return "requires grad"
     if target.layout != torch.strided or not is_dense(tuple(target.shape), target.stride()):
         return "has gaps or overlaps in memory"
-    size = target.numel() * target.element_size()
+    size = format_of(target.dtype).bytes(target.numel())
     if target._base is not None or target.storage_offset() or target.untyped_storage().nbytes() != size:
         return "is a part of another one"
     return "shares its memory with another one" if storage_owners(target) > 1 else ""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.shard_values import Fetch, ShardValues, pieces_of
 from zinf_compile.runtime.units.unit import Unit
@@ -59,5 +60,5 @@ def over_pieces(
 
 
 def _has_room(unit: Unit, operands: Mapping[int, ShardValues], span: tuple[int, int]) -> bool:
-    size = sum((span[1] - span[0]) * values.dtype.itemsize for values in operands.values())
+    size = sum(format_of(values.dtype).bytes(span[1] - span[0]) for values in operands.values())
     return unit.context.memory.has_room(unit.context.memory.host_ledger, 2 * size)

@@ -140,7 +140,7 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     for unit in units:
         parameter, side = unit.parameter(), context.bridge.topology.side(unit.placement.grads)
         if side is not None and parameter is not None and parameter.requires_grad:
-            found[side] += unit.shard_numel * unit.reduce_dtype.itemsize
+            found[side] += unit.reduce_format.bytes(unit.shard_numel)
     return found
 
 
@@ -153,5 +153,5 @@ def name_cap(context: Context, side: Tier, works: int) -> str:
     text = f"device_memory that works is {works:,}"
     if not claims.tiles_follow or now == then:
         return text
-    largest = max((unit.numel * unit.dtype.itemsize for unit in context.units), default=0)
+    largest = max((unit.bytes for unit in context.units), default=0)
     return f"{text}, with option tile={now // 4 or largest}, as here"
