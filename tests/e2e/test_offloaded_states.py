@@ -215,7 +215,7 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, store
         train_step_on(sides, models, plain_step, tokens(number), number)
     model, optimizer = sides[1]
     saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
-    stores[0].transfers.settle()
+    stores[0].transfers.drain()
     failing(stores[0], 3)
     with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
         plain_step(model, optimizer, tokens(2))

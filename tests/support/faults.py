@@ -31,14 +31,14 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
     if kind == "parameter":
         store = parameter._zinf_unit.home.shelf.store
         for states in offloaded_of(optimizer) if optimizer else []:
-            states.transfers.settle()
+            states.transfers.drain()
     elif kind == "gradient of":
         parameter.grad.away.settle()
         store = parameter.grad.away.home.shelf.store
     else:
         assert optimizer is not None
         (states,) = offloaded_of(optimizer)
-        states.transfers.settle()
+        states.transfers.drain()
         store = states.transfers.store
     assert isinstance(store, Store)
     store._io.drain()  # type: ignore[union-attr]

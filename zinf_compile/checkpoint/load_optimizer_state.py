@@ -15,7 +15,7 @@ from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
-from zinf_compile.optim.state_dict_hooks import absorb_loaded
+from zinf_compile.optim.state_dict_hooks import move_loaded
 from zinf_compile.optim.state_layout import LAYOUT, note
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.unit import Unit
@@ -87,9 +87,9 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
         if loaded:
             note(loaded, unit)
         if unmoved >= _MOVED_BYTES:
-            absorb_loaded(optimizer)
+            move_loaded(optimizer)
             unmoved = 0
-    absorb_loaded(optimizer)
+    move_loaded(optimizer)
     record_of(optimizer).mark_whole()
 
 
