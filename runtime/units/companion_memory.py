@@ -33,11 +33,11 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     """
     context, size = unit.context, unit.shard_numel * dtype.itemsize
     if unit.home is None:
-        return DeviceShard(unit, on_device(unit, dtype, "staged"))
+        return DeviceShard(unit, on_device(unit, dtype, "staging"))
     if not lasting and unit.home.tier == "nvme" and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
         return DeviceShard(unit, shard) if context.bridge.unified else HomeShard(unit, HostHome(shard), dtype)
-    return HomeShard(unit, home_like(unit, dtype, "staged"), dtype)
+    return HomeShard(unit, home_like(unit, dtype, "staging"), dtype)
 
 
 def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:

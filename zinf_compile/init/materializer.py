@@ -210,8 +210,8 @@ class _Open:
         else:
             whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), newborn.dtype)
             self.flat = whole.copy_(source.as_strided((numel,), (1,)))
-        ledger.add("staged", size)
-        weakref.finalize(self, ledger.add, "staged", -size).atexit = False
+        ledger.add("staging", size)
+        weakref.finalize(self, ledger.add, "staging", -size).atexit = False
 
     def birth(self) -> Materialization | None:
         """Return what is known of the parameter, while there is one."""

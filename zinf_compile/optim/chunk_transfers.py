@@ -49,7 +49,7 @@ class ChunkTransfers:
         self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
-        context.memory.ledger.add("staged", self.buffers.device_bytes)
+        context.memory.ledger.add("staging", self.buffers.device_bytes)
         self.release = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
         """Free memory and files: runs when the optimizer is collected, or when called."""
         self.release.atexit = False  # the kernel frees files
@@ -146,6 +146,6 @@ def _key(chunk: Chunk, state: str) -> str:
 
 def _close(store: Store | None, buffers: ChunkBuffers, context: Context) -> None:
     context.memory.host_ledger.add("states", -buffers.host_bytes)
-    context.memory.ledger.add("staged", -buffers.device_bytes)
+    context.memory.ledger.add("staging", -buffers.device_bytes)
     if store is not None:
         store.close()
