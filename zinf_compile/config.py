@@ -77,7 +77,7 @@ def parse_dtype(value: torch.dtype | str | None, *, option: str) -> torch.dtype 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the user declares; everything else is decided from the graph."""
+    """The options; everything else is decided from the graph."""
 
     compute: str = "inductor"
     """How the regions between transfers run. `"inductor"`: compiled, each distinct region once, within rounding of eager and
@@ -188,7 +188,7 @@ class Config:
 
     @property
     def tile_bytes(self) -> int | None:
-        """`tile` in bytes, or what stands for it; None: nothing is cut."""
+        """`tile` in bytes, or its default; None: no parameter is cut."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
         first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))

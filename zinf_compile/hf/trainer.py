@@ -52,7 +52,7 @@ class _Adopted:
         adopt_accelerator(self._trainer.accelerator)
 
     def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model, streamed where its class has no format of its own, and what goes beside it."""
+        """Write the model, one file at a time unless its class has its own format, and the accompanying files."""
         trainer = self._trainer
         model, folder = plain(trainer.model), output_dir or trainer.args.output_dir
         context = context_of(model)
