@@ -27,7 +27,7 @@ Step = Callable[[], Any]
 
 
 class Settings(TypedDict):
-    """What capacity.py decides."""
+    """Settings from capacity.py."""
 
     peer: str
     model: dict[str, int]
@@ -39,7 +39,7 @@ class Settings(TypedDict):
 
 
 def main() -> None:
-    """Train and say how that went."""
+    """Train and print the results."""
     settings = Settings(**json.loads(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_DATA, (settings["cap"],) * 2)
     rank, world = str(settings["rank"]), str(settings["world"])

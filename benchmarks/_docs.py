@@ -24,7 +24,7 @@ Report = Callable[[dict[str, Any]], str]
 
 
 class Table(NamedTuple):
-    """What stands between two marks of `page`."""
+    """A table between two marks of `page`."""
 
     page: Path
     script: str
@@ -39,18 +39,18 @@ def tables() -> list[Table]:
 
 
 def text_of(report: Report, names: Iterable[str]) -> str:
-    """Return what belongs between the marks: one report for each of these files in benchmarks/results."""
+    """Return the text between the marks: one report for each of these files in benchmarks/results."""
     return "\n" + "\n\n".join(report(json.loads((RESULTS / name).read_text())) for name in names) + "\n\n"
 
 
 def write(script: str, report: Report, files: Sequence[Path]) -> None:
-    """Write the table of `script`, a path such as benchmarks/step.py, from these files; exit where there is no place for it."""
+    """Write the table of `script`, a path such as benchmarks/step.py, from these files; exit if no page has its marks."""
     odd = [str(path) for path in files if path.resolve().parent != RESULTS]
     if odd:
         raise SystemExit(f"{', '.join(odd)}: not in {RESULTS}; move what documentation shows there, and commit it")
     found = [table for table in tables() if table.script == script]
     if len(found) != 1:
-        raise SystemExit(f"{len(found)} places on the pages of docs/ are marked <!-- {script}: ... --> ... {END}; accepted: one")
+        raise SystemExit(f"{len(found)} tables on the pages of docs/ are marked <!-- {script}: ... --> ... {END}; accepted: one")
     names = [path.name for path in files]
     new = f"<!-- {script}: {' '.join(names)} -->\n{text_of(report, names)}{END}"
     page = found[0].page

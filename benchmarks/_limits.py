@@ -10,10 +10,10 @@ import _peers
 from zinf_compile.cli import bench_io
 
 BURST, BLOCK, DEPTH, SECONDS = 256 << 20, 1 << 20, 32, 3.0
-"""Of the measurement of the drive, which takes a quarter of a minute."""
+"""Settings of the measurement of the drive, which takes 15 seconds."""
 
 KEPT = {"params": 1, "grads": 1, "optimizer": 2}
-"""How many elements lie on the drive for each parameter's."""
+"""Elements on the drive for each element of a parameter."""
 
 
 class Traffic(NamedTuple):

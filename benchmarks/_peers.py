@@ -1,4 +1,4 @@
-"""Peers that take steps in turn: their processes, their losses, and the speed of the matrix products that all of them need."""
+"""Peers that take steps in turn: their processes, their losses, and the rate of one large matrix product."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS_FOR_MEMORY = 2
-"""Taken by each peer after the timed ones; the most memory held during them is reported."""
+"""Steps of each peer after the timed ones, during which peak memory is measured."""
 
 
 class Rank(NamedTuple):
@@ -116,7 +116,7 @@ def alternate(peers: Sequence[Peer], rounds: int, *, second: bool = False) -> li
 
 
 def check_losses(rows: Sequence[Mapping[str, Any]]) -> None:
-    """End the program where a peer trained something else than the first."""
+    """Exit if a peer's losses differ from the first one's."""
     expected = rows[0]["losses"]
     for row in rows:
         if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(row["losses"], expected, strict=True)):
@@ -148,7 +148,7 @@ def matmul_rate(threads: int, dtype: Any = None) -> float:
 
 
 def all_cores() -> int:
-    """Return how many threads a single process computes with."""
+    """Return the number of threads of a single process."""
     return os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Run processes within a memory cap: what they and their children hold is added up twenty times a second."""
+"""Runs processes within a memory cap; the PSS of each and its children is sampled twenty times a second."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SECONDS = 0.05
-"""Between two looks at memory."""
+"""Interval of the samples of memory."""
 
 CACHED_SECONDS = 2.0
-"""Between two looks at the page cache."""
+"""Interval of the samples of the page cache."""
 
 OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "allocate memory", "BudgetError", "DefaultCPUAllocator", "Out of memory")
-"""What a process that runs into `RLIMIT_DATA` says."""
+"""Error texts of processes that reach `RLIMIT_DATA`."""
 
 DRIVE_FULL = ("cannot reserve space", "No space left on device", "Disk quota exceeded")
 
 
 @dataclasses.dataclass
 class Watched:
-    """How a run went."""
+    """Result of a run."""
 
     lines: list[str]
-    """That the first process printed."""
+    """Output lines of the first process."""
     peak_bytes: int = 0
-    """The most that one process and its children held."""
+    """Peak memory of one process and its children."""
     drive_bytes: int = 0
-    """The most that lay in the folder, files without a name included."""
+    """Peak size of the folder's files, unnamed ones included."""
     cached_bytes: int = 0
-    """The most of it that lay in the page cache as well."""
+    """Peak size of their part in the page cache."""
     why: str = ""
-    """It ended early; empty: it did not."""
+    """Why it ended early; empty if it didn't."""
 
 
 def watch(commands: Sequence[Sequence[str]], *, cap: int, folder: str, seconds: float) -> Watched:
@@ -92,7 +92,7 @@ def _kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _tree(pid: int) -> list[int]:
-    """Return a process and all that it has started."""
+    """Return a process and its descendants."""
     found = [pid]
     for parent in found:
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def _tree(pid: int) -> list[int]:
 
 
 def _pss(pid: int) -> int:
-    """Return the bytes that a process holds, shared pages counted by its share; 0 for one that has ended."""
+    """Return the PSS of a process in bytes; 0 for one that has ended."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])

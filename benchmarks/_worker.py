@@ -1,4 +1,4 @@
-"""What a peer's process does: take steps when told to, say how long they took and how much memory was held.
+"""The process of a peer: takes steps on command, and answers with their time and memory.
 
 Standard library only: peers that live in an environment of their own import this too.
 """

@@ -1,4 +1,4 @@
-"""A model on its way to a drive: made from a seed and loaded from safetensors, beside writing as many bytes.
+"""Creating a model on a drive: from a seed and from safetensors, compared with writing as many bytes.
 
     python benchmarks/birth.py DIR                          # DIR: a folder on the drive; by default the current one
     python benchmarks/birth.py DIR --width 1024             # a smaller one than 3.1B
@@ -88,7 +88,7 @@ def from_files(width: int, folder: str, files: str) -> torch.nn.Module:
 
 
 def read_files(folder: str) -> None:
-    """Read a folder's files past the page cache, several stretches at a time, and drop what is in them."""
+    """Read a folder's files with direct I/O, several ranges in flight, and drop the data."""
     rooms = [aligned_buffer(_READ_BYTES, pinned=False) for _ in range(4)]
     under_way: list[Any] = []
     with Engine() as engine:
@@ -103,7 +103,7 @@ def read_files(folder: str) -> None:
 
 
 def write_and_read(width: int, folder: str, files: str) -> Store:
-    """Do both at once, neither waiting for the other."""
+    """Write and read concurrently, neither waiting for the other."""
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read_files, files)
         store = write_shards(width, folder)
@@ -112,7 +112,7 @@ def write_and_read(width: int, folder: str, files: str) -> Store:
 
 
 def drop_cache(folder: str) -> None:
-    """Take a folder's files out of the page cache."""
+    """Evict a folder's files from the page cache."""
     for path in Path(folder).iterdir():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -121,7 +121,7 @@ def drop_cache(folder: str) -> None:
 
 
 def fill_cache(folder: str) -> None:
-    """Bring a folder's files into the page cache."""
+    """Read a folder's files into the page cache."""
     for path in Path(folder).iterdir():
         with path.open("rb") as file:
             while file.read(_READ_BYTES):
@@ -129,7 +129,7 @@ def fill_cache(folder: str) -> None:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Return the seconds something takes; what it returns is dropped after that."""
+    """Return the seconds that a call takes; its result is dropped afterwards."""
     gc.collect()
     began = time.perf_counter()
     made = act()

@@ -34,17 +34,17 @@ from tabulate import tabulate
 WORKER = Path(__file__).parent / "_capacity_worker.py"
 EAGER, FSDP2, ZINF, DEEPSPEED = "eager", "fsdp2", "zinf nvme", "deepspeed nvme"
 STARTS = {EAGER: 896, FSDP2: 896, DEEPSPEED: 1216, ZINF: 3072}
-"""Widths with which the search begins."""
+"""First widths of the search."""
 
 STEP = 64
 STEP_OF = {ZINF: 256}
-"""How near the search comes to the largest width, in other steps than `STEP` for a peer whose runs take minutes."""
+"""Resolution of the search in width, where it isn't `STEP`: for a peer whose runs take minutes."""
 
 STEPS = 3
 LENGTH, VOCABULARY = 128, 50257
 MOST_SECONDS = 1800
 CACHED = 0.01
-"""The part of what is on the drive that may be in the page cache."""
+"""Fraction of the bytes on the drive that may be in the page cache."""
 
 TARGETS = {DEEPSPEED: 10, EAGER: 14}
 """How many times a peer's largest model this backend's should be."""
@@ -68,7 +68,7 @@ def parameters_of(width: int) -> int:
 
 
 def train(peer: str, width: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Take the steps; return how that went."""
+    """Run the steps; return the result."""
     python = options.deepspeed_python if peer == DEEPSPEED else sys.executable
     cap = int(options.cap * 2**30)
     with tempfile.TemporaryDirectory(dir=os.path.realpath(options.folder)) as folder:

@@ -1,4 +1,4 @@
-"""What the schedule itself costs: a program of many small regions beside the same regions called one after the other.
+"""Overhead of the executor: a program of many small regions, compared with calling the same regions one after the other.
 
     python benchmarks/overhead.py                       # a GPT of 48 tiny blocks, each a region
     python benchmarks/overhead.py --json overhead.json  # keep the numbers

@@ -1,4 +1,4 @@
-"""Fine-tune a model of transformers that never stands in memory whole: made on meta, partitioned, trained, saved.
+"""Fine-tune a model of transformers that is never whole in memory: made on meta, partitioned, trained, saved.
 
     python examples/finetune_hf.py --nvme DIR                       # a new Llama, on real text, its states on DIR's drive
     python examples/finetune_hf.py --nvme DIR --model FOLDER        # a local folder with config.json and safetensors
@@ -32,7 +32,7 @@ def read_tokens(folder):
 
 
 class Windows(torch.utils.data.Dataset):
-    """Stretches of the text; the model is to predict each token from those before it."""
+    """Sequences of the text; the model predicts each token from those before it."""
 
     def __init__(self, tokens, length):
         self.rows = tokens[: len(tokens) // length * length].view(-1, length)
@@ -45,7 +45,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def train(model, data, steps, batch, learning_rate):
-    """The plain loop."""
+    """Train with a plain loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
     sampler = torch.utils.data.DistributedSampler(data, ranks, rank) if ranks > 1 else None
     loader = torch.utils.data.DataLoader(data, batch, shuffle=sampler is None, sampler=sampler, drop_last=True)
@@ -63,7 +63,7 @@ def train(model, data, steps, batch, learning_rate):
 
 
 def train_with_trainer(model, data, steps, batch, learning_rate, folder):
-    """The same by transformers."""
+    """Train with transformers' Trainer."""
     settings = hf.TrainingArguments(
         output_dir=folder,
         max_steps=steps,

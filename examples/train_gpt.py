@@ -105,7 +105,7 @@ def draw_batch(tokens, batch, length, generator):
 def memory_of(model, folder):
     """Return the MiB that each tier held at most during the last step, or holds on the drive."""
     memory = {side: kinds["peak_last_step"]["all"] for side, kinds in zinf_compile.stats(model)["memory"].items()}
-    if folder:  # files without a name, which only those who hold them open can see
+    if folder:  # unnamed files, visible only as open descriptors
         opened = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         own = [path.stat() for path in opened if os.path.realpath(path).startswith(os.path.realpath(folder) + os.sep)]
         memory["nvme"] = sum({file.st_ino: file.st_blocks * 512 for file in own}.values())
@@ -113,7 +113,7 @@ def memory_of(model, folder):
 
 
 def draw_picture(file, losses, memory, caps):
-    """Draw the loss, and what each tier holds beside its cap."""
+    """Plot the loss, and the memory of each tier with its cap."""
     from matplotlib import pyplot as plt  # noqa: PLC0415  (which only the picture needs)
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -124,7 +124,7 @@ def draw_picture(file, losses, memory, caps):
         cap = (caps.get(f"{tier}_memory") or 0) / MIB
         if held:
             right.plot(range(1, len(held) + 1), held, color=color, label=f"{tier}: {max(held):.1f} MiB")
-        if held and 0 < cap < 10 * max(held):  # one far above would leave nothing else to see
+        if held and 0 < cap < 10 * max(held):  # a cap far above would dominate the plot
             right.axhline(cap, color=color, linestyle="--", label=f"cap of {tier} memory: {cap:.0f} MiB")
     right.set(title="memory by tier", xlabel="step", ylabel="MiB", ylim=(0, None))
     right.legend()

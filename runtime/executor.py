@@ -222,7 +222,7 @@ def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: lis
     try:
         for unit, (grad, _, _, alias) in zip(members, step.members, strict=True):
             grads.append(_take_gradient(registers, grad, unit, step.dtype, alias, copy=alias == GradAlias.CALLER))
-            context.memory.ledger.track("staged", grads[-1])
+            context.memory.ledger.track("staging", grads[-1])
     except BaseException:
         context.memory.inflight_gradients.release(held)
         raise

@@ -1,4 +1,4 @@
-"""Who calls: the objects whose methods are on the stack."""
+"""Readings of the Python stack: the objects whose methods are running."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def callers() -> Iterator[Any]:
 def calling_methods() -> Iterator[tuple[Any, str]]:
     """Yield the `self` and the name of each method on the stack, innermost first.
 
-    Before Python 3.13 a frame whose locals were looked at keeps what they were then, as long as the function runs: a training
-    loop would hold the model it has dropped. So only methods are looked at, and what they kept is cleared.
+    Before Python 3.13 `f_locals` is a snapshot that the frame keeps while the function runs: it would keep alive a model that a
+    training loop has dropped. So only methods are read, and their snapshots are cleared.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

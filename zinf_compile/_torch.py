@@ -1,4 +1,4 @@
-"""The private names of PyTorch that this package can't do without, in one place.
+"""The private names of PyTorch that this package needs, in one place.
 
 Checked on 2.11.0, 2.13.0 and 2.15.0; each line says why a public name doesn't serve.
 """
@@ -92,7 +92,7 @@ def never_compile_alone(function: Callable[..., Any]) -> None:
 
 
 def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two tensor objects change what they are (data, device, type), each keeping its identity, class and attributes.
+    """Swap the contents of two tensor objects (data, device, type), each keeping its identity, class and attributes.
 
     The public `torch.utils.swap_tensors` refuses objects that have weak references, as the parameters of nn.LSTM have.
     """
@@ -100,14 +100,14 @@ def swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def become(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Make `one`, the same object, what `other` is: data, class and attributes; `other` is of no use any more."""
+    """Give the object `one` the data, class and attributes of `other`, which is invalid afterwards."""
     swap_contents(one, other)
     one.__class__ = type(other)
     vars(one).update(vars(other))
 
 
 def storage_owners(tensor: torch.Tensor) -> int:
-    """Return how many tensors share a tensor's memory, itself included; the Python object that asks counts as one more."""
+    """Return the reference count of a tensor's storage: the tensors that share it, and one for the Python object read here."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
@@ -169,7 +169,7 @@ def limited_frame() -> str | None:
 
 
 def packs_for_recomputation() -> bool:
-    """Say whether torch.utils.checkpoint is putting away what its recomputed forward saved."""
+    """Say whether torch.utils.checkpoint is packing the tensors that its recomputed forward saves."""
     frame = sys._getframe(2)
     return frame is not None and any(
         f is not None and f.f_code.co_name == "pack_hook" and f.f_code.co_filename == checkpoint.__file__
@@ -178,7 +178,7 @@ def packs_for_recomputation() -> bool:
 
 
 def keeps_autograd_graph() -> bool:
-    """Say whether the backward that runs may run again (`retain_graph=True`); True outside of one. It has no public name."""
+    """Say whether the running backward may run again (`retain_graph=True`); True outside of one. It has no public name."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -188,7 +188,7 @@ def inside_ddp() -> bool:
 
 
 def is_first_variant() -> bool:
-    """Say whether Dynamo compiles the function at hand for the first time, not again for other inputs."""
+    """Say whether this is the function's first compilation by Dynamo, not a recompilation for other inputs."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and compile_id.frame_compile_id == 0
 
@@ -201,8 +201,8 @@ def outside_tracing() -> contextlib.AbstractContextManager[Any]:
 def level_group_names(group: torch.distributed.ProcessGroup) -> None:
     """Make all members of a group hold equally many process groups, with groups of one where there are fewer.
 
-    `new_group(use_local_synchronization=True)` names what it makes by that number: members that count differently would wait
-    for each other in vain. There is no public way to name a group.
+    `new_group(use_local_synchronization=True)` names a group by that number: members with different numbers would never
+    rendezvous. There is no public way to name a group.
     """
     count = len(distributed_c10d._world.pg_names)
     counts: list[Any] = [None] * group.size()
@@ -261,7 +261,7 @@ def compile_with_inductor(
     Each region is compiled in a context of its own (else the strides of one leak into another), with all outputs visible to the
     user, so that they keep the strides that the rest of the graph was traced with. Random operators run as in eager PyTorch.
     Inductor's cache of graphs can't tell the guards of a `symbolic` region from those of its graph and is left out (the one of
-    compiled C++ is not). With `alone` nothing is handed to Inductor's own threads, which a forked process doesn't have.
+    compiled C++ is not). With `alone` Inductor's thread pool is not used, since a forked process doesn't have its threads.
     """
     from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
     from torch._inductor import list_mode_options  # noqa: PLC0415  (documented, in a private module)
@@ -299,21 +299,21 @@ def _call_in_place_products() -> None:
 
 
 def inductor_processes() -> int:
-    """Return on how many cores the user lets Inductor compile (TORCHINDUCTOR_COMPILE_THREADS; by default all)."""
+    """Return how many processes Inductor may compile on (TORCHINDUCTOR_COMPILE_THREADS; by default one per core)."""
     from torch._inductor.async_compile import get_compile_threads  # noqa: PLC0415
 
     return get_compile_threads()
 
 
 def caches_compiled_regions() -> bool:
-    """Say whether what Inductor compiles is found on disk by who compiles the same again."""
+    """Say whether Inductor's caches on disk are enabled."""
     from torch._inductor import config as inductor_config  # noqa: PLC0415
 
     return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
 
 
 def unwritable_inductor_cache() -> str:
-    """Say why what Inductor compiles can't be written to its cache directory; empty if it can."""
+    """Return why Inductor's cache directory can't be written; empty if it can."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir  # noqa: PLC0415
 
     directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()

@@ -33,10 +33,10 @@ _UNITS = {
 }
 
 _LEAST_TILE = 1 << 20
-"""Where `device_memory` decides: smaller ones cost more than they save."""
+"""Smallest default tile under `device_memory`: smaller ones cost more than they save."""
 
 REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""In which gradients may be reduced: types that every transport moves and adds."""
+"""Types in which gradients may be reduced: every transport supports their sum."""
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -77,10 +77,10 @@ def parse_dtype(value: torch.dtype | str | None, *, option: str) -> torch.dtype 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the user declares; everything else is decided from the graph."""
+    """The options; everything else is decided from the graph."""
 
     compute: str = "inductor"
-    """How the stretches between transfers run. `"inductor"`: compiled, each distinct stretch once, within rounding of eager and
+    """How the regions between transfers run. `"inductor"`: compiled, each distinct region once, within rounding of eager and
     with its random numbers; `"fx"`: operator by operator, with eager PyTorch's own kernels and bits (after a step, those
     of eager's `fused=True` where an optimizer's `fused` was left open)."""
 
@@ -93,27 +93,27 @@ class Config:
     `"max-autotune-no-cudagraphs"`, which tries them out while compiling; the modes with CUDA graphs are refused."""
 
     on_refusal: str = "fx"
-    """What becomes of a stretch that Inductor can't compile. `"fx"`: it runs operator by operator, with a warning that names the
+    """What to do with a region that Inductor can't compile. `"fx"`: run it operator by operator, with a warning that names the
     operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
 
     chunk_loss: bool | None = None
-    """Whether a loss over classes (cross-entropy and what it is made of) and its gradients are computed a chunk of tokens at a
+    """Whether a loss over classes (cross-entropy and its parts) and its gradients are computed a chunk of tokens at a
     time, so that the logits never exist whole. Default: where they would take more than 256 MiB in fp32; several ranks decide
     that once for each head, from the largest logits of all when the first graph that uses it is compiled, and compile such graphs
-    for each number of tokens. A loss that can't be chunked is left as it is; the logger `zinf_compile` and `zinf dump` say why.
+    for each number of tokens. A loss that can't be chunked is computed whole; the logger `zinf_compile` and `zinf dump` say why.
     Numbers differ from those of whole logits by the order in which tokens are added up."""
 
     params: str = "device"
-    """Where parameters live between their uses: `"device"`, `"host"` (in the host's memory; the same, for a model on the CPU) or
-    `"nvme"` (on the drive that `nvme` names). Each use brings them to the device ahead of time, as the graph says. The numbers
-    are the same wherever states live."""
+    """Where parameters live between their uses: `"device"`, `"host"` (host memory; the same, for a model on the CPU) or `"nvme"`
+    (on the drive that `nvme` names). They are prefetched to the device before each use, as the graph schedules it. The numbers
+    are the same for any placement."""
 
     grads: str = "device"
     """Where reduced gradients live until the step: `"device"`, `"host"` or `"nvme"`."""
 
     optimizer: str = "device"
-    """Where optimizer states live: `"device"`, `"host"` or `"nvme"`, from where they stream through each step, a few chunks at a
-    time in memory."""
+    """Where optimizer states live: `"device"`, `"host"` or `"nvme"`; from a drive each step reads and writes them in chunks, a
+    few at a time in memory."""
 
     update: str | None = None
     """Where parameters are updated: `"host"` or `"device"`; default: where the optimizer's states live, so that these never
@@ -134,9 +134,9 @@ class Config:
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
     device_memory: int | str | None = None
-    """The most that is held on a device, for each rank: shards whose tier that is, units being gathered, gradients on their way,
-    buffers of the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth. More than
-    there is gets a warning."""
+    """Cap on the bytes held on the device, for each rank: shards of this tier, gathered units, gradients in flight, buffers of
+    the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth. A cap above that is
+    accepted with a warning."""
 
     tile: int | str | None = None
     """A parameter of more bytes is cut into row tiles of at most as many, each gathered, used and released by itself. Default:
@@ -162,7 +162,7 @@ class Config:
     def from_options(cls, options: Mapping[str, Any] | None, *, mode: str | None = None, check_folders: bool = True) -> Config:
         """Validate the options or mode given to `torch.compile`; raise `OptionError` for an unknown name or a bad value.
 
-        Without `check_folders`, those that `nvme` names may be missing here: for who looks at a schedule and runs nothing.
+        Without `check_folders`, the folders of `nvme` may be missing: for inspecting a schedule without running it.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(options, Mapping | None):
@@ -188,7 +188,7 @@ class Config:
 
     @property
     def tile_bytes(self) -> int | None:
-        """`tile` in bytes, or what stands for it; None: nothing is cut."""
+        """`tile` in bytes, or its default; None: no parameter is cut."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
         first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
@@ -286,8 +286,7 @@ class Config:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
         if folders and not on_drives:
             raise OptionError(
-                f"option nvme={self.nvme!r} is given, and nothing lives there: add params='nvme', grads='nvme' or "
-                "optimizer='nvme'"
+                f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme' or optimizer='nvme'"
             )
 
     def _check_folders(self) -> None:

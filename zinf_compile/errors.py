@@ -1,4 +1,4 @@
-"""What users may catch. Each message says what was found, where, what is accepted and what to do next."""
+"""Exceptions and warnings for users. Each message says what was found, where, what is accepted and what to do next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class OptionError(ZinfError, ValueError):
 
 
 class UnsupportedModelError(ZinfError, ValueError):
-    """The model holds or does something that cannot be partitioned; the message names the parameter and the way out."""
+    """The model holds or does something that cannot be partitioned; the message names the parameter and a remedy."""
 
 
 class CheckpointError(ZinfError, ValueError):
@@ -24,7 +24,7 @@ class CompilationError(ZinfError, RuntimeError):
 
 
 class PartitionedParameterError(ZinfError, RuntimeError):
-    """Code outside the compiled graphs read or replaced a parameter whose value is spread over the ranks."""
+    """Code outside the compiled graphs read or replaced a parameter whose value is partitioned over the ranks."""
 
 
 class UnsupportedOptimizerError(ZinfError, TypeError):
@@ -32,11 +32,11 @@ class UnsupportedOptimizerError(ZinfError, TypeError):
 
 
 class StepFailedError(ZinfError, RuntimeError):
-    """A step of an optimizer ended in the middle; the message says whether the state before it is intact."""
+    """A step of an optimizer failed partway; the message says whether the state before it is intact."""
 
 
 class BudgetError(ZinfError, MemoryError):
-    """What was asked for needs more memory than there is; the message says how much, and what to do."""
+    """An operation needs more memory than is available; the message says how much, and what to do."""
 
 
 class RankMismatchError(ZinfError, RuntimeError):
@@ -59,8 +59,8 @@ class StoreError(ZinfError, OSError):
 
 
 class StoreRequestError(ZinfError, ValueError):
-    """The store was asked for something it cannot do: an unknown extent, a range or tensor that doesn't fit, after `close`."""
+    """An invalid request to the store: an unknown extent, a range or tensor that doesn't fit, after `close`."""
 
 
 class StoreWarning(UserWarning):
-    """States are kept in a place that works, but not as a drive does."""
+    """States are stored in a folder that works, but isn't on a drive."""

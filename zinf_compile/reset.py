@@ -1,4 +1,4 @@
-"""`zinf_compile.reset()`: a process starts anew, as if it had compiled and partitioned nothing."""
+"""`zinf_compile.reset()`: releases everything that the package holds in this process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 
 def reset() -> None:
-    """Let go of everything that this process has made: a notebook, or the next test, can start anew.
+    """Release all resources of the package in this process, so that a notebook or the next test can start again.
 
         zinf_compile.reset()
         model = MyModel()                       # as in a new process: same numbers, no thread or file of the models before
         model.compile(backend="zero_infinity")
 
-    Process groups (the user's own stay), threads, files of states on drives, memory for transfers, the values, gradients and
-    optimizer states of every model partitioned so far, compiled graphs, and what ranks agreed on: all of it is gone. So are
-    Dynamo's caches, with the graphs of other backends.
+    Released are process groups (but not the user's own), threads, files of states on drives, transfer buffers, the values,
+    gradients and optimizer states of every model partitioned so far, compiled graphs, agreements between ranks, and Dynamo's
+    caches, including the graphs of other backends.
 
     A model partitioned before stays an object, but what reads, calls or saves it raises `PartitionedParameterError`: save
-    `full_state_dict(model)` first, and load it into a new one. A step that still goes on beside the next forward ends
-    unfinished; `synchronize()` before completes it, and raises what it raised.
+    `full_state_dict(model)` first, and load it into a new one. A deferred step ends unfinished; call
+    `synchronize()` before to complete it and to get its error.
 
-    This rank alone lets go: other ranks needn't be there, so it works after an error of theirs too. Ranks that go on together
-    all call it between the same two steps. Raises `UnsupportedModelError` inside `partitioned()`, and
-    `PartitionedParameterError` inside `gathered()`: then nothing is let go of.
+    Not a collective operation: it works after an error of other ranks too. Ranks that continue together all call it between the
+    same two steps. Raises `UnsupportedModelError` inside `partitioned()`, and `PartitionedParameterError` inside `gathered()`,
+    and then releases nothing.
     """
     contexts = all_contexts()
     if is_building():
@@ -47,7 +47,7 @@ def reset() -> None:
                     f"zinf_compile.reset() while parameter {unit.name} is gathered: leave `with zinf_compile.gathered(...)` first"
                 )
     for context in contexts:
-        context.ending = True  # a step beside the next forward ends at its next chunk
+        context.ending = True  # a deferred step stops at its next chunk
     end_deferred_steps()
     drop_states()
     for context in contexts:

@@ -1,4 +1,4 @@
-"""What a partitioned model moves, holds and waits for on this rank; and the line that says so at the first step."""
+"""Traffic, memory and waiting time of a partitioned model on this rank, and the log line of its first step."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NAMES = {Tier.DEVICE: "the device", Tier.HOST: "host memory", Tier.NVME: "NVMe"
 def stats(model: nn.Module) -> dict[str, Any]:
     """Return this rank's account since its first compiled call, for all models partitioned over these ranks.
 
-    `steps`: of optimizers. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from ranks"
-    and "to ranks" `bytes`; `waited_s`, the seconds compute stood still for it; and `peak_bytes`, the most on their way over it
-    at a time (over drives: begun, and not known to have ended). A wait for what comes by several links counts for those that
-    kept it: while a copy to the device itself waits for a drive, it is the drive's. Each number once more with `_last_step`: of
-    the last step and the forward and backward before it, what an earlier step left for their time included. `memory`: for
-    "device" and "host" (one account where the device is host memory) the bytes held `now`, at the `peak` and at the
-    `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `caps`: what the schedule keeps within. Empty
-    before the first compiled call. Ranks whose GPUs exchange over streams wait there, which isn't seen here.
+    `steps`: optimizer steps. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from
+    ranks" and "to ranks" `bytes`; `waited_s`, the seconds that compute was stalled by it; and `peak_bytes`, the most in flight at
+    a time (on drives: submitted, completion not yet seen). A wait for a transfer over several links counts for the link that
+    delays it: while a copy to the device waits for a drive, that is the drive. Each number again with `_last_step`: of the last
+    step with its forward and backward, including what an earlier step deferred to them. `memory`: for "device" and "host" (one
+    account if the device is host memory) the bytes held `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory`
+    gives them, and of all kinds together. `caps`: the limits of the schedule. Empty before the first compiled call. Waits of
+    GPU streams for collectives are not included.
     """
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
@@ -58,7 +58,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
 
 
 def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[ShardedParameter], states_bytes: int) -> None:
-    """Log, on the first rank, what lives where and what a step writes to drives."""
+    """Log, on rank 0, the placement of this rank's shards and the bytes that a step writes to drives."""
     if context.rank == 0 and _log.isEnabledFor(logging.INFO):
         units = [p._zinf_unit for p in parameters if p._zinf_unit.context is context]
         _log.info("%s", first_line(units, type(optimizer).__name__, states_bytes, context.lanes.meter.last_step()))
@@ -102,11 +102,12 @@ def _updated_on(placement: Placement, context: Context) -> str:
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states, gathered, staged and bounced.
+    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states, gathered, staging and bounce.
 
     `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
-    `gathered` are full units in use or on their way, in the type in which they travel; `staged` is what else is on its way, and
-    `bounced` memory for blocks that drives can't move from and to where they are. Empty counts before the first compiled call.
+    `gathered` are full units in use or in flight, in the type in which they are communicated; `staging` are the buffers of other
+    transfers in flight, and `bounce` the bounce buffers for blocks that direct I/O can't transfer in place. Empty before the
+    first compiled call.
     """
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["params", "grads", "states", "gathered", "staged", "bounced"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staged", "bounced")
+Kind = Literal["params", "grads", "states", "gathered", "staging", "bounce"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staging", "bounce")
 
 
 class _Counted(weakref.ref[torch.Tensor]):

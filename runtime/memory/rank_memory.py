@@ -46,7 +46,7 @@ class Memory:
         self.inflight_gradients = InflightLimit()
         """Bounds the full gradients on their way to other ranks or to their tier."""
         self.staging = BufferPool(
-            staging_bytes, pinned=device.type == "cuda", account=functools.partial(self.host_ledger.add, "bounced")
+            staging_bytes, pinned=device.type == "cuda", account=functools.partial(self.host_ledger.add, "bounce")
         )
         """Where blocks pass that drives can't move from and to where they are."""
         self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used
@@ -55,7 +55,7 @@ class Memory:
         """Return host memory for what is read from a drive outside the schedule; counted, and made room for."""
         self.make_room(self.host_ledger, format_of(dtype).bytes(numel))
         buffer = self._host_buffer(numel, dtype)
-        self.host_ledger.track("staged", buffer)
+        self.host_ledger.track("staging", buffer)
         return buffer
 
     def has_room(self, ledger: Ledger, size: int) -> bool:

@@ -34,11 +34,11 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
     """
     context, size = unit.context, format_of(dtype).bytes(unit.shard_numel)
     if unit.backing is None:
-        return DeviceShard(unit, on_device(unit, dtype, "staged"))
+        return DeviceShard(unit, on_device(unit, dtype, "staging"))
     if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
         return DeviceShard(unit, shard) if context.bridge.unified else BackedShard(unit, HostBacking(shard), dtype)
-    return BackedShard(unit, backing_like(unit, dtype, "staged"), dtype)
+    return BackedShard(unit, backing_like(unit, dtype, "staging"), dtype)
 
 
 def on_device(unit: Unit, dtype: torch.dtype, kind: Kind) -> torch.Tensor:

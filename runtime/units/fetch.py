@@ -37,7 +37,7 @@ def fetch(unit: Unit) -> torch.Tensor:
             _reserve(unit, context.memory.host_ledger)
         _reserve(unit, context.memory.ledger)
         value = unit.load()
-        context.memory.ledger.track("staged", value)
+        context.memory.ledger.track("staging", value)
         return value
     _reserve(unit, context.memory.ledger)
     return unit.load()
@@ -60,7 +60,7 @@ def blank(unit: Unit) -> torch.Tensor:
     """Return memory to be filled with a new value and then kept by `Unit.save`. Raises as `fetch`."""
     _reserve(unit, unit.context.memory.ledger)
     value = unit.blank()
-    unit.context.memory.ledger.track("staged", value)
+    unit.context.memory.ledger.track("staging", value)
     return value
 
 

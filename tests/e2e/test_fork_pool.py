@@ -65,7 +65,7 @@ def test_a_copy_that_dies_ends_the_others_and_what_is_left_is_reported(tmp_path:
 
 def test_a_copy_that_is_stuck_is_given_up(tmp_path: Path) -> None:
     jobs = [lambda: time.sleep(600), writing(tmp_path, 1)]
-    assert list(run_forked(jobs, processes=2, patience_s=2)) == [1, 0]
+    assert list(run_forked(jobs, processes=2, timeout_s=2)) == [1, 0]
 
 
 def test_where_no_copy_can_be_made_all_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -200,9 +200,9 @@ def test_no_more_than_one_module_is_ever_whole(birth: Callable[..., Any], tmp_pa
     model = birth(build, params="nvme", grads="nvme", nvme=tmp_path)
     if birth is made_on_meta:  # what code inside `partitioned` allocates is its own business
         assert memory_of("VmData") - data < 45 << 20, "what RLIMIT_DATA counts, touched or not"
-    assert 0 < context.memory.host_ledger.peak()["staged"] <= largest
+    assert 0 < context.memory.host_ledger.peak()["staging"] <= largest
     assert peak() < 45 << 20, "of 120 MB"
-    assert context.memory.host_ledger.now()["staged"] == 0
+    assert context.memory.host_ledger.now()["staging"] == 0
     del model
 
 
@@ -211,7 +211,7 @@ def test_no_more_than_one_module_of_transformers_is_ever_whole(tmp_path: Path) -
     context.memory.host_ledger.forget_peaks()
     model = made_on_meta(gpt2, params="nvme", nvme=tmp_path)
     own = [sum(p.numel() * 4 for p in module.parameters(recurse=False)) for module in model.modules()]
-    assert 0 < context.memory.host_ledger.peak()["staged"] <= max(own)
+    assert 0 < context.memory.host_ledger.peak()["staging"] <= max(own)
 
 
 def test_a_transformers_model_saves_what_plain_transformers_loads(tmp_path: Path) -> None:

@@ -245,11 +245,11 @@ def test_a_pointer_is_good_while_a_value_lives_and_follows_the_parameter(tmp_pat
             twins.step()
         zinf_compile.synchronize()
         ledger = context_of(twins.ours).memory.ledger
-        before, size = ledger.now()["staged"], twins.eager.up.weight.nbytes + twins.eager.embedding.weight.nbytes
+        before, size = ledger.now()["staging"], twins.eager.up.weight.nbytes + twins.eager.embedding.weight.nbytes
         assert before >= size
         del state, value, tied, other
         gc.collect()
-        assert ledger.now()["staged"] == before - size, "nobody holds it"
+        assert ledger.now()["staging"] == before - size, "nobody holds it"
 
 
 def _at(where: int, like: torch.Tensor) -> torch.Tensor:

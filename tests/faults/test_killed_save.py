@@ -256,7 +256,7 @@ def living(tmp_path: Path) -> Iterator[str]:
     """The drafts of a process that lives, and saves to the same folder."""
     script = (
         "import sys, pathlib; from zinf_compile.checkpoint.folder_update import FolderUpdate\n"
-        "update = FolderUpdate(pathlib.Path(sys.argv[1])); update.begin(); print(update._drafts.name, flush=True); input()"
+        "update = FolderUpdate(pathlib.Path(sys.argv[1])); update.begin(); print(update._staging.name, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

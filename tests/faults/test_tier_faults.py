@@ -146,7 +146,7 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
     assert len(began) == 27, "nine pieces: values and two states"
     optimizer.zero_grad()
     backward(ours, 3)
-    lost = "updated was lost in part on its way to the drive. Load a checkpoint"
+    lost = "updated was lost in part while it was written to the drive. Load a checkpoint"
     with pytest.raises(StepFailedError, match=rf"{lost}.*exp_avg of .*offset"):
         optimizer.step()
     with pytest.raises(StepFailedError, match=lost):

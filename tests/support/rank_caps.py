@@ -22,7 +22,7 @@ EXTRA = 1 << 13
 def held_on(rank: int, context: Context, *, by: int = 1) -> torch.Tensor:
     """Return memory that counts on one rank only, for as long as it is kept."""
     held = torch.empty(EXTRA if rank == by else 0, dtype=torch.uint8)
-    context.memory.ledger.track("staged", held)
+    context.memory.ledger.track("staging", held)
     return held
 
 

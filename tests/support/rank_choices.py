@@ -159,7 +159,7 @@ def recompile_within_a_cap(rank: int, size: int) -> tuple[dict[str, int], str]:
     model(batch(rank, 0)).backward()
     context = model.words.weight._zinf_unit.context  # type: ignore[attr-defined]
     held = torch.empty(cap if rank == 0 else 0, dtype=torch.uint8)
-    context.memory.ledger.track("staged", held)
+    context.memory.ledger.track("staging", held)
     try:
         model(batch(rank, 1))
     except ZinfError as error:

@@ -291,7 +291,7 @@ def used(folder: Path) -> tuple[int, int, int]:
 
 def held(model: nn.Module) -> dict[str, int]:
     """Return the bytes held on the device, without staging: how much of it is kept depends on how many blocks ever met."""
-    return {kind: count for kind, count in context_of(model).memory.ledger.now().items() if kind != "bounced"}
+    return {kind: count for kind, count in context_of(model).memory.ledger.now().items() if kind != "bounce"}
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_table_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tables, "RESULTS", results)
     tables.write("benchmarks/a.py", lambda result: f"{result['seconds']} s", [results / "new.json"])
     assert page.read_text() == f"before\n<!-- benchmarks/a.py: new.json -->\n\n7 s\n\n<!-- end -->\n{other}"
-    with pytest.raises(SystemExit, match=r"0 places .* marked <!-- benchmarks/c\.py"):
+    with pytest.raises(SystemExit, match=r"0 tables .* marked <!-- benchmarks/c\.py"):
         tables.write("benchmarks/c.py", str, [results / "new.json"])
     with pytest.raises(SystemExit, match=r"elsewhere\.json: not in"):
         tables.write("benchmarks/a.py", str, [tmp_path / "elsewhere.json"])

@@ -1,18 +1,18 @@
 """What `torch.compile` calls: capture, passes, and the callable that runs a graph. Calls every other folder; only the command
 line stands above it.
 
-bind — From the arguments of one call to the units that fill the graph's slots; parameters seen for the first time are
+bind — Binds the arguments of one call to the units of the graph's parameter slots; partitions parameters at their first
+    call.
+capture — Reads a Dynamo graph's inputs into slots: which are parameters, which buffers, and whether they can be
     partitioned.
-capture — What Dynamo captured, read into slots: which inputs are parameters, which are buffers, and whether they can be
-    partitioned.
-choices — What ranks decide once for each parameter, from figures that they exchange, and every later graph follows.
-double_backward — Gradients of gradients: AOTAutograd has none for compiled graphs, and the error says so in the user's
-    words.
-fork_pool — Run jobs in forked copies of this process, for what they leave on disk.
-graph_compiler — The torch.compile backend: capture, passes, program, and the callable that runs it.
-placement_of_inputs — Where the states of parameters live that were partitioned before: graphs compiled later go by that.
-regions — Compile regions through Inductor: each distinct structure once, several at a time.
-static_shapes — Trace a graph for the sizes at hand alone, where Dynamo captured it for any.
+choices — Choices that the ranks make together, once per parameter, from sizes that they exchange; later graphs reuse them.
+double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error in the
+    user's terms.
+fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
+graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+placement_of_inputs — Takes the placement of a graph from its parameters that are partitioned already.
+regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
+static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 """
 
 from .graph_compiler import zero_infinity

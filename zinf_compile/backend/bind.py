@@ -1,4 +1,7 @@
-"""From the arguments of one call to the units that fill the graph's slots; parameters seen for the first time are partitioned."""
+"""Binds the arguments of one call to the units of the graph's parameter slots; partitions parameters at their first call.
+
+Called by `graph_compiler` for each call of a graph; knows no FX graph.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Binder:
     def __init__(
         self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]]
     ) -> None:
-        """`lack` returns what memory a call with these units needs, by side."""
+        """`lack` returns the memory that a call with these units would be short of, by side."""
         self._program = program
         self._context = context
         self._placement = placement
@@ -44,10 +47,10 @@ class Binder:
         self._way_in = context.bridge.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
-        """When the steps of a call's units were last added up, and to what."""
+        """Key and result of the last digest of the units' steps."""
 
     def bind(self, args: Sequence[Any]) -> Mapping[int, Unit | Tile]:
-        """Return the unit behind each slot, and its tiles, after all ranks have agreed on what they are about to run."""
+        """Return the unit of each slot, and its tiles, after all ranks have agreed on the call."""
         program = self._program
         if not program.slots and not (program.buffers and self._context.size > 1):
             return {}
@@ -95,7 +98,7 @@ class Binder:
             self._partition(args, fresh)
 
     def _unsynchronised(self, args: Arguments, units: Mapping[int, Unit], fresh: Sequence[int]) -> Sequence[int]:
-        """Return the buffers that never had rank 0's values. One that the model replaced meanwhile is not among them."""
+        """Return the buffers not yet synchronised with rank 0; replacements by the model are not synchronised again."""
         program, known = self._program, self._context.synchronised
         if not program.buffers:
             return ()
@@ -160,7 +163,7 @@ class Binder:
         )
 
     def _digest_of_steps(self, units: Mapping[int, Unit], serials: tuple[int, ...]) -> int:
-        """Return a hash of the steps that the shards went through; steps between two calls of a graph are few."""
+        """Return a hash of the shards' steps, cached until the next step."""
         key = (self._context.steps_clock, serials)
         if self._steps[0] != key:
             self._steps = key, digest_of_steps(units.values())
@@ -177,7 +180,7 @@ class Binder:
 
 
 def _why_spoiled(units: Iterable[Unit]) -> StepFailedError | None:
-    """Return the error of one that can't be computed with; None where all can."""
+    """Return the error of the first unit with incomplete values; None if all are complete."""
     try:
         for unit in units:
             unit.check_whole()
@@ -187,7 +190,7 @@ def _why_spoiled(units: Iterable[Unit]) -> StepFailedError | None:
 
 
 _SPOILED_ELSEWHERE = (
-    "the values of parameters on rank {rank} are incomplete: a change of them ended in its middle, see its error. Load a "
+    "the values of parameters on rank {rank} are incomplete: a change of them failed partway, see its error. Load a "
     "checkpoint of model and optimizer on all ranks to go on from there"
 )
 
@@ -199,7 +202,7 @@ def _home(parameter: torch.Tensor) -> Unit:
 
 
 def _first_of(units: Iterable[Unit]) -> int:
-    """Number the model that units belong to, by its first one."""
+    """Return a number for the units' model: its first serial."""
     return min((unit.serial for unit in units), default=-1)
 
 

@@ -1,4 +1,7 @@
-"""What Dynamo captured, read into slots: which inputs are parameters, which are buffers, and whether they can be partitioned."""
+"""Reads a Dynamo graph's inputs into slots: which are parameters, which buffers, and whether they can be partitioned.
+
+Called by `graph_compiler`; knows neither units nor ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
 
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
-"""Methods that return a tensor itself where it is already what they make of it."""
+"""Methods that return the tensor itself if there is nothing to convert."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,9 +85,9 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
 def cut_into_tiles(
     captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, anew: bool = False
 ) -> Captured:
-    """Say of each parameter into which tiles it is cut and in which type its gradient is reduced, or will be when partitioned.
+    """Add to each parameter's slot its tiles and the type in which its gradient is reduced.
 
-    `anew`: or would be if it were not.
+    They are those of its unit, or, before it is partitioned, those that `placement` gives. `anew`: always the latter.
     """
     slots = {}
     for index, slot in captured.slots.items():
@@ -127,13 +130,13 @@ def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
         if node.target in DATA_ASSIGNMENTS and node.args[0] in slots:
             if not _assigns_itself(node, slots[node.args[0]]):
                 raise _mutation(slots[node.args[0]], node)
-            for bookkeeping in [*node.users, node]:  # Dynamo makes up for the version that set_ counts
+            for bookkeeping in [*node.users, node]:  # Dynamo compensates for the version that set_ increments
                 gm.graph.erase_node(bookkeeping)
     gm.recompile()
 
 
 def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
-    """Say whether what is assigned is the parameter, converted to what it is: `parameter.data = parameter.to(...)`."""
+    """Say whether the value is the parameter, converted to its own type or device: `parameter.data = parameter.to(...)`."""
     parameter, value = assignment.args[:2]
     if not isinstance(value, fx.Node) or value.target not in _CONVERSIONS or value.args[0] is not parameter:
         return False
@@ -154,7 +157,7 @@ def explaining_empty_inputs(captured: Captured, inputs: Sequence[object]) -> Ite
             if index not in captured.slots and isinstance(value, torch.Tensor) and 0 in value.shape:
                 raise UnsupportedModelError(
                     f"PyTorch can't trace the model for input {captured.names[index]}, shape {list(value.shape)}, which has no "
-                    f"elements ({type(error).__name__}: {error}); leave empty batches away"
+                    f"elements ({type(error).__name__}: {error}); skip empty batches"
                 ) from error
         raise
 

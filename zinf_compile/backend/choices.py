@@ -1,9 +1,9 @@
-"""What ranks decide once for each parameter, from figures that they exchange, and every later graph follows.
+"""Choices that the ranks make together, once per parameter, from sizes that they exchange; later graphs reuse them.
 
 Whether an embedding's rows are looked up or its parameter is gathered, and whether a head's loss is computed in chunks: both
-decide which transfers a graph makes, which must be the same on all ranks, whatever their batches. They are decided where the
-first graph is compiled that looks rows up or takes a loss: that all ranks do at the same call. What was decided is kept with
-the unit, and by the parameter's name and form, for what is compiled or partitioned later without the others.
+determine a graph's transfers, which must be the same on all ranks for any batch. They are made when the first graph with a
+lookup or a loss is compiled, which all ranks do at the same call. A choice is kept with the unit, and by the parameter's name
+and shape, for graphs that one rank compiles or partitions later by itself.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ROWS, CHUNKS = "rows", "chunks"
 
 
 class Choices:
-    """Those of the parameters of one graph that is compiled."""
+    """The choices for the parameters of one graph."""
 
     def __init__(
         self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
     ) -> None:
-        """`first`: the function at hand is compiled for the first time, not again for other inputs: all ranks do so."""
+        """`first`: this is the function's first compilation, which all ranks run, not a recompilation for other inputs."""
         self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
         self._chosen: dict[tuple[str, int], bool] = {}
         """By kind and `ParameterSlot.index`."""
@@ -66,13 +66,13 @@ class Choices:
 
     @property
     def may_chunk(self) -> bool:
-        """Whether that may turn out: of some head it is decided so, or not yet."""
+        """Whether a loss may be chunked: it is, or is undecided, for some head."""
         return self.any_chunks or any((CHUNKS, slot.index) not in self._chosen for slot in self._slots if len(slot.shape) == 2)
 
     def decide(self, graph: fx.Graph, *, losses: bool, worth_bytes: int) -> None:
-        """Decide what is open of the parameters that a graph looks rows up in or, with `losses`, takes a loss with.
+        """Make the open choices for lookups and, with `losses`, heads of a graph.
 
-        Collective where something is: it follows from what the graph does, which is the same on all ranks.
+        A collective operation if any is open, which depends only on the graph and is the same on all ranks.
         """
         lookups = {slot.index: found for unit, slot in parameters(graph) if (found := find_lookups(unit, slot))}
         logits = _losses(graph) if losses else {}
@@ -92,19 +92,19 @@ class Choices:
             self._choose(CHUNKS, slot, worth_bytes < largest < math.inf)
 
     def keep(self) -> None:
-        """Keep with the units, now that there are some, what was decided."""
+        """Store the choices with the units, once the parameters are partitioned."""
         for slot in self._slots:
             unit = unit_of(self._inputs[slot.index])
             for kind in (ROWS, CHUNKS):
                 if unit is not None and (kind, slot.index) in self._chosen:
                     unit.chosen.setdefault(kind, self._chosen[kind, slot.index])
-        self._inputs = ()  # compiled code outlives the model, and must not keep its parameters
+        self._inputs = ()  # compiled code outlives the model: drop its parameters
 
     def _choose(self, kind: str, slot: ParameterSlot, chosen: bool) -> None:
         self._chosen[kind, slot.index] = self._context.chosen[_key(kind, slot)] = chosen
 
     def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
-        """Say whether the rows that up to `tokens` indices on each rank name are fewer bytes than the parameter."""
+        """Say whether the rows of up to `tokens` indices per rank are fewer bytes than the parameter."""
         size = self._context.size
         row = slot.bytes // max(1, slot.shape[0])
         shard = slot.format.bytes(math.ceil(slot.numel / size))
@@ -120,7 +120,7 @@ class Choices:
 
 
 def _losses(graph: fx.Graph) -> dict[int, float]:
-    """Return the bytes of the largest logits of each head that a loss is taken with; infinity: of a form that isn't chunked."""
+    """Return the bytes of the largest logits of each head with a loss; infinity for losses that can't be chunked."""
     found, left = find_losses(graph)
     largest: dict[int, float] = {}
     for loss in found:
@@ -135,7 +135,7 @@ def _losses(graph: fx.Graph) -> dict[int, float]:
 
 
 def _head_behind(softmax: fx.Node) -> ParameterSlot | None:
-    """Return the head whose logits a log-softmax is of, whether or not it can be computed in chunks."""
+    """Return the head whose logits a log-softmax reads, whether or not it can be chunked."""
     product = product_behind(softmax)
     operands = product.all_input_nodes if product is not None else []
     return next((slot for operand in reversed(operands) if (slot := _parameter_behind(operand)) is not None), None)

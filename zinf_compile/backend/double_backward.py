@@ -1,4 +1,4 @@
-"""Gradients of gradients: AOTAutograd has none for compiled graphs, and the error says so in the user's words."""
+"""Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error in the user's terms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zinf_compile.errors import UnsupportedModelError
 def reject_double_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled graph of which a second backward, through its gradients, raises `UnsupportedModelError`.
 
-    A backward with `create_graph=True` by itself is fine: only who differentiates its gradients needs what isn't there.
+    A backward with `create_graph=True` by itself is accepted: only differentiating its gradients raises.
     """
 
     def run(*args: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Run jobs in forked copies of this process, for what they leave on disk."""
+"""Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
+
+Called by `regions`; knows nothing of compilation.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,21 @@ import torch
 Job = Callable[[], object]
 
 _jobs: Sequence[Job] = ()
-"""In a copy: what it may be asked to run. Jobs reach it by the fork, as most can't be pickled."""
+"""In a worker: its jobs, inherited by the fork since most can't be pickled."""
 
 
-def run_forked(jobs: Sequence[Job], *, processes: int, patience_s: float = 600.0) -> Iterator[int]:
-    """Run the jobs in up to `processes` copies of this process; yield each job's number once a copy is through with it.
+def run_forked(jobs: Sequence[Job], *, processes: int, timeout_s: float = 600.0) -> Iterator[int]:
+    """Run the jobs in up to `processes` forked workers; yield each job's number once it has run.
 
-    A copy's memory is its own and its errors stay there: whoever needs a result looks for what the job wrote to disk. Every
-    number is yielded exactly once. Where a copy dies, where none finishes a job for `patience_s`, or where copies can't be made,
-    all copies are ended, and the numbers that are left come at the end.
+    Results and errors of a job stay in its worker: callers read what it wrote to disk. Every number is yielded exactly once. If a
+    worker dies, if no job ends within `timeout_s`, or if no worker can be forked, all workers are killed and the remaining
+    numbers are yielded at the end.
 
-    Only the calling thread lives on in a copy, so jobs may neither take locks of other threads nor compute on more than one
-    thread nor touch a GPU.
+    A worker has only the calling thread, so jobs must not take locks of other threads, compute on several threads, or use a GPU.
     """
     left = dict.fromkeys(range(len(jobs)))
-    with _copies(jobs, processes) as running:
-        while running and (done := wait(running, patience_s, FIRST_COMPLETED).done):
+    with _workers(jobs, processes) as running:
+        while running and (done := wait(running, timeout_s, FIRST_COMPLETED).done):
             for future in done:
                 number = running.pop(future)
                 if future.exception() is None:
@@ -44,29 +46,29 @@ def run_forked(jobs: Sequence[Job], *, processes: int, patience_s: float = 600.0
 
 
 @contextlib.contextmanager
-def _copies(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[None], int]]:
-    """Context with copies that run the jobs, by what each job's end is told by. They end with it, whatever they do then."""
-    context, running, pool = _Copying(), dict[Future[None], int](), None
+def _workers(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[None], int]]:
+    """Context with workers that run the jobs, as futures with their jobs' numbers. At its end the workers are killed."""
+    context, running, pool = _RecordingForkContext(), dict[Future[None], int](), None
     try:
-        # no memory, process or semaphore left, a daemon that may have no children, or a copy that died already
+        # no memory, process or semaphore left, a daemon that may not fork, or a worker that died already
         with contextlib.suppress(OSError, NotImplementedError, AssertionError, BrokenProcessPool), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads, which no job waits for
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking with threads; jobs use none
             size = max(1, min(processes, len(jobs)))
             pool = ProcessPoolExecutor(size, mp_context=context, initializer=_become_worker, initargs=(jobs,))
             for number in range(len(jobs)):
                 running[pool.submit(_run, number)] = number
         yield running
     finally:
-        for copy in context.made:
-            if copy.pid is not None:
-                copy.kill()  # not asked to end: nothing of the original's may be flushed, closed or joined there
-                copy.join()
+        for worker in context.made:
+            if worker.pid is not None:
+                worker.kill()  # SIGKILL: nothing of the parent may be flushed, closed or joined in it
+                worker.join()
         if pool is not None:
             pool.shutdown()
 
 
-class _Copying(ForkContext):
-    """Forks for an executor, and knows what it forked: an executor itself can't end a copy that is stuck."""
+class _RecordingForkContext(ForkContext):
+    """Fork context that records its processes: an executor itself can't kill a worker that hangs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,18 +82,18 @@ class _Copying(ForkContext):
 def _become_worker(jobs: Sequence[Job]) -> None:
     global _jobs  # noqa: PLW0603
     _jobs = jobs
-    silence = os.open(os.devnull, os.O_RDWR)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    threading.Thread(target=_end_with_original, daemon=True).start()
-    gc.freeze()  # what was there before is the original's: looking it through would copy its pages
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    gc.freeze()  # collecting the parent's objects would copy their pages
     torch.set_num_threads(1)
 
 
-def _end_with_original() -> None:
-    original = multiprocessing.parent_process()
-    assert original is not None
-    original.join()  # its end only: it ends its copies itself, unless it is killed
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()  # returns if the parent was killed; otherwise it kills its workers
     os._exit(1)
 
 

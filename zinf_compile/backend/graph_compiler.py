@@ -1,4 +1,7 @@
-"""The torch.compile backend: capture, passes, program, and the callable that runs it."""
+"""The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+
+Dynamo calls `zero_infinity` for each captured graph; `zinf dump` subclasses `GraphCompiler`.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
 _numbers: list[int] = process_wide([])
-"""Those of the graphs that were compiled so far."""
+"""Numbers of the graphs compiled so far."""
 _log = logging.getLogger("zinf_compile")
 
 
@@ -84,7 +87,7 @@ def zero_infinity(
 
 
 class GraphCompiler:
-    """Takes one captured graph through the passes. Subclassed where the result is looked at rather than run."""
+    """Compiles one captured graph. Subclassed where the result is inspected rather than run."""
 
     backward_ahead = True
     """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
@@ -98,7 +101,7 @@ class GraphCompiler:
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
         self._given = given
-        """The options that the user set."""
+        """Names of the options that the user set."""
         self.number = len(_numbers)
         _numbers.append(self.number)
         self._budget: GraphBudget | None = None
@@ -106,12 +109,12 @@ class GraphCompiler:
         self._chunk = config.chunk_loss
         self._choices: Choices | None = None
         self._together = False
-        """Several ranks decide which losses are computed in chunks."""
+        """Whether several ranks decide together which losses are chunked."""
         self.unified = True
-        """The device is host memory."""
+        """Whether the device is host memory."""
         self._binder: Binder | None = None
         self._rules: dict[Any, Any] = {}
-        """To take operators apart that AOTAutograd leaves whole for `chunk_loss` to read."""
+        """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
         self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
@@ -193,12 +196,12 @@ class GraphCompiler:
     def _measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
     ) -> GraphBudget:
-        """Return the budget that the graph would have with another `device_memory`, and the tiles that follow from that."""
+        """Return the graph's budget under another `device_memory` and the tiles that follow from it."""
         measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
         return measurer.measure(gm, inputs, captured, context, like=self)
 
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
-        """Return the caps on memory as this graph meets them."""
+        """Return the graph's memory budget under the caps."""
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
         budget = GraphBudget(self.config, slots, inputs, context, together=is_first_variant())
@@ -238,7 +241,7 @@ class GraphCompiler:
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 
     def graph_passes(self) -> tuple[Pass, ...]:
-        """Return the passes that write the schedule, for where the states of this model live."""
+        """Return the passes that write the schedule, for the placement of this model."""
         placement = self.config.placement()
         return graph_passes(
             bucket_bytes=self._bucket,
@@ -258,7 +261,7 @@ class GraphCompiler:
         }
 
     def _decide(self, graph: fx.GraphModule) -> None:
-        """Decide, with the other ranks, what this graph does about losses and lookups, where that is open."""
+        """Make the open choices about losses and lookups of this graph, with the other ranks."""
         if self._choices is not None:
             self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.worth_bytes)
 
@@ -266,7 +269,7 @@ class GraphCompiler:
         return logits_bytes(fake_value(logits.product)) > self.worth_bytes
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
-        """Return what operators AOTAutograd takes apart: where a loss may be chunked, not those it is recognised by."""
+        """Return AOTAutograd's decompositions; if a loss may be chunked, without the operators it is matched by."""
         if self.config.compute != "inductor":
             return None
         together = self._choices if self._together else None
@@ -312,12 +315,12 @@ _NOTHING = Program(
 
 
 class _Measurer(GraphCompiler):
-    """Takes a graph that doesn't fit through the passes with other tiles, to see what it needs then; nothing of it runs."""
+    """Compiles a graph that exceeds its budget with other tiles, to measure its memory; nothing of it runs."""
 
     def measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
     ) -> GraphBudget:
-        """Return the budget of the graph, which `like` was compiling, with this one's configuration."""
+        """Return the budget, under this configuration, of the graph that `like` compiles."""
         captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, anew=True)
         slots = list(captured.slots.values())
         self._chunk, self._choices, self._together = like._chunk, like._choices, like._together
@@ -348,7 +351,7 @@ def _tell_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
 
 
 def _reject_wrappers() -> None:
-    """Raise `UnsupportedModelError` when a data-parallel wrapper is what calls: it is the `self` of a frame on the stack."""
+    """Raise `UnsupportedModelError` inside a data-parallel wrapper: the `self` of a frame on the stack."""
     for caller in callers():
         for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
             if isinstance(caller, wrapper):
@@ -367,4 +370,4 @@ def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]
 
 
-install()  # now: the first compiled call may come inside of an optimizer's step(closure), whose hooks must be there before
+install()  # at import: the first compiled call may come inside an optimizer's step(closure), which needs the hooks

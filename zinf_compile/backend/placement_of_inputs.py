@@ -1,4 +1,7 @@
-"""Where the states of parameters live that were partitioned before: graphs compiled later go by that."""
+"""Takes the placement of a graph from its parameters that are partitioned already.
+
+Called by `graph_compiler` before the passes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from zinf_compile.sharded.parameter import unit_of
 
 
 def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) -> Config:
-    """Return the config with the placement of those inputs that are partitioned parameters, where all of them have one.
+    """Return the config with the placement of the inputs that are partitioned parameters, if they share one.
 
-    Raises `OptionError` where an option that was `given` says something else.
+    Raises `OptionError` if an option that was `given` contradicts it.
     """
     units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
     if not units:
@@ -46,7 +49,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
 
 
 def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
-    """Say whether the tiles of all parameters are what `device_memory` makes them where no option `tile` is given."""
+    """Say whether all parameters have the tiles that follow from `device_memory`, without option `tile`."""
     if config.tile is not None or "tile" in given or config.device_memory is None:
         return False
     units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
@@ -54,13 +57,13 @@ def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -
 
 
 def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:
-    """Say whether `reduce_dtype` names what stands for it where it isn't given."""
+    """Say whether `reduce_dtype` equals its default for this unit."""
     return option == "reduce_dtype" and wanted.reduce_dtype == unit.reduce_dtype
 
 
 def _contradiction(unit: Unit, option: str, asked: object, found: object) -> OptionError:
     return OptionError(
         f"option {option}={asked!r}, but parameter {unit.name} was partitioned with {option}={found!r} and stays there: give the "
-        "option the same value, or leave it away: graphs compiled later go by what partition(), partitioned() or the first "
-        "compiled call was told"
+        "option the same value, or leave it away: later graphs use the options of partition(), partitioned() or the first "
+        "compiled call"
     )

@@ -1,4 +1,7 @@
-"""Compile regions through Inductor: each distinct structure once, several at a time."""
+"""Compiles regions through Inductor: each distinct structure once, several in parallel.
+
+Called by `graph_compiler`, which lowers each region to a call of `SharedRegion`; knows no transfers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ _LIBRARY_CALLS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default, aten.baddbmm_.default}
     | {mm_out, addmm_out, copy_out, aten.empty_strided.default}
 )
-"""What Inductor runs as eager PyTorch does, unless it is to look for faster kernels."""
+"""Operators that Inductor calls as eager PyTorch does, unless it autotunes."""
 
 
 class SharedRegion:
@@ -61,7 +64,7 @@ class SharedRegion:
         return self._fn(args)
 
     def compile(self, *, alone: bool = False) -> Compiled:
-        """Compile the graph through Inductor; `alone`: in a copy of the process."""
+        """Compile the graph through Inductor; `alone`: in a forked worker."""
         assert self.graph is not None
         compiled: Compiled = compile_with_inductor(
             self.graph,
@@ -74,7 +77,7 @@ class SharedRegion:
         return compiled
 
     def resolve(self, fn: Compiled) -> None:
-        """Take the compiled code; the graph is needed no longer."""
+        """Set the compiled code; drop the graph."""
         self._fn, self.graph = fn, None
 
 
@@ -85,9 +88,9 @@ _compiling_s = 0.0
 
 
 class InductorRegions:
-    """The regions of one captured graph, forward and backward. Equal regions, of this graph or an earlier one, are one.
+    """The regions of one captured graph, forward and backward; equal ones, of any graph, are compiled once.
 
-    Symbolic sizes and attributes mean something in their own graph only: regions that have them are shared within it.
+    Symbolic sizes and attributes belong to their graph: regions with them are shared within it only.
     """
 
     def __init__(self, *, mode: str = "default", on_refusal: str = "fx") -> None:
@@ -97,7 +100,7 @@ class InductorRegions:
         self._waiting: dict[SharedRegion, tuple[Any, ...]] = {}
 
     def collect(self, region: fx.GraphModule, *, backward: bool) -> Compiled:
-        """Take a region; what is returned may be called after `compile`."""
+        """Add a region; return its callable, valid after `compile`."""
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
             return run_by_operator(region)
         if self._mode == "default" and all(map(_is_library_call, region.graph.nodes)):
@@ -111,7 +114,7 @@ class InductorRegions:
         return shared
 
     def compile(self, *, rank: int, ranks: int) -> None:
-        """Compile what was collected; each of the `ranks` begins elsewhere, so that those of one node fill one cache together."""
+        """Compile the collected regions; the ranks of a node start at different ones, to fill their common cache together."""
         waiting = [shared for shared in self._waiting if shared.graph is not None]
         problem = unwritable_inductor_cache() if waiting else ""
         if problem:
@@ -134,7 +137,7 @@ class InductorRegions:
             return self._run_instead(shared, describe_refusal(error), error)
 
     def _run_instead(self, shared: SharedRegion, reason: str, error: Exception | None = None) -> Compiled:
-        """Return the region as it runs without Inductor, with a warning; later graphs try again."""
+        """Return the region as a callable without Inductor, with a warning; later graphs try Inductor again."""
         assert shared.graph is not None
         with _lock:
             _shared.pop(self._waiting[shared], None)
@@ -154,12 +157,12 @@ class InductorRegions:
 
 
 def decompositions() -> dict[Any, Any]:
-    """Return what Inductor expects operators to be taken apart into."""
+    """Return the decompositions that Inductor expects."""
     return {**inductor_decompositions(), torch.ops.aten.embedding_dense_backward.default: embedding_gradient}
 
 
 def prepare(device: torch.device) -> None:
-    """Begin, in the background, what compiling for a device needs before the first region is known."""
+    """Start, in the background, what compiling for a device needs before the first region is known."""
     if device.type == "cpu":
         _probe_vector_isa()
 
@@ -178,7 +181,7 @@ def describe_refusal(error: Exception) -> str:
 
 
 def structure(region: fx.GraphModule) -> tuple[Any, ...]:
-    """Return what makes two regions the same to a compiler: operators, how they are wired, and the form of the inputs."""
+    """Return a key of a region's structure: operators, dataflow, and the metadata of its tensors."""
     number: dict[fx.Node, int] = {}
     key: list[Any] = []
     for node in region.graph.nodes:
@@ -194,7 +197,7 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _is_library_call(node: fx.Node) -> bool:
-    """Say whether nothing in a node is to be compiled: a region of such nodes, as a tile's product, is called faster as it is."""
+    """Say whether a node has nothing to compile; regions of such nodes, such as a tile's product, run faster uncompiled."""
     return node.op in ("placeholder", "output") or node.target in _LIBRARY_CALLS or is_view(node)
 
 
@@ -219,9 +222,9 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
-    """Yield the regions' numbers as they get cheap to compile here, since a copy of this process has filled the caches."""
+    """Yield the regions' numbers as forked workers finish them and their compiled code is in the cache."""
     devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
-    tried_out = waiting[0].mode != "default"  # alone on the machine, or the fastest kernel isn't the one that seems so
+    tried_out = waiting[0].mode != "default"  # autotuning measures: nothing else may run meanwhile
     if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or tried_out or not caches_compiled_regions():
         return iter(range(len(waiting)))
     return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
@@ -234,7 +237,7 @@ def _tensors(graph: fx.GraphModule | None) -> Iterator[fx.Node]:
 
 @functools.cache
 def _probe_vector_isa() -> tuple[Future[bool], ...]:
-    """Have Inductor find out which vector instructions work here: it builds and loads a library for each, ten seconds in all."""
+    """Start Inductor's probes of vector instructions: it builds and loads a library for each, ten seconds in all."""
     probes = vector_isa_probes()
     threads = ThreadPoolExecutor(max(1, len(probes)), thread_name_prefix="zinf-probe")
     futures = tuple(threads.submit(probe) for probe in probes)

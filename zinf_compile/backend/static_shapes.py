@@ -1,4 +1,4 @@
-"""Trace a graph for the sizes at hand alone, where Dynamo captured it for any."""
+"""Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import fx
 
 
 def with_static_shapes(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Return a captured graph's inputs with fixed sizes: the numbers that they have now, which Dynamo then guards on.
+    """Return a captured graph's inputs with their current sizes, on which Dynamo then guards.
 
-    The number of chunks of a loss is part of a graph: one that chunks it is compiled anew for each number of tokens.
+    The number of chunks of a loss is part of a graph: graphs that chunk one are compiled for each number of tokens.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     return [_fixed(node, value) for node, value in zip(placeholders, inputs, strict=True)]

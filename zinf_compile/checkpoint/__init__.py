@@ -1,20 +1,18 @@
-"""Whole states in and out of a partitioned model, and safetensors files read and written without trust in what they say.
+"""Full states in and out of a partitioned model; safetensors files, validated when read and replaced atomically when written.
 
-folder_update — New files of a folder that take the place of the old ones together: a process killed at any moment leaves
-    all old or all new.
-gathered — Whole values of partitioned models: read or change them in place, save them, load them, one parameter at a time.
-load_optimizer_state — Whole states of an optimizer, spread over the ranks when they are loaded.
-regular_file — Files of a checkpoint opened so that nothing else in their place can hang or mislead the process.
-safetensors_header — The header of a safetensors file, taken on trust in nothing: what the library refuses is refused, and
-    said by name.
-safetensors_index — Which files a checkpoint consists of, and which of several has which tensor.
-safetensors_reader — Tensors in safetensors files: where each one lies, and any range of its bytes, without reading the
-    rest.
-safetensors_writer — Writes one safetensors file from tensors of the host, so that what fails is an `OSError` that names the
-    file.
-save_optimizer_state — Whole states of an optimizer, gathered on rank 0 to be saved.
-save_safetensors — Save a partitioned model as safetensors, as transformers lays them out, with never more than one file's
-    tensors in memory.
-strict_json — JSON as the Rust reader of safetensors takes it, which is stricter than Python's: no name twice, no NaN, no
-    half of a pair.
+folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all new
+    ones.
+gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a time.
+load_optimizer_state — Full states of an optimizer, scattered over the ranks when they are loaded.
+regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
+    process.
+safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library refuses,
+    naming the tensors.
+safetensors_index — Finds the files of a checkpoint, and from an index which file has which tensor.
+safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
+safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
+save_optimizer_state — Full states of an optimizer, gathered on rank 0 to be saved.
+save_safetensors — Save a partitioned model as safetensors in the layout of transformers, with the tensors of one file in
+    memory at a time.
+strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
 """

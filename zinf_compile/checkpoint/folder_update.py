@@ -1,8 +1,8 @@
-"""New files of a folder that take the place of the old ones together: a process killed at any moment leaves all old or all new.
+"""Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all new ones.
 
-New files are written to a folder of drafts beside the old ones. Files of names that nobody refers to yet are moved in first,
-then the one that refers to them, and old ones are removed once that has reached the drive. Each save holds a lock on its
-drafts for as long as its process lives, so that the next save removes those of dead processes only.
+New files are written to a staging folder inside the target. Files that nothing refers to yet are renamed into place first, then
+the index that refers to them; old files are removed once the index is durable. A save holds a lock on its staging folder while
+its process lives, so that the next save removes only those of dead processes. Called by `save_safetensors`; knows no tensors.
 """
 
 from __future__ import annotations
@@ -17,94 +17,95 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-_DRAFTS = re.compile(r"\.model-[0-9a-f]{16}\.partial")
-_PATIENCE_S = 60.0
-"""For another process to put its files into place; that takes as long as a few syncs of a folder."""
-_PAUSE_S = 0.01
+_STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
+_LOCK_TIMEOUT_S = 60.0
+"""Another process holds the lock while it renames its files, for as long as a few syncs of a folder take."""
+_LOCK_POLL_S = 0.01
 
 
 class FolderUpdate:
-    """Drafts of new files of a folder: made by `begin` and `write`, put into place by `replace`; `end` removes what is left."""
+    """One replacement of a folder's files: `begin`, `write` for each new file, `replace` to commit, `end` to clean up."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._drafts: Path | None = None
+        self._staging: Path | None = None
         self._lock: int | None = None
-        self._placed: list[Path] = []
-        """Files that were moved in and that don't count yet."""
-        self._counts = False
-        """Whether the new files do."""
+        self._uncommitted: list[Path] = []
+        """Files renamed into the folder before the commit."""
+        self._committed = False
+        """Whether readers of the folder find the new files."""
 
     def begin(self) -> None:
-        """Make the folder where it is missing, remove drafts of dead processes, and make a folder of drafts. Raises `OSError`."""
+        """Make the folder if it is missing, remove staging folders of dead processes, and make one. Raises `OSError`."""
         with self._explained():
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 _sync(self.folder.parent)
-            with _locked(self.folder) as known:
-                if known:
-                    self._remove_dead_drafts()
-                drafts = self.folder / f".model-{secrets.token_hex(8)}.partial"
-                drafts.mkdir()
-                self._drafts = drafts
-                self._lock = _open(drafts)
-                if known:
+            with _locked(self.folder) as locked:
+                if locked:
+                    self._remove_dead_staging()
+                staging = self.folder / f".model-{secrets.token_hex(8)}.partial"
+                staging.mkdir()
+                self._staging = staging
+                self._lock = _open(staging)
+                if locked:
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, name: str, make: Callable[[Path], object]) -> None:
-        """Let `make` write the draft of a file, synced, at the path that it is given. Raises `OSError` naming the file to be."""
-        assert self._drafts is not None, "begun"
+        """Call `make` with the staged path of a file, which it writes and syncs. Raises `OSError` naming the final path."""
+        assert self._staging is not None, "begun"
         with self._explained(self.folder / name):
-            make(self._drafts / name)
+            make(self._staging / name)
 
-    def replace(self, names: Sequence[str], *, last: str, stale: str, stale_counts: bool, old: re.Pattern[str]) -> None:
-        """Put the drafts into place.
+    def replace(self, names: Sequence[str], *, last: str, stale: str, stale_wins: bool, old: re.Pattern[str]) -> None:
+        """Rename the staged files into the folder.
 
-        `last`: the one that makes the new files count. `stale`: what else would count, removed next; with `stale_counts`, as
-        long as it is there the new files don't. `old`: all other files of such names are removed then. Raises `OSError`.
+        `last`: the file whose rename commits the new ones. `stale`: an entry point of the old files, removed after that; with
+        `stale_wins`, readers prefer it to `last`, so its removal is the commit. `old`: pattern of all other names that are
+        removed at the end. Raises `OSError`.
         """
-        assert self._drafts is not None, "begun"
+        assert self._staging is not None, "begun"
         with self._explained(), _locked(self.folder):
             for name in names:
                 if name != last:
-                    self._placed.append(self.folder / name)
-                    os.rename(self._drafts / name, self.folder / name)
-            if self._placed:
+                    self._uncommitted.append(self.folder / name)
+                    os.rename(self._staging / name, self.folder / name)
+            if self._uncommitted:
                 _sync(self.folder)
-            os.rename(self._drafts / last, self.folder / last)
-            if stale_counts and os.path.lexists(self.folder / stale):
-                self._placed.append(self.folder / last)
+            os.rename(self._staging / last, self.folder / last)
+            if stale_wins and os.path.lexists(self.folder / stale):
+                self._uncommitted.append(self.folder / last)
             else:
-                self._count()
+                self._commit()
             _sync(self.folder)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / stale)
-                self._count()
+                self._commit()
                 _sync(self.folder)
             kept = {*names, last}
             for name in os.listdir(self.folder):
                 if old.fullmatch(name) and name not in kept:
                     os.unlink(self.folder / name)
 
-    def _count(self) -> None:
-        self._placed.clear()
-        self._counts = True
+    def _commit(self) -> None:
+        self._uncommitted.clear()
+        self._committed = True
 
     def end(self) -> None:
-        """Remove what has not become part of the folder. Ending again does nothing."""
+        """Remove what was not committed. A second call does nothing."""
         with contextlib.suppress(OSError):
-            for path in reversed(self._placed):
+            for path in reversed(self._uncommitted):
                 path.unlink(missing_ok=True)
-        self._placed.clear()
-        if self._drafts is not None and self._lock is not None:
-            _remove(self._drafts, self._lock)
+        self._uncommitted.clear()
+        if self._staging is not None and self._lock is not None:
+            _remove(self._staging, self._lock)
         if self._lock is not None:
             os.close(self._lock)
-        self._drafts = self._lock = None
+        self._staging = self._lock = None
 
-    def _remove_dead_drafts(self) -> None:
-        for name in filter(_DRAFTS.fullmatch, os.listdir(self.folder)):
-            with contextlib.suppress(OSError):  # in use, or somebody else's
+    def _remove_dead_staging(self) -> None:
+        for name in filter(_STAGING_NAME.fullmatch, os.listdir(self.folder)):
+            with contextlib.suppress(OSError):  # locked by a live save, or owned by another user
                 lock = _open(self.folder / name)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,13 +115,13 @@ class FolderUpdate:
 
     @contextlib.contextmanager
     def _explained(self, path: Path | None = None) -> Iterator[None]:
-        """Let an error of the filesystem say what it was about, keeping its errno."""
+        """Context that adds to an error of the filesystem what it means for the save, keeping its errno."""
         try:
             yield
         except OSError as error:
             if error.errno is None:
                 raise
-            state = "the new files count already" if self._counts else "the folder is as before"
+            state = "the new files are in place" if self._committed else "the folder is as before"
             what = f"cannot save the model: {os.strerror(error.errno)}; {state}"
             raise OSError(error.errno, what, os.fspath(path or error.filename or self.folder)) from error
 
@@ -129,16 +130,16 @@ def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _remove(drafts: Path, fd: int) -> None:
-    """Remove a folder of drafts."""
+def _remove(staging: Path, fd: int) -> None:
+    """Remove a staging folder."""
     with contextlib.suppress(OSError):
         for name in os.listdir(fd):
             os.unlink(name, dir_fd=fd)
-        os.rmdir(drafts)
+        os.rmdir(staging)
 
 
 def _sync(folder: Path) -> None:
-    """Have the names of a folder reach the drive."""
+    """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -151,28 +152,28 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context in which no other save changes the folder's names; says whether the filesystem has such locks."""
+    """Context with the folder locked against other saves; yields whether the filesystem supports such locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        known = _wait_for_lock(fd, folder)
+        locked = _wait_for_lock(fd, folder)
         try:
-            yield known
+            yield locked
         finally:
-            if known:
+            if locked:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child may hold a copy of the descriptor
     finally:
         os.close(fd)
 
 
 def _wait_for_lock(fd: int, folder: Path) -> bool:
-    until = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), os.fspath(folder)) from error
-            time.sleep(_PAUSE_S)
+            time.sleep(_LOCK_POLL_S)
         except OSError:  # a network filesystem may have none
             return False

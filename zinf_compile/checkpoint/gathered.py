@@ -1,4 +1,4 @@
-"""Whole values of partitioned models: read or change them in place, save them, load them, one parameter at a time."""
+"""Full values of partitioned models: read or change them in place, save them, load them, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
 
     A collective operation: all ranks enter and leave. With `write=True`, changes made inside are kept: rank 0's values, spread
     over the ranks again; without it, or when the block raises, they are dropped. The compiled model can't be called inside.
-    Needs memory for the whole model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need one
-    parameter's. Keeps no change of type or shape: that raises `PartitionedParameterError` and leaves the old values.
+    Needs memory for the whole model on each rank; to save or load, `full_state_dict` and `load_full_state_dict` need that
+    of one parameter. A change of type or shape raises `PartitionedParameterError` and leaves the old values.
     """
     if write:
         _reject_nesting(model)
@@ -40,19 +40,19 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     try:
         yield model
     except BaseException:
-        _leave(found, write=False)  # the other ranks may not have failed: nothing collective here
+        _repartition(found, write=False)  # the other ranks may not have failed: nothing collective here
         raise
     converted = _converted(found) if write else ""
     if write and context is not None:
         keep = context.ranks.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
-        _leave(found, write=keep)
+        _repartition(found, write=keep)
         if not keep:
             raise PartitionedParameterError(
                 "a partitioned parameter keeps its shape, type and device; nothing was changed. Inside gathered(write=True) "
                 f"{converted or 'one was converted on rank 0'}: convert the model before its first compiled call"
             )
     else:
-        _leave(found, write=False)
+        _repartition(found, write=False)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -111,11 +111,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
             broadcast_into(target, value, context, "loading the model")
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if context is not None:
-        context.eager_changes = 0  # what ranks may have changed otherwise before is replaced
+        context.eager_changes = 0  # changes made on single ranks before are replaced
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Return the module behind `torch.compile(model)`: its names are the ones users know."""
+    """Return the module that `torch.compile(model)` wraps, whose names are the user's."""
     inner = getattr(model, "_orig_mod", model)
     assert isinstance(inner, nn.Module)
     return inner
@@ -129,9 +129,9 @@ def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
 def agree_on_units(
     found: Mapping[str, ShardedParameter], what: str, detail: str, *, compare_steps: bool = True
 ) -> Context | None:
-    """Check that all ranks do this with the same model, and took the same steps; return what they share.
+    """Check that all ranks do this with the same model after the same steps; return the context of its units.
 
-    None where nothing is partitioned. `compare_steps=False`, where the values are about to be replaced.
+    None if nothing is partitioned. `compare_steps=False`: the values are about to be replaced.
     """
     if not found:
         return None
@@ -150,7 +150,7 @@ def agree_on_units(
 
 
 def _full(unit: Unit) -> torch.Tensor:
-    """Gather one unit whole, on every rank, into memory of its own."""
+    """Return the full value of one unit, gathered on every rank into a new buffer."""
     context = unit.context
     full = context.full_buffer(unit.numel, unit.dtype, unit.device)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def _reject_nesting(model: nn.Module) -> None:
 
 
 def _converted(found: Mapping[str, ShardedParameter]) -> str:
-    """Return what became of the first parameter that is no longer what its unit is, or an empty text."""
+    """Describe the first parameter whose shape, type or device differs from its unit's; empty if none does."""
     for name, parameter in found.items():
         unit = parameter._zinf_unit
         if (tuple(parameter.shape), parameter.dtype, parameter.device) != (unit.shape, unit.dtype, unit.device):
@@ -176,12 +176,12 @@ def _converted(found: Mapping[str, ShardedParameter]) -> str:
 
 
 def on_first_rank(unit: Unit) -> torch.Tensor | None:
-    """Gather one unit whole on rank 0 alone, into memory of its own."""
+    """Return the full value of one unit on rank 0, None on the others."""
     return gathered_on_first(unit, unit.load(), f"gathering {unit.name} on rank 0")
 
 
 def gathered_on_first(unit: Unit, shard: torch.Tensor, what: str) -> torch.Tensor | None:
-    """Gather what has a shard like a unit's, of any data type, on rank 0 alone, into memory of its own."""
+    """Gather a value sharded like a unit, of any data type, on rank 0; return it there, None on the others."""
     context = unit.context
     full = context.full_buffer(unit.numel, shard.dtype, unit.device) if context.rank == 0 else None
     with torch.no_grad():
@@ -189,7 +189,7 @@ def gathered_on_first(unit: Unit, shard: torch.Tensor, what: str) -> torch.Tenso
     return unit.logical(full) if full is not None else None
 
 
-def _leave(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
+def _repartition(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
     for parameter in found.values():
         unit = parameter._zinf_unit
         with torch.inference_mode(False), torch.no_grad(), no_torch_function():
@@ -220,7 +220,7 @@ def _scatter(unit: Unit, full: torch.Tensor | None) -> None:
 
 
 def broadcast_into(target: torch.Tensor, value: torch.Tensor | None, context: Context, what: str) -> None:
-    """Give all ranks rank 0's value of what is not partitioned."""
+    """Broadcast rank 0's value of a tensor that is not partitioned."""
     with torch.no_grad():
         if value is not None:
             target.copy_(value)

@@ -1,4 +1,4 @@
-"""Whole states of an optimizer, spread over the ranks when they are loaded."""
+"""Full states of an optimizer, scattered over the ranks when they are loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zinf_compile.optim.chunks import MASTER
 from zinf_compile.optim.elementwise_probe import states_kept
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.shard_state import kept_state
-from zinf_compile.optim.state_dict_hooks import absorb_loaded
+from zinf_compile.optim.state_dict_hooks import move_loaded
 from zinf_compile.optim.state_layout import LAYOUT, note
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.unit import Unit
@@ -25,13 +25,13 @@ from zinf_compile.runtime.units.whole import scatter_whole
 from .gathered import broadcast_into
 from .save_optimizer_state import agree_on_order, large_states, units_of
 
-_ABSORBED_BYTES = 64 << 20
-"""Of states that are loaded before they go to their tier together: what is small shares a chunk with others."""
+_MOVED_BYTES = 64 << 20
+"""Loaded states are moved to their tier together once they reach this size, since small ones share a chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """Stands for a state that rank 0 has, in what the others are told."""
+    """Shape and type of a state tensor of rank 0, as the other ranks are told it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -41,8 +41,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     """Load what `full_optimizer_state_dict` returned, or a plain optimizer's `state_dict()`; only rank 0's `state` is read.
 
     A collective operation, for a partitioned model: after its first compiled call or `partition`. Groups, parameters and shapes
-    are checked before anything changes; every mismatch is named, on all ranks. Each rank is given its own shards, in memory of
-    its own, one parameter at a time, in the types in which this optimizer keeps them.
+    are checked before anything changes; every mismatch is named, on all ranks. Each rank receives copies of its own
+    shards, one parameter at a time, in the types in which this optimizer keeps them.
     """
     units, context = units_of(optimizer)
     if context is None:
@@ -60,17 +60,17 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     plan = context.ranks.share(plan, what="loading the optimizer")
     for key, unit in enumerate(units):
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
-            plan["state"].get(key, {}).pop(MASTER, None)  # the parameter is updated itself here
+            plan["state"].get(key, {}).pop(MASTER, None)  # this optimizer updates the parameter itself
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))
 
     def small_of(key: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {n: _same(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
+        return {n: _broadcast(given.get(key, {}).get(n), kept, context) for n, kept in names.items() if (key, n) not in large}
 
     small = {key: small_of(key, names) if isinstance(names, Mapping) else names for key, names in plan["state"].items()}
     optimizer.load_state_dict({**plan, "param_groups": _like(plan["param_groups"], optimizer), "state": small})
     record_of(optimizer).mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
-    waiting, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    unmoved, rows = 0, [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     for key, (parameter, group) in enumerate(rows):
         unit, names = units[key], plan["state"].get(key)
         if unit is None or not names:
@@ -79,18 +79,18 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
         loaded = optimizer.state[parameter]
         for name, kept in names.items():
             if (key, name) in large:
-                value = _spread(unit, given.get(key, {}).get(name), kept, name)
+                value = _scatter(unit, given.get(key, {}).get(name), kept, name)
                 value = value.to(unit.device if unit.placement.optimizer == Tier.DEVICE else "cpu", types.get(name, kept.dtype))
                 loaded[name] = kept_state(value, unit)
-                waiting += value.nbytes
+                unmoved += value.nbytes
             elif isinstance(kept, _Tensor) and isinstance(loaded.get(name), torch.Tensor):  # PyTorch may have rounded it
                 loaded[name] = small[key][name].to(loaded[name].device, types.get(name, kept.dtype), copy=True)
         if loaded:
             note(loaded, unit)
-        if waiting >= _ABSORBED_BYTES:
-            absorb_loaded(optimizer)
-            waiting = 0
-    absorb_loaded(optimizer)
+        if unmoved >= _MOVED_BYTES:
+            move_loaded(optimizer)
+            unmoved = 0
+    move_loaded(optimizer)
     record_of(optimizer).mark_whole()
 
 
@@ -117,7 +117,7 @@ def _mismatches(optimizer: Optimizer, units: list[Unit | None], state: Mapping[s
 
 
 def _plan(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with a description in place of each state that is a tensor."""
+    """Return the state dict with each state tensor replaced by its shape and type."""
 
     def described(value: Any) -> Any:
         return _Tensor(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
@@ -133,7 +133,7 @@ def _plan(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return groups whose settings that are tensors, as rates may be, are where this optimizer has them."""
+    """Return the groups with tensor settings, such as learning rates, on this optimizer's devices."""
 
     def like(value: Any, present: Any) -> Any:
         both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
@@ -143,8 +143,8 @@ def _like(groups: list[dict[str, Any]], optimizer: Optimizer) -> list[dict[str, 
     return [{name: like(value, mine.get(name)) for name, value in theirs.items()} for theirs, mine in rows]
 
 
-def _spread(unit: Unit, value: torch.Tensor | None, kept: _Tensor, name: str) -> torch.Tensor:
-    """Return this rank's part of rank 0's value."""
+def _scatter(unit: Unit, value: torch.Tensor | None, kept: _Tensor, name: str) -> torch.Tensor:
+    """Scatter rank 0's value; return this rank's shard."""
     with torch.no_grad():
         full = None if value is None else unit.flat(value.detach().to(unit.device))
         shard = torch.empty(unit.shard_numel, dtype=kept.dtype, device=unit.device)
@@ -152,8 +152,8 @@ def _spread(unit: Unit, value: torch.Tensor | None, kept: _Tensor, name: str) ->
     return shard
 
 
-def _same(value: Any, kept: Any, context: Context) -> Any:
-    """Return a copy of rank 0's value of what is not partitioned."""
+def _broadcast(value: Any, kept: Any, context: Context) -> Any:
+    """Broadcast rank 0's value of a state that is not partitioned; return a copy on the host."""
     if not isinstance(kept, _Tensor):
         return kept
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Files of a checkpoint opened so that nothing else in their place can hang or mislead the process."""
+"""Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {
 def open_regular(path: Path) -> int:
     """Return a descriptor to read a file by, links followed; raise `CheckpointError` where it isn't a file."""
     try:
-        _check(path, os.stat(path))  # before it is opened: that alone may do something to a device
+        _check(path, os.stat(path))  # before open(), which alone may act on a device
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, taken on trust in nothing: what the library refuses is refused, and said by name."""
+"""Parses and validates the header of a safetensors file: refuses what the safetensors library refuses, naming the tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {
 _OTHER_BITS = {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Types of the format that no parameter is loaded from."""
 _MOST_HEADER_BYTES = 100_000_000
-"""What the format allows."""
+"""Limit of the format."""
 _MOST_NUMBER = (1 << 64) - 1
 
 
@@ -35,7 +35,7 @@ class Entry:
     """The format's own name for one that no parameter has."""
     shape: tuple[int, ...]
     begin: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
     end: int
 
 
@@ -47,7 +47,8 @@ def read_header(path: Path, fd: int) -> dict[str, Entry]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
             raise CheckpointError(
-                f"{path} ({size:,} bytes) is no whole safetensors file: its header would have {length:,} bytes. Fetch it again"
+                f"{path} ({size:,} bytes) is not a complete safetensors file: its header would have {length:,} bytes. "
+                "Fetch it again"
             )
         raw = os.pread(fd, length, 8)
     except OSError as error:
@@ -83,7 +84,7 @@ def _metadata_problems(metadata: Any) -> list[str]:
 
 
 def _entry(described: Any, data: int) -> Entry | str:
-    """Return a tensor, or what is wrong with it."""
+    """Return the entry of a tensor, or the problem with it."""
     if not isinstance(described, dict) or not {"dtype", "shape", "data_offsets"} <= described.keys():
         return " has no dtype, shape and data_offsets"
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
@@ -112,7 +113,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _layout_problems(entries: dict[str, Entry], data: int, size: int) -> list[str]:
-    """Each byte of the data must be one tensor's."""
+    """Return the gaps and overlaps: each byte of the data must belong to exactly one tensor."""
     problems = [f"{name} ends at byte {entry.end:,} of {size:,}" for name, entry in entries.items() if entry.end > size]
     if problems:
         return problems

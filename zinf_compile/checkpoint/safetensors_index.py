@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, and which of several has which tensor."""
+"""Finds the files of a checkpoint, and from an index which file has which tensor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .regular_file import read_text
 from .strict_json import parse_object
 
 SINGLE = "model.safetensors"
-"""A model in a single file. In a folder it counts before an index, as it does for transformers."""
+"""A model in a single file. In a folder it takes precedence over an index, as in transformers."""
 INDEX = "model.safetensors.index.json"
-"""Says which of several files has which tensor."""
+"""Maps tensors to the files that have them."""
 _MOST_INDEX_BYTES = 100_000_000
 
 
 def find_files(path: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a checkpoint, and which of their tensors count (None: all). Raises `CheckpointError`."""
+    """Return the files of a checkpoint, and which of their tensors belong to it (None: all). Raises `CheckpointError`."""
     try:
         if path.is_dir():
             return _files_of_folder(path)
@@ -67,7 +67,7 @@ def _files_of_index(path: Path) -> dict[Path, set[str] | None]:
 
 
 def _name_problem(file: object) -> str:
-    """Say what is wrong with a file's name, if anything: it must stay within the folder, whose files may be links elsewhere."""
+    """Return the problem with a file's name, or "". It must stay within the folder; files there may be links elsewhere."""
     if not isinstance(file, str) or not file:
         return "no name of a file"
     if "\0" in file:

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: where each one lies, and any range of its bytes, without reading the rest."""
+"""Tensors in safetensors files: the location of each, and reads of any range of its elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .safetensors_header import read_header
 from .safetensors_index import find_files
 
 _MOST_OPEN = 4
-"""Files that the I/O engine has descriptors of its own of."""
+"""Files for which the I/O engine keeps descriptors open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +33,25 @@ class Stored:
     """The format's own name for one that no parameter has."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 class Reading:
-    """Elements of a stored tensor that are being read."""
+    """A read of elements of a stored tensor that is in flight."""
 
     def __init__(self, read: FileRead, stored: Stored, name: str, offset: int) -> None:
         self._read, self._stored, self._name, self._offset = read, stored, name, offset
 
     def finish(self, into: torch.Tensor) -> None:
-        """Fill a flat tensor of the host. Raises `CheckpointError` where the file ends before."""
+        """Wait, and fill a flat host tensor. Raises `CheckpointError` if the file ends early."""
         got = self._read.finish(into.view(torch.uint8))
         _check_length(got, into.nbytes, self._stored, self._name, self._offset)
 
 
 class TensorFiles:
-    """The tensors of a safetensors file, of those that an index names, or of a folder with either. Not one is read yet.
+    """The tensors of a safetensors file, of the files that an index names, or of a folder with either; only headers are read.
 
-    Raises `CheckpointError`, naming file and tensor, where a file is missing, isn't one of this format or not as long as it says.
+    Raises `CheckpointError`, naming file and tensor, if a file is missing, not of this format, or shorter than its header says.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -60,7 +60,7 @@ class TensorFiles:
         self._opened: dict[Path, File] = {}
         self.tensors: dict[str, Stored] = {}
         self._everywhere: dict[str, Path] = {}
-        """The file of each tensor, of those too that the index doesn't name."""
+        """The file of each tensor, including tensors that the index doesn't name."""
         try:
             for file, wanted in find_files(self.path).items():
                 self._add(file, wanted)
@@ -69,7 +69,7 @@ class TensorFiles:
             raise
 
     def check(self, wanted: Mapping[str, tuple[torch.Tensor, bool]], *, ignored: Any = None) -> list[str]:
-        """Return what doesn't fit the tensors wanted, each with whether it may be missing; `ignored` matches extra names."""
+        """Return mismatches with the tensors wanted, each given with whether it is optional; `ignored` matches extra names."""
         problems = [f"missing: {name}" for name, (_, optional) in wanted.items() if not optional and name not in self.tensors]
         problems += [
             f"unexpected: {name}" for name in self.tensors if name not in wanted and not (ignored and ignored.search(name))
@@ -85,7 +85,7 @@ class TensorFiles:
         return problems
 
     def begin(self, name: str, numel: int, *, start: int, engine: Engine, pool: BufferPool) -> Reading:
-        """Start to read elements of a stored tensor from number `start` on, by way of buffers of a pool that has room."""
+        """Start reading `numel` elements of a stored tensor from element `start` on, through buffers of `pool`."""
         stored = self.tensors[name]
         assert isinstance(stored.dtype, torch.dtype), "it was found to fit"
         offset, size = stored.start + start * stored.dtype.itemsize, numel * stored.dtype.itemsize
@@ -93,7 +93,7 @@ class TensorFiles:
         return Reading(read, stored, name, offset)
 
     def read(self, name: str, into: torch.Tensor, *, start: int = 0) -> None:
-        """Fill a flat tensor of the host with elements of a stored one from number `start` on."""
+        """Fill a flat host tensor with elements of a stored one from element `start` on."""
         stored = self.tensors[name]
         if not into.numel():
             return
@@ -108,7 +108,7 @@ class TensorFiles:
             os.close(self._fds.popitem()[1])
 
     def _open(self, path: Path) -> File:
-        """Return a file as the I/O engine reads it; the last few stay open."""
+        """Return the file as the I/O engine opens it; the last few stay open."""
         file = self._opened.pop(path, None) or File(self._fds[path])
         self._opened[path] = file
         while len(self._opened) > _MOST_OPEN:

@@ -1,4 +1,4 @@
-"""Writes one safetensors file from tensors of the host, so that what fails is an `OSError` that names the file."""
+"""Writes one safetensors file from host tensors; failures are `OSError`s that name the file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .safetensors_header import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CALL_BYTES = 64 << 20
-"""Written by one system call, at most."""
+"""The most that one system call writes."""
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
-    """Write contiguous tensors of the host to a file that isn't there yet, and sync it.
+    """Write contiguous host tensors to a new file, and sync it.
 
-    Raises `OSError` with errno and path, `UnsupportedModelError` naming a tensor of a type that the format doesn't have.
+    Raises `OSError` with errno and path, `UnsupportedModelError` naming a tensor of a type that the format lacks.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each one is aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -44,9 +44,9 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str],
 
 @contextlib.contextmanager
 def new_file(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Context with the descriptor of a file made here, of the mode that the umask leaves; what is written is synced at the end.
+    """Context with the descriptor of a new file, its mode 0666 less the umask; it is synced at the end.
 
-    Raises `OSError` with errno and path, `FileExistsError` where there is anything of that name, links included.
+    Raises `OSError` with errno and path, `FileExistsError` if anything has that name, links included.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -61,6 +61,6 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def write_all(fd: int, data: memoryview) -> None:
-    """Write all bytes at the descriptor's place."""
+    """Write all bytes at the descriptor's offset."""
     while data:
         data = data[os.write(fd, data[:_CALL_BYTES]) :]

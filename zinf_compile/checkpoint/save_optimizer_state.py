@@ -1,4 +1,4 @@
-"""Whole states of an optimizer, gathered on rank 0 to be saved."""
+"""Full states of an optimizer, gathered on rank 0 to be saved."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .gathered import gathered_on_first
 
 
 def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """Return eager's `optimizer.state_dict()`, on the host of rank 0, with whole states; other ranks get an empty one.
+    """Return eager's `optimizer.state_dict()`, on the host of rank 0, with full states; other ranks get an empty one.
 
     A collective operation. States have the shapes of their parameters, so that it loads into the same optimizer of the plain
     model, and by `load_full_optimizer_state_dict` on any number of ranks, under any tiers and tiles. Needs host memory for all
-    states on rank 0, and on every rank for its own shards of them, which come into memory as for `optimizer.state_dict()`; raises
-    `BudgetError` where there is less.
+    states on rank 0, and on every rank for its own shards of them, which are read as for `optimizer.state_dict()`; raises
+    `BudgetError` if there is less.
     """
     units, context = units_of(optimizer)
     if context is None:
@@ -45,11 +45,11 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         shards = {(key, name): shard_state(states[key][name], unit, name, optimizer) for (key, name), unit in gathered.items()}
         whole = sum(format_of(shards[place].dtype).bytes(unit.numel) for place, unit in gathered.items())
         held = _held(optimizer)
-        brought = sum(shards[key, name].nbytes for key, name in gathered if id(states[key][name]) not in held)  # and let go of
-        if context.rank == 0 and (short := host_shortage(context, whole - brought)):
+        freed = sum(shards[key, name].nbytes for key, name in gathered if id(states[key][name]) not in held)  # freed again below
+        if context.rank == 0 and (short := host_shortage(context, whole - freed)):
             raise BudgetError(
                 f"the whole states of this {type(optimizer).__name__} take {whole:,} bytes of host memory on rank 0; "
-                f"{short.available:,} are available, and {brought:,} that become free. {short.named}. "
+                f"{short.available:,} are available, and {freed:,} that become free. {short.named}. "
                 "Or save each rank's own, by optimizer.state_dict()"
             )
     agree_on_order(
@@ -60,7 +60,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         compare_steps=True,
     )
     for (key, name), unit in gathered.items():
-        states[key][name] = None  # the shard goes once it is gathered
+        states[key][name] = None  # frees the shard once it is gathered
         shard = shards.pop((key, name)).to(unit.device)
         found = gathered_on_first(unit, shard, f"gathering state {name} of {unit.name} on rank 0")
         states[key][name] = None if found is None else found.to("cpu")
@@ -68,9 +68,9 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
-    """Return the units of an optimizer's parameters in the order in which a state dict numbers them, and what the ranks share.
+    """Return the units of an optimizer's parameters in the order in which a state dict numbers them, and their context.
 
-    None: neither the parameter is partitioned nor are its states split.
+    None in place of a unit: neither the parameter is partitioned nor are its states split.
     """
     split = split_units(optimizer)
     units = [unit_of(p) or split.get(p) for group in optimizer.param_groups for p in group["params"]]
@@ -78,7 +78,7 @@ def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
 
 
 def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterator[tuple[tuple[int, str], Unit]]:
-    """Yield where states of a partitioned parameter's size are, (its number, name), in an order that all ranks have."""
+    """Yield (parameter number, state name) and unit of states of a parameter's size, in the same order on all ranks."""
     for key, unit in enumerate(units):
         for name, value in sorted(states.get(key, {}).items()) if unit is not None else ():
             shape = getattr(value, "shape", ())
@@ -87,7 +87,7 @@ def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterato
 
 
 def agree_on_order(units: list[Unit | None], context: Context, what: str, more: list[str], *, compare_steps: bool) -> None:
-    """Check that all ranks mean the same parameters by the same numbers, and that these went through the same steps."""
+    """Check that all ranks number the same parameters alike, and that these went through the same steps."""
     named = [f"parameter {i} is {'whole' if unit is None else f'unit {unit.serial}'}" for i, unit in enumerate(units)]
     lines, stepped = [*named, *more], [unit for unit in units if unit is not None] if compare_steps else []
     digest = mixed(digest_of(lines), digest_of_steps(stepped))
@@ -105,7 +105,7 @@ def _reject_nested(optimizer: Optimizer, states: Mapping[Any, Any], units: list[
 
 
 def _copied(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a state dict whose tensors are on the host and nobody else's; takes over what the optimizer doesn't hold."""
+    """Return a state dict whose tensors are unshared and on the host; only those that the optimizer holds are copied."""
     held = _held(optimizer)
 
     def copied(value: Any) -> Any:
@@ -119,7 +119,7 @@ def _copied(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    """Return the identities of what is in `optimizer.state`."""
+    """Return the ids of the values in `optimizer.state`."""
     return {id(value) for entry in optimizer.state.values() for value in tree_leaves(_plain(entry))}
 
 

@@ -1,4 +1,4 @@
-"""Save a partitioned model as safetensors, as transformers lays them out, with never more than one file's tensors in memory."""
+"""Save a partitioned model as safetensors in the layout of transformers, with the tensors of one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
 
     A collective operation; rank 0 writes, and needs memory for the tensors of one file. A tensor larger than `file_bytes` has a
     file to itself. Names, shapes and types are those of the plain model's `state_dict()`; tied tensors are written once, under
-    their first name. The folder is made where it is missing. Several files have names of their own for each save, and the index
-    is the last to be put into place: a process killed at any moment, or a full drive, leaves all old files or all new ones, for
-    transformers and for `partition(checkpoint=)`. What is left of a process that was killed goes with the next save. Returns
-    the names of the files. Raises `OSError` with errno and path, on other ranks `PartitionedParameterError`, where writing fails.
+    their first name. The folder is made where it is missing. Several files have names unique to each save, and the index is
+    renamed into place last: a process killed at any moment, or a full drive, leaves all old files or all new ones, for
+    transformers and for `partition(checkpoint=)`. The next save removes leftovers of a killed process. Returns the names of the
+    files. Raises `OSError` with errno and path, on other ranks `PartitionedParameterError`, where writing fails.
     """
     model = plain(model)
     context = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
@@ -52,7 +52,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
     try:
         _on_first_rank(context, update.begin)
         for file, names in plan.items():
-            whole = _bring({name: tensors[name] for name in names}, first=first)
+            whole = _gather_file({name: tensors[name] for name in names}, first=first)
             _on_first_rank(context, lambda file=file, whole=whole: _write(update, file, whole))  # type: ignore[misc]
             del whole
         _on_first_rank(context, lambda: _replace(update, plan, tensors))
@@ -62,28 +62,28 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
 
 
 def plan_files(tensors: Mapping[str, torch.Tensor], file_bytes: int, *, tag: str = "") -> dict[str, list[str]]:
-    """Return the files and the names of the tensors in each: in order, each file as full as it can be.
+    """Return the files and the names of the tensors in each: in order, each file as full as possible.
 
-    `tag`: what tells the names of several files from those of other saves; where transformers saves to the same folder
-    afterwards, it knows them for files of an earlier save by the numbers at their end.
+    `tag`: makes the names of several files unique to a save. A later save by transformers into the same folder still recognises
+    them as older shards, by the numbers at their end.
     """
     groups: list[list[str]] = []
-    room = 0
+    bytes_left = 0
     for name, tensor in tensors.items():
         size = tensor.nbytes
-        if not groups or size > room:
+        if not groups or size > bytes_left:
             groups.append([])
-            room = file_bytes
+            bytes_left = file_bytes
         groups[-1].append(name)
-        room -= size
+        bytes_left -= size
     if len(groups) <= 1:
         return {SINGLE: groups[0] if groups else []}
     stem = f"model-{tag}" if tag else "model"
     return {f"{stem}-{n:05}-of-{len(groups):05}.safetensors": names for n, names in enumerate(groups, start=1)}
 
 
-def _bring(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors of one file, whole, on rank 0; nothing on the others."""
+def _gather_file(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, torch.Tensor]:
+    """Gather the tensors of one file on rank 0; return an empty mapping on the others."""
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, ShardedParameter):
@@ -96,13 +96,13 @@ def _bring(tensors: Mapping[str, torch.Tensor], *, first: bool) -> dict[str, tor
 
 
 def _write(update: FolderUpdate, file: str, tensors: dict[str, torch.Tensor]) -> None:
-    update.write(file, lambda draft: save_file(tensors, draft, metadata={"format": "pt"}))
+    update.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
 def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put the files into place: what counts for transformers is a single file before an index."""
+    """Commit the files: transformers reads a single file, if there is one, rather than an index."""
     if len(plan) == 1:
-        update.replace(list(plan), last=SINGLE, stale=INDEX, stale_counts=False, old=_SAVED)
+        update.replace(list(plan), last=SINGLE, stale=INDEX, stale_wins=False, old=_SAVED)
         return
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -110,16 +110,16 @@ def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: M
     }
     text = memoryview((json.dumps(index, indent=2) + "\n").encode())
 
-    def write(draft: Path) -> None:
-        with new_file(draft) as fd:
+    def write(path: Path) -> None:
+        with new_file(path) as fd:
             write_all(fd, text)
 
     update.write(INDEX, write)
-    update.replace(list(plan), last=INDEX, stale=SINGLE, stale_counts=True, old=_SAVED)
+    update.replace(list(plan), last=INDEX, stale=SINGLE, stale_wins=True, old=_SAVED)
 
 
 def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
-    """Do something on rank 0; where it fails there it is an error everywhere."""
+    """Call `act` on rank 0; raise on all ranks if it fails there."""
     if context is None:
         act()
         return

@@ -1,4 +1,4 @@
-"""JSON as the Rust reader of safetensors takes it, which is stricter than Python's: no name twice, no NaN, no half of a pair."""
+"""JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zinf bench-io DIR`: how fast a folder's drive is, in bursts and for longer, through the engine that training uses."""
+"""`zinf bench-io DIR`: measures a drive's bandwidth, in bursts and sustained, through the I/O engine that training uses."""
 
 from __future__ import annotations
 
@@ -27,18 +27,26 @@ def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "bench-io",
-        help="measure how fast a folder's drive reads and writes",
-        description="Write, read, and do both at once, in a nameless file that is gone afterwards: in bursts, by block size and "
-        "depth; then for longer, with the settings that were fastest.",
+        help="measure the read and write bandwidth of a folder's drive",
+        description="Write, read, and do both at once, in an unnamed temporary file: in bursts, by block size and depth; then "
+        "sustained, with the fastest settings.",
     )
     parser.add_argument("folder", metavar="DIR", help="a folder on the drive")
-    parser.add_argument("--size", metavar="BYTES", type=_bytes, default="4GiB", help="of the file; caches smaller (default 4GiB)")
-    parser.add_argument("--burst", metavar="BYTES", type=_bytes, default="256MiB", help="moved in a burst (default 256MiB)")
-    parser.add_argument("--seconds", metavar="S", type=_seconds, default=10.0, help="of each sustained transfer (default 10)")
+    parser.add_argument(
+        "--size",
+        metavar="BYTES",
+        type=_bytes,
+        default="4GiB",
+        help="size of the file; larger than the drive's caches (default 4GiB)",
+    )
+    parser.add_argument("--burst", metavar="BYTES", type=_bytes, default="256MiB", help="bytes of a burst (default 256MiB)")
+    parser.add_argument(
+        "--seconds", metavar="S", type=_seconds, default=10.0, help="duration of each sustained transfer (default 10)"
+    )
     parser.add_argument(
         "--block", metavar="BYTES", type=_bytes, nargs="+", default=[1 << 18, 1 << 20, 1 << 22], help="default: 256KiB 1MiB 4MiB"
     )
-    parser.add_argument("--depth", metavar="N", type=_count, nargs="+", default=[4, 32], help="blocks at a time (default 4 32)")
+    parser.add_argument("--depth", metavar="N", type=_count, nargs="+", default=[4, 32], help="blocks in flight (default 4 32)")
     parser.add_argument("--engine", choices=["auto", "io_uring", "threads"], default="auto", help="default: auto")
     parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/bench_io.py")
     parser.set_defaults(run=run)
@@ -113,7 +121,7 @@ def measure(
 
 
 class Case:
-    """Transfers of one kind: `depth` blocks at a time, from the file's start to its end and around; both: in a half each."""
+    """Transfers of one mode: `depth` blocks at a time, over the file in a loop; mode "both": each direction in its own half."""
 
     def __init__(self, file: File, size: int, mode: str, block: int, depth: int, *, engine: str) -> None:
         self.mode = mode
@@ -125,7 +133,7 @@ class Case:
         self._engine = engine
 
     def rate(self, enough: Callable[[int, float], bool], *, skip: float = 0.0) -> float:
-        """Transfer until `enough(bytes, seconds)`; return bytes per second of what ended after `skip` seconds."""
+        """Transfer until `enough(bytes, seconds)`; return bytes per second of the transfers that ended after `skip` seconds."""
         buffers = aligned_buffer(self._block * self._depth).split(self._block)
         under_way: collections.deque[Request] = collections.deque()
         with closing(Engine(self._engine, depth=self._depth, chunk_bytes=self._block)) as engine:
@@ -137,7 +145,7 @@ class Case:
                 if passed < skip:
                     skipped, skipped_at = ended, begin + passed
                 if len(under_way) < self._depth and not enough(submitted * self._block, passed):
-                    write, offset = self.place(submitted)
+                    write, offset = self.request(submitted)
                     transfer = engine.write if write else engine.read
                     under_way.append(transfer(self._file, offset, buffers[submitted % self._depth]))
                     submitted += 1
@@ -149,10 +157,10 @@ class Case:
             return (ended - skipped) * self._block / (time.perf_counter() - skipped_at)
 
     def report(self, rate: float) -> dict[str, Any]:
-        """Return the case as the JSON has it."""
+        """Return the case as its JSON object."""
         return {"mode": self.mode, "block": self._block, "depth": self._depth, "bytes_per_s": rate}
 
-    def place(self, number: int) -> tuple[bool, int]:
+    def request(self, number: int) -> tuple[bool, int]:
         """Return whether the transfer of this number is a write, and its offset."""
         if self.mode != "both":
             return self.mode == "write", number * self._block % self._size

@@ -1,4 +1,4 @@
-"""`zinf doctor`: what this machine offers for offloading, and what stands in the way."""
+"""`zinf doctor`: reports what this machine offers for offloading, and obstacles."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="say what this machine offers for offloading",
-        description="Print versions, the I/O engine and why it was chosen, limits, and what a folder is good for.",
+        description="Print versions, the I/O engine and why it was chosen, limits, and the properties of a folder's drive.",
     )
-    parser.add_argument("--nvme", metavar="DIR", help="the folder that states would be kept in")
+    parser.add_argument("--nvme", metavar="DIR", help="the folder for states on a drive")
     parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/doctor.py")
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> str:
         return json.dumps(found, indent=2)
     sections = {name: facts for name, facts in found.items() if name != "concerns"}
     rows = [(section, name, _text(value)) for section, facts in sections.items() for name, value in facts.items()]
-    notes = [f"! {concern}" for concern in found["concerns"]] or ["nothing stands in the way"]
+    notes = [f"! {concern}" for concern in found["concerns"]] or ["no concerns"]
     return "\n".join([tabulate(rows, tablefmt="plain", disable_numparse=True), "", *notes])
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dump(options: argparse.Namespace) -> str:
-    """Return what `zinf dump` prints: the graphs and the table, or what was asked for instead."""
+    """Return the output of `zinf dump`: the graphs and the table, or the selected alternative."""
     for name in ("after", "diff", "hash", "ops"):
         if getattr(options, name) and options.format != "text":
             raise DumpError(f"--{name} and --format {options.format} exclude each other; accepted: --format text")
@@ -69,14 +69,14 @@ def dump(options: argparse.Namespace) -> str:
     if options.diff:
         parts = [_difference(s, title, options.diff) for s, title in zip(seen, titles, strict=True)]
         return "\n".join(parts) or f"# no graph goes through {options.diff}"
-    whole = options.ops or options.after  # what a pass leaves behind is seen by its operators
+    whole = options.ops or options.after  # the effect of a pass shows in its operators
     texts = [s.text if whole else s.summary for s in seen]
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
     return "\n".join([*map(colored, parts), table(found), f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
-    """Return the account of all graphs, bytes moved per rank by each run; tiers to which nothing moves are left away."""
+    """Return the table of all graphs: bytes moved per rank by each run; links without traffic are omitted."""
     total = _total(found)
     links = {link: title for link, title in _LINKS.items() if link in _BETWEEN_RANKS or getattr(total, link)}
 
@@ -92,7 +92,7 @@ def table(found: Sequence[Scheduled]) -> str:
 def report(
     found: Sequence[Scheduled], shown: Sequence[Scheduled], *, options: Mapping[str, Any], world_size: int, device: str
 ) -> dict[str, Any]:
-    """Return the content of `--format json`: the account of all graphs found, and those shown one by one.
+    """Return the content of `--format json`: the totals of all graphs found, and each graph shown.
 
     Keys are added in later versions, never renamed. All bytes are those of one rank when each graph runs once; what the optimizer
     moves is in no graph.
@@ -113,7 +113,7 @@ def report(
                             (the bytes of this rank's shard)
             traffic         as above
             critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
-                            (a stretch of compute has that of its first operator), lane (compute, gather, reduce, read, copy in,
+                            (a region of compute has that of its first operator), lane (compute, gather, reduce, read, copy in,
                             copy out or write) and bytes
     """
     config = Config.from_options(options, check_folders=False)
@@ -187,7 +187,7 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zinf", description="Look at what zinf-compile makes of a model, and of this machine.")
+    parser = argparse.ArgumentParser(prog="zinf", description="Inspect the schedules of zinf-compile, and this machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     dumping = commands.add_parser(
         "dump",

@@ -1,4 +1,4 @@
-"""Models that the command line knows by name, to look at a schedule without writing one."""
+"""Built-in models of the command line, to inspect a schedule without writing one."""
 
 from __future__ import annotations
 

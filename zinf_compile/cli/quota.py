@@ -1,4 +1,4 @@
-"""Disk quotas of this user and group, as the kernel counts them."""
+"""Disk quotas of this user and group, read from the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GET_QUOTA = 0x800007
 _OF = {"user": 0, "group": 1}
 _BLOCK_BYTES = 1024
 _NONE = frozenset({errno.ESRCH, errno.ENOSYS, errno.ENOENT, errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV, errno.ENOTBLK})
-"""What the kernel says where no quotas are kept."""
+"""Errors of the kernel where no quotas exist."""
 
 
 class _DiskQuota(ctypes.Structure):

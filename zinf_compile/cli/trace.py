@@ -1,4 +1,7 @@
-"""Trace a model and look at its schedule, without allocating a weight."""
+"""Traces a model on fake tensors and returns its scheduled graphs, without allocating a weight.
+
+Called by `main`; runs the passes of the backend, and executes no program.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Scheduled:
     """The graph after all passes, or after the one asked for: the joint graph, if that is a joint pass. Empty for a graph that
     isn't there at that pass: a backward is still part of the joint graph, an inference graph never is."""
     summary: str
-    """The graph after all passes, what is computed between transfers in a line each."""
+    """The graph after all passes, with one line for each region between transfers."""
     before: str
     """The graph before the pass asked for; empty if none is."""
     collectives: tuple[Collective, ...]
@@ -137,7 +140,7 @@ def pass_names(config: Config) -> list[str]:
 
 
 class _Recorder(GraphCompiler):
-    """Schedules both halves as soon as they are cut, and runs nothing but the forward, on fake tensors."""
+    """Schedules forward and backward as soon as the joint graph is cut, and runs only the forward, on fake tensors."""
 
     backward_ahead = False
 
@@ -168,7 +171,7 @@ class _Recorder(GraphCompiler):
 
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         caps = find_caps(self.config, context, held=0)
-        if self.config.device_memory is None:  # not what this machine has
+        if self.config.device_memory is None:  # no limit from this machine
             caps = dataclasses.replace(caps, device=sys.maxsize)
         if self.config.host_memory is None:
             caps = dataclasses.replace(caps, host=sys.maxsize)
@@ -186,14 +189,14 @@ class _Recorder(GraphCompiler):
         return run
 
     def _schedule(self, unscheduled: fx.GraphModule, kind: str) -> None:
-        graph = fx.GraphModule(unscheduled, copy.deepcopy(unscheduled.graph))  # which AOTAutograd goes on with
+        graph = fx.GraphModule(unscheduled, copy.deepcopy(unscheduled.graph))  # AOTAutograd continues with the original
         graph.meta.update(unscheduled.meta)
         texts = self._run(graph, self.graph_passes())
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None
             texts = texts or ("", "")
         verify(graph)
-        program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=_leave)
+        program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=_skip_compilation)
         before, text = texts or ("", self._text(graph))
         self._found.append(
             Scheduled(
@@ -223,7 +226,7 @@ class _Recorder(GraphCompiler):
         return graph_text(gm, sizes=True, policies=policies, world_size=self._world_size)
 
 
-def _leave(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+def _skip_compilation(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     return region.forward  # never called: a dump compiles no region, which at 70B would be a tenth of its time
 
 

@@ -14,7 +14,7 @@ from zinf_compile.checkpoint.save_safetensors import save_safetensors
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .files import behind, context_of, load_optimizer, load_weights, save_optimizer
+from .files import context_of, load_optimizer, load_weights, save_optimizer, unwrapped
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
 """Kinds of `distributed_type` that leave models and optimizers to PyTorch."""
@@ -35,7 +35,7 @@ def adopt_accelerator(accelerator: Any) -> None:
 
 
 class _Adopted:
-    """What stands in for methods of an accelerator, beside the ones replaced."""
+    """Replacements for methods of an accelerator, with the originals."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -54,7 +54,7 @@ class _Adopted:
         accelerator.register_load_state_pre_hook(self._read)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Prepare as for evaluation what is compiled: all that training adds to that is DDP."""
+        """Prepare compiled models as for evaluation, which differs from training by DDP alone."""
         ours = is_compiled(model) or any(isinstance(p, ShardedParameter) for p in model.parameters())
         prepared: nn.Module = self._prepare_model(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode or ours
@@ -109,7 +109,7 @@ class _Adopted:
             if first or context_of(model) is not None:
                 save_safetensors(model, _folder(output_dir, index))
         for index, optimizer in enumerate(self._optimizers):
-            save_optimizer(behind(optimizer), _file(output_dir, index), writes=first)
+            save_optimizer(unwrapped(optimizer), _file(output_dir, index), writes=first)
         self._accelerator.wait_for_everyone()
 
     def _read(self, models: list[nn.Module], input_dir: str) -> None:
@@ -119,7 +119,7 @@ class _Adopted:
             load_weights(model, _folder(input_dir, index), context)
         models.clear()
         for index, optimizer in enumerate(self._optimizers):
-            load_optimizer(behind(optimizer), _file(input_dir, index))
+            load_optimizer(unwrapped(optimizer), _file(input_dir, index))
 
 
 def _folder(where: str, index: int) -> Path:

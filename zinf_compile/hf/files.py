@@ -1,6 +1,6 @@
-"""Checkpoints of transformers and accelerate on disk: weights and optimizer states of a partitioned model, out and in.
+"""Checkpoints of transformers and accelerate on disk: saves and loads weights and optimizer states of a partitioned model.
 
-Rank 0 writes and reads; the others take part in gathering and spreading. Each function is a collective operation.
+Rank 0 writes and reads; the others take part in gathers and scatters. Each function is a collective operation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PICKLED = "pytorch_model.bin"
 
 
 def context_of(model: nn.Module) -> Context | None:
-    """Return what the ranks share of a partitioned model, None for one that isn't."""
+    """Return the context of a partitioned model, None for one that isn't."""
     found = partitioned_parameters(plain(model))
     return next((parameter._zinf_unit.context for parameter in found.values()), None)
 
@@ -58,7 +58,7 @@ class _Weights(Mapping[str, torch.Tensor]):
 
 
 def has_weights(folder: Path) -> bool:
-    """Say whether a folder has the weights of a whole model, in a way that `load_weights` reads."""
+    """Say whether a folder has the weights of a full model in a format of `load_weights`."""
     return any((folder / name).is_file() for name in (*SAFETENSORS, PICKLED))
 
 
@@ -108,7 +108,7 @@ def load_optimizer(optimizer: Optimizer, file: Path) -> None:
     load_full_optimizer_state_dict(optimizer, state)
 
 
-def behind(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Optimizer:
     """Return the optimizer that accelerate wraps, itself an `Optimizer`, or the optimizer given."""
     while hasattr(optimizer, "accelerator_state"):
         optimizer = optimizer.optimizer

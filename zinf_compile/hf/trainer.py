@@ -15,7 +15,7 @@ from zinf_compile.checkpoint.save_optimizer_state import units_of
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
 
 from .accelerator import adopt_accelerator
-from .files import behind, context_of, has_weights, load_optimizer, load_weights, save_optimizer
+from .files import context_of, has_weights, load_optimizer, load_weights, save_optimizer, unwrapped
 
 
 def adopt_trainer(trainer: transformers.Trainer) -> None:
@@ -25,10 +25,10 @@ def adopt_trainer(trainer: transformers.Trainer) -> None:
 
 
 class _Adopted:
-    """What stands in for methods of a trainer, beside the ones replaced.
+    """Replacements for methods of a trainer, with the originals.
 
     Each is called on all ranks, as the trainer does by itself. Where nothing is partitioned, as before the first step of a model
-    that was compiled whole, the trainer's own method does what it does.
+    that was compiled whole, the trainer's own method runs.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -52,7 +52,7 @@ class _Adopted:
         adopt_accelerator(self._trainer.accelerator)
 
     def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model, streamed where its class has no format of its own, and what goes beside it."""
+        """Write the model, one file at a time unless its class has its own format, and the accompanying files."""
         trainer = self._trainer
         model, folder = plain(trainer.model), output_dir or trainer.args.output_dir
         context = context_of(model)
@@ -71,7 +71,7 @@ class _Adopted:
                     self._save_beside(model, folder)
 
     def _save_beside(self, model: Any, folder: str) -> None:
-        """Write what `save_pretrained` and the trainer write beside the weights."""
+        """Write the files that `save_pretrained` and the trainer add to the weights."""
         trainer = self._trainer
         model.config.architectures = [type(model).__name__]
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -86,7 +86,7 @@ class _Adopted:
     def save_optimizer(self, output_dir: str) -> None:
         """Write the optimizer's whole states and the scheduler, as the trainer does on one process."""
         trainer = self._trainer
-        optimizer = behind(trainer.optimizer)
+        optimizer = unwrapped(trainer.optimizer)
         context = units_of(optimizer)[1]
         if context is None:
             self._save_optimizer(output_dir)
@@ -99,7 +99,7 @@ class _Adopted:
     def load_optimizer(self, checkpoint: str | None) -> None:
         """Load what `save_optimizer` wrote, on any number of ranks."""
         trainer = self._trainer
-        optimizer = behind(trainer.optimizer)
+        optimizer = unwrapped(trainer.optimizer)
         files = [] if checkpoint is None else [Path(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
         if units_of(optimizer)[1] is None or not all(file.is_file() for file in files):
             self._load_optimizer(checkpoint)
@@ -109,14 +109,16 @@ class _Adopted:
 
     def load(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint's model."""
-        self._into(plain(model or self._trainer.model), resume_from_checkpoint, lambda: self._load(resume_from_checkpoint, model))
+        self._load_into(
+            plain(model or self._trainer.model), resume_from_checkpoint, lambda: self._load(resume_from_checkpoint, model)
+        )
 
     def load_best(self) -> None:
         """Load the best checkpoint's model."""
         trainer = self._trainer
-        self._into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
+        self._load_into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
 
-    def _into(self, model: Any, folder: str, otherwise: Any) -> None:
+    def _load_into(self, model: Any, folder: str, otherwise: Any) -> None:
         """Load one parameter at a time where the folder has a whole model; adapters need the model whole on each rank."""
         context = context_of(model)
         if context is None:

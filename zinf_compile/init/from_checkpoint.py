@@ -134,7 +134,7 @@ class _DriveLoader:
     def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
         self._context = context
-        self._rooms = BufferPool(sys.maxsize, account=lambda change: context.memory.host_ledger.add("staged", change))
+        self._rooms = BufferPool(sys.maxsize, account=lambda change: context.memory.host_ledger.add("staging", change))
         self._writer = PieceWriter(context.memory.host_ledger, threads=torch.get_num_threads())
         planned = [(name, unit, pieces_of(unit)) for name, unit in units]
         self._coming = ((name, unit, piece) for name, unit, pieces in planned for piece in pieces)

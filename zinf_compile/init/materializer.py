@@ -212,8 +212,8 @@ class _Open:
         else:
             whole = self._view(private_memory(-(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE), parameter.dtype)
             self.flat = whole.copy_(source.as_strided((numel,), (1,)))
-        ledger.add("staged", size)
-        weakref.finalize(self, ledger.add, "staged", -size).atexit = False
+        ledger.add("staging", size)
+        weakref.finalize(self, ledger.add, "staging", -size).atexit = False
 
     def materialization(self) -> Materialization | None:
         """Return what is known of the parameter, while there is one."""

@@ -46,7 +46,7 @@ class PieceWriter:
     """Has pieces made, by threads of its own where it has some, and written; counts what they take as staged."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int = BYTES_ON_THE_WAY, threads: int = 0) -> None:
-        self._pool = BufferPool(most_bytes, account=lambda change: ledger.add("staged", change))
+        self._pool = BufferPool(most_bytes, account=lambda change: ledger.add("staging", change))
         self._most_bytes = most_bytes
         self._bytes = 0
         self._threads = ThreadPoolExecutor(threads) if threads else None

@@ -1,49 +1,47 @@
 """Unmodified optimizers on shards: their steps, chunk by chunk where states are off the device, and their states as users read
 them.
 
-chunk_step — One chunk in a step of the optimizer: what stands in for its parameters, and what becomes of their new values
-    and states.
-chunk_transfers — Chunks between memory and drives: the states that live there are read ahead of a chunk's update and
-    written behind it.
-chunked_step — The part of a step that is done chunk by chunk: at once, or left to the next forward.
-chunks — Which pieces of an optimizer's parameters are updated together, and what each of them consists of.
-closure_step — Steps whose closure partitions the model, at its first compiled call: shards take the parameters' place once
-    it has run.
-deferred_step — What is left of a step, done beside the next forward: exactly what would have been done at once.
-elementwise_probe — Tell optimizers that update element by element from those that need whole matrices.
-elementwise_trial — An optimizer tried on a tensor of its own: what it keeps, and whether a piece alone is updated as it is
-    within the whole.
-fused_kernels — Fused kernels for optimizers whose user left the choice open.
-lent_state — A state that was read from a drive for code that may change it: known for as long as anybody can see its
-    memory.
-load_states — States that were loaded, replaced, changed or taken out of `optimizer.state` between two steps: moved to where
-    they live.
-offloaded_states — Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead,
-    writing behind.
-precision — States in fp32 of parameters in 16 bits: kept as they are where PyTorch would round them.
-record — What this package knows of an optimizer, from its first step for as long as it lives: one record for each.
-running_step — A step that has begun: the stand-in on which the optimizer's own `step` runs, and what stands there for each
+chunk_step — One chunk in a step of the optimizer: the tensors that the stand-in updates, and the write-back of values and
+    states.
+chunk_transfers — Transfers of chunks between memory and drives: states are read before a chunk's update and written after
+    it.
+chunked_step — The chunked part of a step: updated in `step()`, or deferred to the next forward.
+chunks — Chunks: the pieces of an optimizer's parameters that are updated together, and the columns of each.
+closure_step — Steps whose closure partitions the model by its first compiled call: from then on the step runs on shards.
+deferred_step — Deferred steps: chunks updated by a worker thread during the next forward, bitwise equal to updating them in
+    `step()`.
+elementwise_probe — Probes whether an optimizer updates element by element, by steps on small tensors: whole, and cut in
+    pieces.
+elementwise_trial — Trial of an optimizer on a private tensor: its states, and comparisons of a piece alone with the whole.
+fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
+load_states — Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier,
+    removed ones reset.
+offloaded_states — Chunked steps of parameters, gradients or states that live off the updating device: prefetch, update,
+    write back.
+precision — Keeps fp32 states of 16-bit parameters in fp32 where `load_state_dict` would round them.
+record — The package's state of each optimizer, from its first step to its collection: one `OptimizerRecord`.
+running_step — The current step of an optimizer: the stand-in on which its own `step` runs, with a shard in place of each
     parameter.
-shard_state — Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on.
+shard_state — Conversions between a parameter's gradient and states as the user sees them and the flat shards that an
+    optimizer updates.
 split_states — ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
-stand_in — A stand-in for an optimizer: an object of its class and attributes, whose groups hold what one step, or one
-    chunk, updates.
-state_accounts — What an optimizer's states take: checked against the caps before the first step makes them, and told to the
-    ledgers.
-state_dict_hooks — Which optimizers are stepped chunk by chunk, and their hooks: states are whole while `state_dict` is
-    taken.
-state_entry — What `optimizer.state` has of a parameter whose states live on a drive: a dict that reads a value when it is
-    asked for it.
-state_exchange — States that live on a drive, brought into memory for who reads `optimizer.state` or takes a `state_dict`.
-state_layout — Which elements of a parameter a rank's states are of: noted beside the states, compared where states are
+stand_in — Stand-ins for an optimizer: objects of its class and attributes, whose groups hold the tensors of one step or one
+    chunk.
+state_accounts — Memory of an optimizer's states: checked against the caps before the first step, then added to the ledgers.
+state_copy — Host copy of a state on a drive, given to user code that may change it; tracked until no alias of its memory is
+    left.
+state_dict_hooks — Sets up chunked steps for an optimizer, with hooks that read states from drives for `state_dict` and
+    write loaded ones.
+state_entry — Entries of `optimizer.state` for parameters with states on a drive: dicts that read a value on access.
+state_exchange — Reads states from a drive into host memory, for readers of `optimizer.state` and for `state_dict()`.
+state_layout — Layout of a rank's states: the elements that they belong to, saved with the states and compared when they are
     loaded.
-state_table — Which states the parameters of one optimizer have, and what `optimizer.state` has of them where they live on
-    drives.
+state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.
 step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
     don't reach it.
-step_hooks — Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
-step_records — Notes each step of an optimizer on the units that it updated, for the ranks to compare
+step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
+step_records — Records each step of an optimizer on the units that it updates, for the ranks to compare
     (`runtime/comm/steps_done.py`).
-step_under_way — Optimizers whose `step(closure)` makes the first compiled call of a model: their step began on whole
-    parameters.
+step_under_way — Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw
+    whole parameters.
 """

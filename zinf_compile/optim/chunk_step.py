@@ -1,4 +1,7 @@
-"""One chunk in a step of the optimizer: what stands in for its parameters, and what becomes of their new values and states."""
+"""One chunk in a step of the optimizer: the tensors that the stand-in updates, and the write-back of values and states.
+
+Called by `chunked_step` and `deferred_step`; knows no threads.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,27 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunks import GRADIENT, MASTER, VALUE, Chunk, part_of
 from .offloaded_states import OffloadedStates
 
-_AT_ONCE = 1 << 18
-"""Elements compared at a time: what that takes besides stays small."""
+_COMPARED_ELEMENTS = 1 << 18
+"""Elements compared at a time; bounds the temporary memory."""
 
 
 class ChunkStep:
-    """One chunk, brought: what stands in for its parameters in a step of the optimizer."""
+    """One chunk in its buffer, as tensors for a step of the stand-in."""
 
     def __init__(self, owner: OffloadedStates, number: int, chunk: Chunk, buffer: ChunkBuffer, optimizer: Optimizer) -> None:
         self._owner, self._number, self._buffer, self._optimizer = owner, number, buffer, optimizer
         self._states = owner.transfers.state_views(number, buffer)
         self._kept = chunk.states
         self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
-        """Each parameter, and the part of its shard that is updated now."""
+        """Each parameter, with the part of its shard that this chunk updates."""
         self._pieces: list[tuple[Piece, torch.Tensor]] = []
-        """Of each part: its piece, and the parameter's own values, which the part is unless there is a master copy."""
+        """For each part: its piece, and the parameter's own values; the part itself unless there is a master copy."""
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
-        """What the optimizer's state is for the parts."""
+        """The optimizer's state for the parts."""
         self.scalar_states: dict[ShardedParameter, dict[str, Any]] = {}
-        """What the step left that isn't of a parameter's size, as step counts; counts once the whole step is over."""
+        """States that aren't of a parameter's size, such as step counts; committed when the whole step is over."""
         self._large: dict[ShardedParameter, Set[str]] = {}
-        """Names of what else it left."""
+        """Names of the states of a parameter's size."""
         for parameter, piece in chunk.pieces:
             source = owner.gradients.get(parameter)
             if source is None:
@@ -60,9 +63,9 @@ class ChunkStep:
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Start to bring back what the step changed; keep the rest in `scalar_states`. Empties `stepped`."""
+        """Start writing back values and states; keep small states in `scalar_states`. Empties `stepped`."""
         rooms = self._owner.transfers.rooms(self._number, self._buffer)
-        parts, self.parts = self.parts, []  # they may have memory of their own, of which the next chunk's take as much
+        parts, self.parts = self.parts, []  # parts may own memory: free it before the next chunk allocates as much
         self.state.clear()
         for (parameter, part), (piece, value) in zip(parts, self._pieces, strict=True):
             part.grad = None
@@ -79,12 +82,12 @@ class ChunkStep:
         self._owner.write(self._number, self._buffer)
 
     def updated(self) -> Iterator[tuple[Unit, Piece, torch.Tensor]]:
-        """Yield the units' pieces and their values, until the next chunk is asked for."""
+        """Yield unit, piece and updated value; valid until the next chunk is requested."""
         for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
             yield parameter._zinf_unit, piece, value
 
     def commit(self, optimizer: Optimizer) -> None:
-        """The whole step is over: make count what this chunk left behind."""
+        """Commit this chunk's states, after the whole step."""
         for parameter, state in self.scalar_states.items():
             self._owner.commit(parameter, optimizer, state, self._large[parameter])
 
@@ -95,13 +98,13 @@ class ChunkStep:
         return {name: brought[parameter, piece, name] for name in self._kept if (parameter, piece, name) in brought}
 
     def _master(self, value: torch.Tensor, states: Mapping[str, torch.Tensor], *, known: bool) -> torch.Tensor:
-        """Return the parameter in higher precision; where its values were changed since, as by loading, these count."""
+        """Return the master copy; elements whose parameter was changed since, as by loading, take the parameter's value."""
         if MASTER not in states:
             return value.to(self._kept[MASTER])
         master = _alias(states[MASTER])
         if not known:
             return master.copy_(value)
-        for mine, theirs in zip(master.split(_AT_ONCE), value.split(_AT_ONCE), strict=True):
+        for mine, theirs in zip(master.split(_COMPARED_ELEMENTS), value.split(_COMPARED_ELEMENTS), strict=True):
             mine.copy_(torch.where(mine.to(theirs.dtype) == theirs, mine, theirs.to(mine.dtype)))
         return master
 
@@ -136,12 +139,12 @@ class ChunkStep:
 
 
 def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[ChunkStep]:
-    """Yield the chunks with gradients; each is brought when it is yielded."""
-    with contextlib.closing(states.bring_chunks(optimizer)) as brought:
+    """Yield the chunks with gradients, each loaded into its buffer."""
+    with contextlib.closing(states.load_chunks(optimizer)) as brought:
         for number, buffer in brought:
             yield ChunkStep(states, number, states.chunks[number], buffer, optimizer)
 
 
 def _alias(piece: torch.Tensor) -> torch.Tensor:
-    """Return a tensor object of its own for a piece: an optimizer's state is found by it."""
+    """Return a new tensor object over a piece: the key of its optimizer state."""
     return piece.view(-1)

@@ -1,4 +1,7 @@
-"""Chunks between memory and drives: the states that live there are read ahead of a chunk's update and written behind it."""
+"""Transfers of chunks between memory and drives: states are read before a chunk's update and written after it.
+
+Called by `offloaded_states` and the readers of states; knows no optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from .chunks import Chunk
 class ChunkTransfers:
     """The chunks of some parameters, buffers for a few of them, and the store of their states on drives.
 
-    `buffers_for(shapes)` returns for how many chunks there are buffers; it is asked before anything is made, and refuses what
-    exceeds a cap. `store` is None where states are in memory.
+    `buffers_for(shapes)` returns the number of chunk buffers; called before anything is allocated, it raises `BudgetError` above
+    a cap. `store` is None if states are in memory.
     """
 
     def __init__(
@@ -47,10 +50,10 @@ class ChunkTransfers:
         self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
-        context.memory.ledger.add("staged", self.buffers.device_bytes)
-        self.let_go = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
-        """Give back memory and files: by itself when the optimizer goes, or when this is called."""
-        self.let_go.atexit = False  # the kernel frees files
+        context.memory.ledger.add("staging", self.buffers.device_bytes)
+        self.release = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
+        """Free memory and files: runs when the optimizer is collected, or when called."""
+        self.release.atexit = False  # the kernel frees files
 
     @property
     def drive_bytes(self) -> int:
@@ -64,7 +67,7 @@ class ChunkTransfers:
         return buffer.rooms(chunk.columns, chunk.numel)
 
     def state_views(self, number: int, buffer: ChunkBuffer) -> dict[str, torch.Tensor]:
-        """Return the states of a chunk that come from drives, where they are updated."""
+        """Return the states of a chunk that live on drives, in the buffer where they are updated."""
         if self.store is None:
             return {}
         rooms, mover = self.rooms(number, buffer), self._mover
@@ -72,22 +75,22 @@ class ChunkTransfers:
         return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self.chunks[number].states}
 
     def buffer_for(self, number: int) -> ChunkBuffer:
-        """Return the buffer of a chunk; a new one begins to be given the states that were written of it."""
+        """Return the buffer of a chunk; for a newly assigned one, start reading the states written before."""
         buffer, new = self.buffers.buffer_for(number)
         if new:
             if self.store is not None and number in self._written:
                 self._start_reading(number, buffer)
-            buffer.chunk = number  # not before: an interrupt, or a block that can't be read, leaves it with neither
+            buffer.chunk = number  # last: after an interrupt or a read error the buffer belongs to no chunk
         return buffer
 
     def read(self, number: int) -> tuple[ChunkBuffer, dict[str, torch.Tensor]]:
-        """Return the buffer of a chunk and its states there, read."""
+        """Read a chunk's states; return its buffer and the states in it."""
         buffer = self.buffer_for(number)
         buffer.drain()
         return buffer, self.state_views(number, buffer)
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
-        """Start to write the states of a chunk in its buffer."""
+        """Start writing the states of a chunk from its buffer."""
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name, value in self.state_views(number, buffer).items():
             pending = self._mover.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
@@ -96,7 +99,7 @@ class ChunkTransfers:
         self._written.add(number)
 
     def forget(self, number: int) -> None:
-        """Make a chunk's states as if never written, whatever the drive would say of them."""
+        """Discard a chunk's states, unread; errors of reads in flight are dropped."""
         buffer = self.buffers.find(number)
         if buffer is not None:
             with contextlib.suppress(StoreError):
@@ -105,7 +108,7 @@ class ChunkTransfers:
         self._written.discard(number)
 
     def drain(self, *, but: Container[int | None] = ()) -> None:
-        """Wait until nothing moves, but for some chunks; then raise the first error."""
+        """Wait for all transfers but those of some chunks; then raise the first error."""
         self.buffers.drain(but=but)
 
     def _lay_out(self, placement: Placement) -> ShardStore:
@@ -145,6 +148,6 @@ def _key(chunk: Chunk, state: str) -> str:
 
 def _close(store: ShardStore | None, buffers: ChunkBuffers, context: Context) -> None:
     context.memory.host_ledger.add("states", -buffers.host_bytes)
-    context.memory.ledger.add("staged", -buffers.device_bytes)
+    context.memory.ledger.add("staging", -buffers.device_bytes)
     if store is not None:
         store.close()

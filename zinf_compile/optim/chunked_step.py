@@ -1,4 +1,4 @@
-"""The part of a step that is done chunk by chunk: at once, or left to the next forward."""
+"""The chunked part of a step: updated in `step()`, or deferred to the next forward."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .stand_in import make_stand_in, settings_of
 
 @dataclasses.dataclass(slots=True)
 class ChunkedStep:
-    """Chunks of a step, and what their updates changed."""
+    """The chunks of one step, and the settings that their updates changed."""
 
     chunks: list[ChunkStep]
-    """In the order of their updates; the stand-in updates the last one, after all others."""
+    """In the order of updates; the caller's own `step` updates the last one, on the stand-in."""
     sources: Sequence[OffloadedStates]
     settings: list[tuple[dict[str, Any], dict[str, Any]]]
-    """Groups, and what the other chunks' steps changed in them; counts only once the whole step is over."""
+    """Groups, with the settings that the other chunks' steps changed; applied when the whole step is over."""
     deferred: DeferredStep | None = None
-    """What is left for the time of the next forward."""
+    """Chunks deferred to the next forward."""
 
 
 @contextlib.contextmanager
-def telling_what_is_done(optimizer: Optimizer) -> Iterator[None]:
-    """Let an error of a step say what of it is done; a step that is refused is none."""
+def explaining_progress(optimizer: Optimizer) -> Iterator[None]:
+    """Context that turns errors into `StepFailedError`s saying what is updated; refusals before any update pass unchanged."""
     try:
         yield
     except StepFailedError:
@@ -53,7 +53,7 @@ def telling_what_is_done(optimizer: Optimizer) -> Iterator[None]:
 
 
 def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> ChunkedStep | None:
-    """Update all chunks but the last, which the caller's own step does; None where there is none."""
+    """Update all chunks but the last, which the caller's own step updates; return None without chunks."""
     if not sources:
         return None
     record, name = record_of(optimizer), type(optimizer).__name__
@@ -64,7 +64,7 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
     with torch.no_grad():
         for source in sources:
             source.begin(optimizer)
-        now = [source for source in sources if not source.follows]
+        now = [source for source in sources if not source.deferrable]
         due = sum(source.chunks_due for source in now)
         for chunk in itertools.chain.from_iterable(chunk_steps(source, optimizer) for source in now):
             chunks.append(chunk)
@@ -72,7 +72,7 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
                 record.mark_incomplete(name, len(chunks))
                 chunked.settings += _step_one(optimizer, chunk)
         if len(now) < len(sources):
-            chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.follows], _step_one)
+            chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.deferrable], _step_one)
             if not chunks:
                 chunks.append(chunked.deferred.take_first())
     if not chunks:
@@ -82,11 +82,11 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
 
 
 def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Update one chunk; return groups, and what that changed in them."""
+    """Update one chunk; return its groups with their settings after the step."""
     parts = {id(p): part for p, part in chunk.parts}
     stand_in, groups = make_stand_in(optimizer, parts, without_members=lambda group: False)
     stand_in.state.update(chunk.state)
-    vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # the user's hooks are of the whole step
+    vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # user hooks run once per whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
     type(stand_in).step(stand_in)
     chunk.finish(stand_in.state)
@@ -94,7 +94,7 @@ def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, An
 
 
 def finish_chunks(optimizer: Optimizer, chunked: ChunkedStep, stand_in: Optimizer) -> None:
-    """The step is over: finish its last chunk, and make count what all chunks left behind."""
+    """After the caller's own step: write back the last chunk and commit all chunks, or start the deferred ones."""
     last = chunked.chunks[-1]
     last.finish(stand_in.state)
     for mine, changed in chunked.settings:
@@ -106,7 +106,7 @@ def finish_chunks(optimizer: Optimizer, chunked: ChunkedStep, stand_in: Optimize
     for parameter in {p for source in chunked.sources for p in source.due}:
         torch.autograd.graph.increment_version(parameter)
     for source in chunked.sources:
-        if not source.follows:
+        if not source.deferrable:
             source.finish(optimizer)
     if deferred is not None:
         deferred.start()

@@ -1,4 +1,4 @@
-"""Which pieces of an optimizer's parameters are updated together, and what each of them consists of."""
+"""Chunks: the pieces of an optimizer's parameters that are updated together, and the columns of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 MASTER = "master"
-"""Name of the state that is a parameter in higher precision."""
+"""Name of the state that holds a parameter in higher precision."""
 
 VALUE, GRADIENT = "parameter", "gradient"
 """Names of the columns beside the states'."""
@@ -35,11 +35,11 @@ class Chunk:
     pieces: tuple[tuple[ShardedParameter, Piece], ...]
     states: Kept
     columns: Mapping[str, Column]
-    """What passes through a buffer: the states, the parameter's values and its gradient."""
+    """Columns of the chunk's buffer: the states, the parameter's values and its gradient."""
 
 
 def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mover: Mover, tier: Tier) -> list[Chunk]:
-    """Cut parameters into chunks. `tier` is where the states live; parameters of one type and with like states go together."""
+    """Cut parameters into chunks, each of one data type and one set of states. `tier`: that of the states."""
     made: list[Chunk] = []
     rows = [(p, dict(states), p._zinf_unit) for p, states in zip(parameters, kept, strict=True)]
     for _, same in itertools.groupby(rows, key=lambda row: (row[1], row[2].dtype, row[2].backing is None)):
@@ -64,5 +64,5 @@ def _columns(unit: Unit, states: Kept, mover: Mover, tier: Tier) -> dict[str, Co
 
 
 def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Cut a piece's part out of a chunk's column."""
+    """Return a piece's slice of a chunk's column."""
     return view[piece.place : piece.place + piece.end - piece.start]

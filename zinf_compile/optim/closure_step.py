@@ -1,4 +1,4 @@
-"""Steps whose closure partitions the model, at its first compiled call: shards take the parameters' place once it has run."""
+"""Steps whose closure partitions the model by its first compiled call: from then on the step runs on shards."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure
     return args, {**kwargs, "closure": closure}
 
 
-def enter(
+def run_on_stand_in(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], fill: Callable[[Optimizer, Closure, Any], Closure]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Let a step run on a stand-in that is the optimizer in everything but identity, until its closure has partitioned it.
+    """Return arguments with which a step runs on a stand-in that shares all attributes with the optimizer.
 
-    Then `fill(stand_in, closure, loss)` gives the stand-in what a step of a partitioned model works on, and returns the closure
-    for further calls. None where there is no closure: such a step has nothing to do with partitioned parameters.
+    Once the closure has partitioned the model, `fill(stand_in, closure, loss)` sets the stand-in up for a partitioned step and
+    returns the closure for further calls. Returns None without a closure, since such a step partitions nothing.
     """
     closure = closure_of(args, kwargs)
     if closure is None:
         return None
     stand_in: Optimizer = object.__new__(type(optimizer))
     stand_in.__dict__ = vars(optimizer)
-    record_of(stand_in).state = State.STANDS_IN
+    record_of(stand_in).state = State.STAND_IN
     further: Closure | None = None
 
     def call() -> Any:

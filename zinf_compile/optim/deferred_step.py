@@ -1,4 +1,12 @@
-"""What is left of a step, done beside the next forward: exactly what would have been done at once."""
+"""Deferred steps: chunks updated by a worker thread during the next forward, bitwise equal to updating them in `step()`.
+
+Note: Deferred step
+    `step()` updates one chunk, or those that can't be deferred, marks the parameters of the others as pending
+    (`runtime/units/pending_updates.py`) and submits the chunks to the `update` lane. A read of a pending shard waits for its
+    update, or receives the updated value from memory. The worker uses copies of the settings and snapshots of the gradients
+    (`step_gradient.py`), and commits all chunks to `optimizer.state` together at the end. Readers of states call
+    `finish_deferred` first. Readers of the step's results raise its error; its parameters stay unusable until loaded.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +35,11 @@ _log = logging.getLogger("zinf_compile")
 _ENDED = "a step ended in the middle"
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
-"""Groups, and what they are after a step."""
+"""Groups, with their settings after a step."""
 
 
 class DeferredStep:
-    """Chunks that are updated by a thread of their own, from the settings and gradients that were there at `step()`.
-
-    Parameters and gradients are safe to use meanwhile: what reads a parameter waits for its update, or is handed it. What needs
-    the states calls `finish_deferred` first.
-    """
+    """The chunks of one step that a worker thread updates; see Note: Deferred step."""
 
     def __init__(
         self, optimizer: Optimizer, sources: Sequence[OffloadedStates], step_one: Callable[[Optimizer, ChunkStep], Settings]
@@ -44,24 +48,24 @@ class DeferredStep:
         self._sources = list(sources)
         self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in chunk_steps(source, optimizer))
         self.done: list[ChunkStep] = []
-        """Chunks that are updated; they count all together, when the last one is."""
+        """Updated chunks, committed together after the last one."""
         self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
-        self._frozen: Optimizer | None = _freeze(optimizer)
+        self._snapshot: Optimizer | None = _with_settings_now(optimizer)
         self._groups = list(optimizer.param_groups)
         self._step_one = step_one
         self._threads = torch.get_num_threads()
         self.pending: Pending = Done()
-        """Over when no thread works on it."""
+        """Done when no thread works on the step."""
         self._updates: Updates[Unit] | None = None
 
     def take_first(self) -> ChunkStep:
-        """Return the first chunk, which the caller updates before the start."""
+        """Return the first chunk, which the caller updates before `start`."""
         chunk = next(self._chunks)
         self.done.append(chunk)
         return chunk
 
     def start(self) -> None:
-        """Begin."""
+        """Mark the parameters as pending and submit the remaining chunks to the worker."""
         spans: dict[Unit, list[Span]] = collections.defaultdict(list)
         for unit, piece in self._due:
             spans[unit].append((piece.start, piece.end))
@@ -71,8 +75,8 @@ class DeferredStep:
         record = record_of(self._optimizer)
         record.mark_deferred()
         if any(state for chunk in self.done for state in chunk.scalar_states.values()):
-            for source in self._sources:  # now: who takes one out of `optimizer.state` meanwhile resets it
-                source.count_states(self._optimizer)
+            for source in self._sources:  # before the update: deleting an entry meanwhile then resets the state
+                source.add_entries(self._optimizer)
         try:
             for unit in spans:
                 unit.updates = updates
@@ -81,20 +85,20 @@ class DeferredStep:
                     updates.updated(unit, piece.start, piece.end, value)
             record.deferred = self
             self.pending = self._sources[0].context.lanes.update.submit(self._run)
-        except BaseException as error:  # an interrupt: nobody may wait for what isn't begun
+        except BaseException as error:  # an interrupt: nothing may wait for a step that never runs
             record.mark_ended()
             text, cause = record.incomplete or _ENDED, error
             updates.fail(lambda: _failed(text, cause))
-            self._chunks.close()  # now: the error keeps this object, and later that would end another step's chunks
+            self._chunks.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
             raise
 
-    def tell(self) -> None:
-        """It is over: raise where it failed and nobody was told."""
+    def raise_failure(self) -> None:
+        """After the step: raise its error, unless that was raised before."""
         if self._updates is not None:
             self._updates.wait()
 
     def abandon(self) -> None:
-        """Let nobody wait for it, in a forked process: the thread that works on it is not there."""
+        """Fail the pending updates, in a forked process: the worker thread doesn't exist there."""
         self.pending = Done()
         if self._updates is not None:
             self._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
@@ -108,59 +112,59 @@ class DeferredStep:
             if torch.get_num_threads() != self._threads:  # part of the compute shape
                 torch.set_num_threads(self._threads)
             self._update(optimizer, record, updates)
-        except BaseException as error:  # raised by whoever needs what was to be updated
+        except BaseException as error:  # raised by readers of the parameters
             _log.debug("a step failed", exc_info=error)
             record.mark_ended()
             cause, text = _without_frames(error), record.incomplete or _ENDED
             for unit in updates.units():
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
-        finally:  # this object stays known by its optimizer, which it must not keep
-            self._optimizer, self._frozen = None, None
+        finally:  # the optimizer's record refers to this object: break the cycle
+            self._optimizer, self._snapshot = None, None
             self._chunks.close()
             self._sources, self._groups, self.done = [], [], []
 
     def _update(self, optimizer: Optimizer, record: OptimizerRecord, updates: Updates[Unit]) -> None:
         settings: Settings = []
-        assert self._frozen is not None
+        assert self._snapshot is not None
         for chunk in self._chunks:
             if self._sources[0].context.ending:
                 raise StepFailedError("the process ends")
-            with compile_lock:  # meanwhile `torch.compiler.is_compiling()` is true in all threads, and optimizers go by that
+            with compile_lock:  # while Dynamo compiles, `is_compiling()` is true in all threads, and optimizers branch on it
                 record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
-                settings += self._step_one(self._frozen, chunk)
+                settings += self._step_one(self._snapshot, chunk)
             for unit, piece, value in chunk.updated():
                 updates.updated(unit, piece.start, piece.end, value)
             self.done.append(chunk)
         for chunk in self.done:
             chunk.commit(optimizer)
-        _merge(self._groups, self._frozen.param_groups, settings)
+        _merge(self._groups, self._snapshot.param_groups, settings)
         for source in self._sources:
             source.finish(optimizer)
         updates.close()
         record.mark_whole()
 
 
-def finish_deferred(optimizer: Optimizer, *, tell: bool = True) -> None:
-    """Return when the optimizer's last step is over; where it failed and nobody was told, raise `StepFailedError`.
+def finish_deferred(optimizer: Optimizer, *, report: bool = True) -> None:
+    """Wait for the optimizer's last step; raise its error as `StepFailedError`, unless that was raised before.
 
-    `tell=False`, where the states are about to be replaced: then whoever next reads a parameter that isn't replaced too is told.
+    `report=False`, before states are replaced: the error is left to the next reader of a parameter that isn't replaced too.
     """
     record = record_of(optimizer)
     deferred: DeferredStep | None = record.deferred
     if deferred is not None:
-        deferred.pending.wait()  # an interrupt here leaves it known
+        deferred.pending.wait()  # an interrupt here keeps `record.deferred`
         record.deferred = None
-        if tell:
-            deferred.tell()
+        if report:
+            deferred.raise_failure()
 
 
 def synchronize() -> None:
-    """Return when nothing is left to do of any optimizer's last step on this rank.
+    """Wait until the last step of every optimizer on this rank is complete.
 
-    With parameters, gradients and states on NVMe a step goes on while the next forward runs. Everything that needs its results
-    waits by itself: call this to time steps, or to have a step's error here and now. Raises `StepFailedError` for a step that
-    failed, unless somebody was told already.
+    With parameters, gradients and states on NVMe a step continues during the next forward. All readers of its results wait by
+    themselves: call this to time steps, or to get a step's error here. Raises `StepFailedError` for a step that failed, unless
+    that error was raised before.
     """
     for optimizer, record in all_records():
         if record.deferred is not None:
@@ -168,18 +172,18 @@ def synchronize() -> None:
 
 
 def end_deferred_steps() -> None:
-    """Return when no step goes on any more; of contexts that are `ending`, each ends at its next chunk, and nobody is told."""
+    """Wait until no deferred step runs; in contexts that are `ending`, each stops at its next chunk. Errors are only logged."""
     for _, record in all_records():
         deferred: DeferredStep | None = record.deferred
         if deferred is not None:
             try:
                 deferred.pending.wait()
             except Exception as error:
-                _log.debug("a step failed that nobody needs any more", exc_info=error)
+                _log.debug("a deferred step failed while the process ended", exc_info=error)
 
 
 def _forked() -> None:
-    """In a child process nobody ends the steps that were under way when it was made."""
+    """Abandon, in a child process, the deferred steps of its parent."""
     for _, record in all_records():
         if record.deferred is not None:
             record.deferred.abandon()
@@ -188,10 +192,10 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _freeze(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the settings of this moment, for stand-ins to be made from."""
+def _with_settings_now(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of an optimizer with its current settings, from which stand-ins are made."""
     frozen: Optimizer = object.__new__(type(optimizer))
-    # tensors among these, too, may change as soon as the step has returned: a GradScaler's scale
+    # tensor attributes may change once `step()` has returned, such as a GradScaler's scale
     vars(frozen).update({k: _copy_tensor(v) for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
     frozen.param_groups = [{k: _copy(v) for k, v in group.items()} for group in optimizer.param_groups]
     frozen.state = collections.defaultdict(dict)
@@ -207,7 +211,7 @@ def _copy_tensor(value: Any) -> Any:
 
 
 def _merge(groups: Sequence[dict[str, Any]], before: Sequence[dict[str, Any]], settings: Settings) -> None:
-    """Let a group have what its chunks' steps made of it, but for what somebody, as a schedule does, has set since."""
+    """Apply the settings that the chunks' steps changed, except those set since by others, such as a scheduler."""
     where = {id(group): number for number, group in enumerate(before)}
     for frozen, after in settings:
         now, then = groups[where[id(frozen)]], before[where[id(frozen)]]
@@ -223,7 +227,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error without tracebacks: their frames hold the optimizer, and nobody may ever ask for the error."""
+    """Return the error without tracebacks: their frames refer to the optimizer, and the error may never be raised."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

@@ -1,4 +1,7 @@
-"""Tell optimizers that update element by element from those that need whole matrices."""
+"""Probes whether an optimizer updates element by element, by steps on small tensors: whole, and cut in pieces.
+
+Called before the first step and once per set of flags; never touches the user's parameters.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .elementwise_trial import (
-    OwnKindOfStateError,
+    TensorSubclassStateError,
     Trial,
     check_kind,
     differ_clearly,
@@ -28,13 +31,13 @@ from .elementwise_trial import (
 from .record import record_of
 
 _SCALES = (1.0, 30.0, 0.03)
-"""Of the gradients of the steps tried: rules that clip by a norm show themselves at one of them."""
+"""Scales of the gradients tried; one of them triggers rules that clip by a norm."""
 
 _LARGE, _LARGE_CUT = 128, 5000
-"""Sides of the large matrix tried: optimizers that quantise states do so from 4,096 elements on. And where it is cut."""
+"""Sides of the large matrix tried: optimizers that quantise states do so from 4,096 elements on. And the position of the cut."""
 
 _STEPS, _AHEAD = 20, 99_980
-"""Steps taken after the first three. In their middle counters of steps are set so far ahead: some rules begin only there."""
+"""Steps after the first three. Halfway, step counters are advanced by `_AHEAD`, for rules that begin late in training."""
 
 _DIFFERENT = "a piece alone is updated differently"
 
@@ -42,14 +45,14 @@ _DECIDING = (bool, str, int, float)
 """Settings that may decide what an optimizer keeps; of a number, whether it is zero (a momentum of SGD, for one)."""
 
 _LR = 0.1
-"""Tried in place of the user's: under a schedule with warm-up that one is 0 at first, and no rule shows itself."""
+"""Learning rate of the probe: the user's is 0 at first under a schedule with warm-up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Verdict:
     problem: str | None
     states: Mapping[str, torch.dtype]
-    """What the optimizer keeps of the size of the parameter."""
+    """States of the parameter's size, with their data types."""
     nested: str | None = None
     """The name of a state that is a collection of tensors."""
 
@@ -58,8 +61,8 @@ def check_elementwise(optimizer: Optimizer, unit: Unit | ParameterSlot) -> None:
     """Raise `UnsupportedOptimizerError` unless the optimizer works on shards.
 
     Each optimizer is tried once per set of flags on a 6 x 8 tensor: three steps on the whole must equal, bitwise, three steps on
-    two flat pieces that know nothing of each other, as the shards of two ranks don't. So must, but for rounding, further steps,
-    among them some long after the start, a step on a large matrix, and every number that it keeps besides.
+    two independent flat pieces, as the shards of two ranks are. Further steps, some with step counters far ahead, a step on a
+    large matrix, and every number among the states must be equal but for rounding.
     """
     for group in optimizer.param_groups:
         reason = _verdict(optimizer, group, unit.dtype).problem
@@ -82,7 +85,7 @@ def states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 
 
 def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> None:
-    """Raise `UnsupportedOptimizerError` where states can't be updated piece by piece, as those of large parameters are."""
+    """Raise `UnsupportedOptimizerError` if states can't be cut into pieces, as those of large parameters are."""
     nested = _verdict(optimizer, group, unit.dtype).nested
     if nested is not None:
         raise UnsupportedOptimizerError(
@@ -110,7 +113,7 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
         try:
             problem = None if _of_pytorch(optimizer) else _try_large(optimizer, settings, dtype)
             return _Verdict(problem, {}) if problem is not None else _try_small(optimizer, settings, dtype)
-        except OwnKindOfStateError as error:
+        except TensorSubclassStateError as error:
             return _Verdict(str(error), {})
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else "no message"
@@ -118,7 +121,7 @@ def _try(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> 
 
 
 def _try_large(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype) -> str | None:
-    """Take one step on a matrix of many elements, where some optimizers keep other states than of a small one."""
+    """Take one step on a large matrix, for which some optimizers keep other states; return the problem."""
     generator = torch.Generator().manual_seed(1)
     value, grad = (torch.randn(_LARGE, _LARGE, generator=generator).to(dtype) for _ in range(2))
     whole = Trial(optimizer, settings, value)
@@ -158,7 +161,7 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
         return verdict(_DIFFERENT)
     if _of_pytorch(optimizer):
         return verdict(None)
-    with contextlib.suppress(Exception):  # of one that may be given only so many steps
+    with contextlib.suppress(Exception):  # optimizers with a maximum number of steps
         for number in range(_STEPS):
             grad = grads[number % len(grads)]
             step(_across(grad, whole) if number % 4 == 1 else grad, _AHEAD if number == _STEPS // 2 else 0)
@@ -170,26 +173,26 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
         with contextlib.suppress(Exception):
             for ahead, grad in taken:
                 again.step(grad, ahead)
-        different -= numbers_that_differ(whole, [again])  # what two equal runs don't agree on, as times, says nothing
+        different -= numbers_that_differ(whole, [again])  # values that differ between equal runs, such as times
     for where, name in sorted(different):
         return verdict(f"its {where} {name!r} depends on more than one element")
     return verdict(None)
 
 
 def _across(grad: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """Return a gradient none of whose rows goes along the weights: there some optimizers of matrices have a rule of its own."""
+    """Return a gradient with each row orthogonal to the weights, where some matrix optimizers use a different rule."""
     rows = trial.value.view_as(grad).double()
     along = (grad * rows).sum(1, keepdim=True) / (rows * rows).sum(1, keepdim=True)
     return (grad - along * rows).to(grad.dtype)
 
 
 def _of_pytorch(optimizer: Optimizer) -> bool:
-    """Say whether it is one of PyTorch's own, of which no rule begins after the first steps."""
+    """Say whether the optimizer is one of PyTorch's own, none of which changes its rule after the first steps."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _keeps_parameters(optimizer: Optimizer) -> str | None:
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}  # not hollow yet, if their step is under way
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}  # still whole, if the first step is running
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state") and any(
             isinstance(leaf, ShardedParameter) or id(leaf) in own for leaf in tree_leaves(value)

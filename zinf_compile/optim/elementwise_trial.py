@@ -1,4 +1,7 @@
-"""An optimizer tried on a tensor of its own: what it keeps, and whether a piece alone is updated as it is within the whole."""
+"""Trial of an optimizer on a private tensor: its states, and comparisons of a piece alone with the whole.
+
+Called by `elementwise_probe`.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ _HIDDEN = (
 )  # fmt: skip
 
 
-class OwnKindOfStateError(Exception):
-    """A state is a tensor of a class of its own."""
+class TensorSubclassStateError(Exception):
+    """A state is an instance of a tensor subclass."""
 
 
 class _Watched(dict[str, Any]):
-    """States of one parameter; raises `OwnKindOfStateError` as soon as one is assigned, before it is used."""
+    """States of one parameter; raises `TensorSubclassStateError` as soon as one is assigned, before it is used."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         check_kind(name, value)
@@ -33,15 +36,15 @@ class _Watched(dict[str, Any]):
 
 
 def check_kind(name: str, value: Any) -> None:
-    """Raise `OwnKindOfStateError` for a state that is a tensor subclass: its values aren't one number for each element."""
+    """Raise `TensorSubclassStateError` for a state that is a tensor subclass: its values aren't one number for each element."""
     if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise OwnKindOfStateError(
+        raise TensorSubclassStateError(
             f"its state {name!r} is a {type(value).__name__}, a tensor class of its own, which can't be cut into shards"
         )
 
 
 class Trial:
-    """The optimizer's class with the settings of one group, on one tensor that nobody else has."""
+    """The optimizer's class with the settings of one group, on one private tensor."""
 
     def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], value: torch.Tensor) -> None:
         self._parameter = torch.nn.Parameter(value.clone())
@@ -55,9 +58,9 @@ class Trial:
         self._before: dict[tuple[str, str], float] = {}
 
     def step(self, grad: torch.Tensor, ahead: int = 0) -> None:
-        """Take one step; `ahead`, after setting what counts steps, and so rose by one in the last one, that far ahead."""
+        """Take one step; with `ahead`, first add it to all step counters: numbers that the last step raised by one."""
         if ahead:
-            self._count_on(ahead)
+            self._advance_counters(ahead)
         self._before = self.numbers()
         self._parameter.grad = grad.clone()
         self._trial.step()
@@ -69,14 +72,14 @@ class Trial:
 
     @property
     def states(self) -> dict[str, Any]:
-        """What it keeps."""
+        """The optimizer's states of the tensor."""
         return self._trial.state.get(self._parameter, {})
 
     def numbers(self) -> dict[tuple[str, str], float]:
-        """Return the numbers that it keeps beside what it keeps for each element, by where they are and their names."""
+        """Return the scalars among states, settings and attributes, by (where, name)."""
         return {(where, n): float(v) for where, names in self._mappings() for n, v in names.items() if _is_number(v)}
 
-    def _count_on(self, ahead: int) -> None:
+    def _advance_counters(self, ahead: int) -> None:
         for where, names in self._mappings():
             for name, value in list(names.items()):
                 if _is_number(value) and float(value) - self._before.get((where, name), float("nan")) == 1:
@@ -91,9 +94,9 @@ class Trial:
         yield "attribute", vars(self._trial)
 
     def _take_constructors_states(self, optimizer: Optimizer) -> None:
-        """Give the trial the state that classes such as Adagrad make in their constructor."""
+        """Copy the states that classes such as Adagrad create in their constructor."""
         known = inspect.signature(type(optimizer).__init__).parameters
-        with contextlib.suppress(Exception):  # a constructor that wants more: most keep no state there
+        with contextlib.suppress(Exception):  # a constructor with required arguments: most create no state
             fresh = type(optimizer)([self._parameter], **{k: v for k, v in optimizer.defaults.items() if k in known})
             if fresh.state:
                 self._trial.state = fresh.state
@@ -102,7 +105,7 @@ class Trial:
 
 
 def large_states(states: Mapping[str, Any], value: torch.Tensor) -> dict[str, torch.dtype]:
-    """Return the names and types of the states that are kept for each element."""
+    """Return names and data types of the states with one value per element."""
     return {k: v.dtype for k, v in states.items() if isinstance(v, torch.Tensor) and v.numel() == value.numel()}
 
 
@@ -122,7 +125,7 @@ def differ_clearly(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def numbers_that_differ(whole: Trial, others: Sequence[Trial]) -> set[tuple[str, str]]:
-    """Return which numbers that the optimizer keeps aren't the same in all trials; of pieces, norms for instance."""
+    """Return the scalars that differ between trials, such as the norms of pieces."""
     found = [other.numbers() for other in others]
     numbers = whole.numbers()
     return {key for key, value in numbers.items() if not all(_near(value, other.get(key, value)) for other in found)}
@@ -139,5 +142,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with tensors (a learning rate may be one) detached, so that the trial can't change the user's."""
+    """Return the settings with tensors, such as a learning rate, copied."""
     return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in settings.items()}

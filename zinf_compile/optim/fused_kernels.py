@@ -1,4 +1,4 @@
-"""Fused kernels for optimizers whose user left the choice open."""
+"""Chooses fused CPU kernels for Adam and AdamW with default flags."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.optim import Adam, AdamW, Optimizer
 from zinf_compile.runtime.system.process_wide import process_wide
 
 _CHOOSING = ("fused", "foreach", "capturable", "differentiable")
-"""Settings of a group that choose among implementations."""
+"""Settings of a group that select an implementation."""
 
 _log = logging.getLogger("zinf_compile")
-_told: list[bool] = process_wide([])
-"""Not empty once the log says which kernel was chosen."""
+_logged: list[bool] = process_wide([])
+"""Not empty once the choice was logged."""
 
 
 def fused_settings(optimizer: Optimizer, group: Mapping[str, Any], members: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return what to set in a group for one step: `fused`, where it was left open and the CPU updates.
+    """Return the settings to add to a group for one step: `fused=True` if the user left it open and the CPU updates.
 
     PyTorch's default on the CPU goes over the memory a dozen times, its fused kernel once; they differ in the last digits. Left
     open means `fused=None, foreach=None`, the default, of `torch.optim.Adam` and `AdamW`.
@@ -29,8 +29,8 @@ def fused_settings(optimizer: Optimizer, group: Mapping[str, Any], members: Sequ
     if type(optimizer) not in (Adam, AdamW) or chosen or not members:
         return {}
     fitting = all(p.device.type == "cpu" and p.is_floating_point() and not p.is_complex() for p in members)
-    if fitting and not _told:
-        _told.append(True)
+    if fitting and not _logged:
+        _logged.append(True)
         _log.info(
             "%s with `fused` left open is updated by PyTorch's fused kernel, here as anywhere on the CPU: bit for bit, its steps "
             "are those of fused=True, not of eager's default; foreach=False chooses that one",

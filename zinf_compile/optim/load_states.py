@@ -1,4 +1,7 @@
-"""States that were loaded, replaced, changed or taken out of `optimizer.state` between two steps: moved to where they live."""
+"""Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier, removed ones reset.
+
+Called before a step, after loading, and before `state_dict()`.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +26,33 @@ Given = Mapping[ShardedParameter, Mapping[str, Any]]
 """States that are in memory and belong on the drive."""
 
 
-def absorb(states: StateTable, optimizer: Optimizer) -> None:
-    """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out.
+def reconcile(states: StateTable, optimizer: Optimizer) -> None:
+    """Make the stored states equal to `optimizer.state`: move loaded ones to their tier, reset removed ones.
 
-    `optimizer.state`, and each parameter's entry in it, may be another mapping than before, of any class.
+    `optimizer.state` and its entries may have been replaced by mappings of any class.
     """
     if states.by_entry:
         _absorb_entries(states, optimizer)
     else:
-        _bring_home(states, optimizer)
+        _move_to_tier(states, optimizer)
 
 
 def _absorb_entries(states: StateTable, optimizer: Optimizer) -> None:
-    """Make the drive have what `optimizer.state` says: what it lacks is reset, what it was given or had changed is written."""
+    """Make the drive equal to `optimizer.state`: write new and changed states, reset missing ones."""
     found = {p: states_of(optimizer, p) for p in states.parameters}
     moved = [p for p, entry in found.items() if isinstance(entry, StateEntry) and entry is not states.entries.get(p)]
-    found.update({p: dict(found[p]) for p in moved})  # while all is there still
+    found.update({p: dict(found[p]) for p in moved})  # before any entry is invalidated
     for parameter, entry in list(states.entries.items()):
         if found[parameter] is not entry:
-            states.entries.pop(parameter).lose()
-    put_back(states)
+            states.entries.pop(parameter).invalidate()
+    write_changed_copies(states)
     fresh: dict[ShardedParameter, StateEntry] = {}
     given: dict[ShardedParameter, dict[str, Any]] = {}
     for parameter, kept in states.kept.items():
         content = found[parameter]
         known = parameter in states.entries
         if not known and not content:
-            continue  # as if it never had any
+            continue  # a reset parameter
         memory = content.memory if known else dict(content)
         large = {name: memory[name] for name in kept if _is_large(memory.get(name), parameter)}
         if not known:
@@ -69,14 +72,14 @@ def _absorb_entries(states: StateTable, optimizer: Optimizer) -> None:
         optimizer.state[parameter] = entry
 
 
-def put_back(states: StateTable) -> None:
-    """Write what callers changed of the states that they were lent; let go of those that nobody holds any more."""
-    lent = [(entry, name, copy) for entry in states.entries.values() for name, copy in entry.lent.items()]
-    if not lent:
+def write_changed_copies(states: StateTable) -> None:
+    """Write back the host copies that user code changed; drop copies without aliases."""
+    copies = [(entry, name, copy) for entry in states.entries.values() for name, copy in entry.copies.items()]
+    if not copies:
         return
-    held = {id(copy): copy.held for _, _, copy in lent}  # before they are compared: what nobody holds, nobody changes
+    held = {id(copy): copy.held for _, _, copy in copies}  # before comparing: a copy without aliases can't change any more
     for number, chunk in enumerate(states.transfers.chunks):
-        mine = [(e, n, c, piece) for e, n, c in lent for owner, piece in chunk.pieces if owner is e.parameter]
+        mine = [(e, n, c, piece) for e, n, c in copies for owner, piece in chunk.pieces if owner is e.parameter]
         if not mine:
             continue
         buffer, views = states.transfers.read(number)
@@ -88,13 +91,13 @@ def put_back(states: StateTable) -> None:
                 changed = True
         if changed:
             states.transfers.write(number, buffer)
-    for entry, name, copy in lent:
+    for entry, name, copy in copies:
         if not held[id(copy)]:
-            entry.lent.pop(name, None)
+            entry.copies.pop(name, None)
 
 
-def _bring_home(states: StateTable, optimizer: Optimizer) -> None:
-    """Make states that were just loaded what a step changes in place: this rank's, in the memory of their tier."""
+def _move_to_tier(states: StateTable, optimizer: Optimizer) -> None:
+    """Replace loaded states by this rank's shards in the memory of their tier, which a step changes in place."""
     for parameter in states.kept:
         names, unit = states.present(parameter, optimizer), parameter._zinf_unit
         if not names:
@@ -109,12 +112,12 @@ def _bring_home(states: StateTable, optimizer: Optimizer) -> None:
 
 
 def _is_large(value: Any, parameter: ShardedParameter) -> bool:
-    """Say whether a value is what the drive keeps: a tensor for each element; not None or a number in its place."""
+    """Say whether a value is a state of the parameter's size, which the drive stores."""
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or parameter._zinf_unit.numel == 1)
 
 
 def _forget_chunks(states: StateTable) -> None:
-    """Let chunks count no more of which no state does: they need not be read, and may be what can't be."""
+    """Discard chunks without valid states: they needn't be read, and may be unreadable."""
     for number, chunk in enumerate(states.transfers.chunks if states.transfers.store is not None else ()):
         entries = (states.entries.get(parameter) for parameter, _ in chunk.pieces)
         if not any(entry is not None and entry.stored for entry in entries):
@@ -124,7 +127,7 @@ def _forget_chunks(states: StateTable) -> None:
 def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
     if not given:
         return
-    with contextlib.suppress(StoreError):  # of what was to be kept before: what can't be read says so when it is
+    with contextlib.suppress(StoreError):  # errors of earlier writes; a failed block raises again when it is read
         states.transfers.drain()
     for number, chunk in enumerate(states.transfers.chunks):
         if any(p in given for p, _ in chunk.pieces):

@@ -1,4 +1,7 @@
-"""Steps whose parameters, gradients or states aren't where they are updated: chunk by chunk, reading ahead, writing behind."""
+"""Chunked steps of parameters, gradients or states that live off the updating device: prefetch, update, write back.
+
+Called by `chunked_step` and `state_dict_hooks`.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
 from .chunks import GRADIENT, VALUE, Kept, part_of, plan_chunks
-from .load_states import absorb
+from .load_states import reconcile
 from .record import record_of
 from .shard_state import kept_state, shard_state
 from .state_entry import states_of
-from .state_exchange import lend
+from .state_exchange import read_copy
 from .state_layout import note, noted
 from .state_table import StateTable
 from .step_gradient import StepGradient
 
 
 class OffloadedStates:
-    """The steps of some parameters of one optimizer, chunk by chunk, and the states of these wherever they live."""
+    """Chunked steps of some parameters of one optimizer, and their states on any tier."""
 
     def __init__(
         self,
@@ -56,13 +59,13 @@ class OffloadedStates:
         self._defers = may_defer(placement, kept, unified=context.bridge.unified)
         self._first: list[int] = []
         self._ahead: set[int] = set()
-        """Chunks whose states were read for the next step."""
+        """Chunks whose states were prefetched for the next step."""
         self.due: Sequence[ShardedParameter] = ()
-        """What the last step updates."""
+        """Parameters that the last step updates."""
         self.gradients: dict[ShardedParameter, StepGradient] = {}
-        """Those that it has still to apply."""
-        self.follows = False
-        """It may end during the next forward: all that it works on is where nobody else reaches."""
+        """Gradients that it has not applied yet."""
+        self.deferrable = False
+        """The step may be deferred to the next forward: user code can reach none of its inputs (see Note: Deferred step)."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
         on_drive = not self.tier.in_memory and any(kept)
         self.transfers = ChunkTransfers(
@@ -80,7 +83,7 @@ class OffloadedStates:
             self.transfers,
             by_entry=self._defers or on_drive,
             optimizer_name=type(optimizer).__name__,
-            lend=lend,
+            read_copy=read_copy,
             finish=finish,
         )
 
@@ -93,36 +96,36 @@ class OffloadedStates:
         return self.transfers.drive_bytes
 
     def begin(self, optimizer: Optimizer) -> None:
-        """A step begins: take the gradients. What goes wrong here is an error before anything is updated."""
+        """Begin a step: snapshot the gradients. Errors here are raised before any update."""
         with self.context.lanes.meter.waiting():
             self._check_last_step(optimizer)
             for parameter in self.kept:
-                parameter._zinf_unit.wait_updated()  # it may be another optimizer's as well
+                parameter._zinf_unit.wait_updated()  # another optimizer may have updated it
             self.transfers.buffers.begin()
-            self.absorb(optimizer)
+            self.reconcile(optimizer)
             self._check_gradients()
         pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
         self.gradients = {p: StepGradient(p, pieces[p]) for p in self.kept if p.grad is not None}
         self.due = list(self.gradients)
         known = all(p in self.table.entries or not self.kept[p] for p in self.due)
-        lent = any(entry.lent for entry in self.table.entries.values())  # these are given what the step updates before it returns
-        waits = bool(self.due) and known and not lent and all(grad.waits_on_drive for grad in self.gradients.values())
-        self.follows = self._defers and waits
+        exposed = any(entry.copies for entry in self.table.entries.values())  # their aliases must show the update at once
+        waits = bool(self.due) and known and not exposed and all(grad.is_snapshot for grad in self.gradients.values())
+        self.deferrable = self._defers and waits
 
     @property
     def chunks_due(self) -> int:
-        """How many chunks the step that has begun will update."""
+        """Number of chunks that the current step will update."""
         return len(self._order())
 
     def pieces_due(self) -> Iterator[tuple[Unit, Piece]]:
-        """Yield what the step that has begun will update."""
+        """Yield the units and pieces that the current step will update."""
         for number in self._order():
             for parameter, piece in self.chunks[number].pieces:
                 if parameter in self.gradients:
                     yield parameter._zinf_unit, piece
 
-    def bring_chunks(self, optimizer: Optimizer) -> Generator[tuple[int, ChunkBuffer]]:
-        """Yield the chunks with gradients, by number; each is in its buffer when it is yielded, and the next one on its way."""
+    def load_chunks(self, optimizer: Optimizer) -> Generator[tuple[int, ChunkBuffer]]:
+        """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight."""
         gradients, due = self.gradients, self._order()
         self._first = due[: len(self.transfers.buffers) - 1]
         self._forward = not self._forward
@@ -137,23 +140,23 @@ class OffloadedStates:
                 buffer.held = True
                 yield number, buffer
         except BaseException:
-            if self.gradients is gradients:  # not where an error that somebody kept ends this only during a later step
+            if self.gradients is gradients:  # unless a kept error closes this generator during a later step
                 self.gradients = {}
             with contextlib.suppress(StoreError):
-                self.transfers.drain()  # what was read in vain is no concern of the next step's
+                self.transfers.drain()  # errors of unused prefetches
             raise
 
     def applied(self, parameter: ShardedParameter) -> None:
-        """Let go of a gradient once all its pieces were applied."""
+        """Release a gradient after its last piece."""
         gradient = self.gradients[parameter]
         gradient.pieces_left -= 1
         if not gradient.pieces_left:
             del self.gradients[parameter]
 
     def finish(self, optimizer: Optimizer) -> None:
-        """The step is over: wait for what goes back to the device, which the next graph uses as it is there.
+        """End a step: wait for copies back to the device, which the next graph reads without waiting.
 
-        Read the states that the next step begins with, where that is known: while forward and backward run there is time.
+        Where steps may be deferred, prefetch the states of the next step's first chunks instead, during forward and backward.
         """
         with self.context.lanes.meter.waiting():
             if self._defers:
@@ -165,26 +168,26 @@ class OffloadedStates:
             elif not self._mover.bridge.unified:
                 self.transfers.drain()
 
-    def absorb(self, optimizer: Optimizer) -> None:
-        """Make what `optimizer.state` says count: move what was loaded to where states live, reset what was taken out."""
-        absorb(self.table, optimizer)
+    def reconcile(self, optimizer: Optimizer) -> None:
+        """Make the stored states equal to `optimizer.state`, see `load_states.reconcile`."""
+        reconcile(self.table, optimizer)
 
     def forget_step(self) -> None:
-        """States were loaded: what a step that failed was at counts no more."""
+        """Discard the buffers of a failed step, after states were loaded."""
         self.transfers.buffers.begin()
 
-    def count_states(self, optimizer: Optimizer) -> None:
-        """Let each parameter that is due have an entry, which the updates that are left will fill."""
+    def add_entries(self, optimizer: Optimizer) -> None:
+        """Add an entry to `optimizer.state` for each parameter of the step, filled by the remaining updates."""
         for parameter in self.due if self.table.by_entry else ():
             self.table.entry_of(parameter, optimizer)
 
     def commit(self, parameter: ShardedParameter, optimizer: Optimizer, memory: Mapping[str, Any], stored: Set[str]) -> None:
-        """Make count what a whole step left of a parameter's states: those in memory, and the names of the others."""
+        """Commit a parameter's states after a whole step: those in memory, and the names of those stored."""
         unit = parameter._zinf_unit
         if self.table.by_entry:
             if not (memory or stored or parameter in self.table.entries):
                 return
-            entry = self.table.entry_of(parameter, optimizer)  # in `optimizer.state` no more, where that was reset meanwhile
+            entry = self.table.entry_of(parameter, optimizer)  # no longer in `optimizer.state` if that was reset meanwhile
             entry.memory = dict(memory)
             entry.stored = set(stored)
             if memory or stored:
@@ -209,27 +212,31 @@ class OffloadedStates:
         rooms: StagingBuffers,
         optimizer: Optimizer,
     ) -> Pending | None:
-        """Start to bring one updated column of a piece back."""
+        """Start writing back one updated column of a piece."""
         with self.context.lanes.meter.waiting():
             return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
-        """Start to write a chunk's states that were changed."""
+        """Start writing a chunk's updated states to their drive."""
         if self.transfers.store is not None:
             with self.context.lanes.meter.waiting():
                 self.transfers.write(number, buffer)
             self._refresh(number, buffer)
-        buffer.filled, buffer.held, buffer.brought = False, False, {}  # gradients in memory go when the caller lets go of them
+        buffer.filled, buffer.held, buffer.brought = (
+            False,
+            False,
+            {},
+        )  # the caller holds the last reference to gradients in memory
 
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
-        """Make memory for a state that the optimizer begins to keep."""
+        """Allocate a state that the optimizer has newly created."""
         unit = parameter._zinf_unit
         device = unit.device if self.tier == Tier.DEVICE or self._mover.bridge.unified else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
     def _order(self) -> list[int]:
-        """Return the numbers of the chunks to update: opposite to the last step's, or as the next forward uses them."""
+        """Return the chunks to update: reverse of the last step's order, or for deferred steps the next forward's."""
         if self._defers:
             order = sorted(range(len(self.chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self.chunks[n].pieces))
         else:
@@ -273,18 +280,18 @@ class OffloadedStates:
         return Location(whole[start:end], on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
-        """Raise where what the last step updated can't have reached its drive; by now that is over."""
+        """Wait for the last step's writes; raise if one failed."""
         try:
             self.transfers.drain(but=self._ahead)
         except StoreError:
             record_of(optimizer).mark_ended(
-                f"what the last step of {type(optimizer).__name__} updated was lost in part on its way to the drive. Load a "
-                "checkpoint of model and optimizer, both from before that step, and go on from there"
+                f"what the last step of {type(optimizer).__name__} updated was lost in part while it was written to the drive. "
+                "Load a checkpoint of model and optimizer, both from before that step, and go on from there"
             )
             raise
 
     def _check_gradients(self) -> None:
-        """Wait until all gradients have left the device: what failed on the way is an error before anything is updated."""
+        """Wait for all gradients to reach their tier; raise before any update if a transfer failed."""
         for parameter in self.kept:
             grad = parameter.grad
             if isinstance(grad, ShardedGradient) and grad.away is not None:
@@ -297,8 +304,8 @@ class OffloadedStates:
                     ) from error
 
     def _buffers_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
-        """Return how many chunks may be in memory; raise `BudgetError` where not even one may."""
-        self._check_gradients()  # what is still on its way from the device would be counted there
+        """Return how many chunks fit in memory; raise `BudgetError` if not even one does."""
+        self._check_gradients()  # in-flight gradients would be counted on the device
         most = min(self.context.memory.reservations.slots or CHUNK_BUFFERS, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
@@ -322,18 +329,18 @@ class OffloadedStates:
 
     def _refresh(self, number: int, buffer: ChunkBuffer) -> None:
         """Let callers who hold a state see what a chunk's update has made of it."""
-        if any(entry.lent for entry in self.table.entries.values()):
+        if any(entry.copies for entry in self.table.entries.values()):
             views = self.transfers.state_views(number, buffer)
             for parameter, piece in self.chunks[number].pieces:
                 entry = self.table.entries.get(parameter)
-                for name, copy in entry.lent.items() if entry is not None else ():
+                for name, copy in entry.copies.items() if entry is not None else ():
                     copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
 
 
 def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:
-    """Say whether the updates of parameters and states there may wait for the next forward: nobody else has hold of them.
+    """Say whether updates of parameters and states at this placement may be deferred: all on drives.
 
-    What is in memory, somebody may look at through a tensor that was had before the step.
+    User code may read values in memory through an alias made before the step, without waiting.
     """
     on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
     return on_drives and (unified or not placement.update_on_device)

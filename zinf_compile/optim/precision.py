@@ -1,4 +1,4 @@
-"""States in fp32 of parameters in 16 bits: kept as they are where PyTorch would round them."""
+"""Keeps fp32 states of 16-bit parameters in fp32 where `load_state_dict` would round them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def keep_precision(optimizer: Optimizer) -> None:
     """Let `optimizer.load_state_dict` keep states in the data type in which they were saved.
 
     PyTorch rounds every state to its parameter's type: with bf16 parameters and `master="float32"` the precision of moments and
-    master copies would be lost. From an optimizer's first step on this is so by itself; call it to load before that.
+    master copies would be lost. The first step of an optimizer enables this by itself; call it to load before that.
     """
     record = record_of(optimizer)
     if not record.keeps_precision:
@@ -45,7 +45,7 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 def warn_of_rounding(optimizer: Optimizer, parameter: ShardedParameter, kept: Mapping[str, torch.dtype]) -> None:
-    """Warn where states were loaded that PyTorch has rounded."""
+    """Warn of loaded states that PyTorch has rounded."""
     state = optimizer.state[parameter]
     rounded = [name for name, dtype in kept.items() if name in state and state[name].dtype in SHORT and dtype not in SHORT]
     if rounded and _WARNED not in record_of(optimizer).warned:
@@ -58,7 +58,7 @@ def warn_of_rounding(optimizer: Optimizer, parameter: ShardedParameter, kept: Ma
 
 
 def warn_of_short_updates(optimizer: Optimizer, parameters: list[ShardedParameter]) -> None:
-    """Warn, once, of a model whose 16-bit parameters are updated in 16 bits, or that has a master copy of nothing."""
+    """Warn, once, of a model whose 16-bit parameters are updated in 16 bits, or whose option `master` applies to no parameter."""
     if _WARNED in record_of(optimizer).warned:
         return
     trained = [p for p in parameters if p.requires_grad]

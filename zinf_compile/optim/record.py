@@ -1,6 +1,6 @@
-"""What this package knows of an optimizer, from its first step for as long as it lives: one record for each.
+"""The package's state of each optimizer, from its first step to its collection: one `OptimizerRecord`.
 
-The modules of this folder read and write the record; it imports none of them, so some fields are typed where they are used.
+The modules of this folder read and write it; it imports none of them, so some fields are typed at their use.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 
 class State(enum.Enum):
-    """Where an optimizer is in its steps."""
+    """Progress of an optimizer's step."""
 
     WHOLE = enum.auto()
-    """Between two steps: parameters and states are of the same step."""
+    """Between two steps: parameters and states belong to the same step."""
     UPDATING = enum.auto()
-    """Some chunks of a step are updated, or an interrupt has ended it there."""
+    """Some chunks of a step are updated; an interrupt leaves this state."""
     DEFERRED = enum.auto()
-    """The rest of a step is left to the next forward."""
+    """The rest of a step runs during the next forward."""
     INCOMPLETE = enum.auto()
-    """A step, or loading states, has ended in its middle: only loading helps."""
-    STANDS_IN = enum.auto()
-    """It stands in for another one in a step of that one."""
+    """A step, or loading states, failed partway: only loading a checkpoint recovers."""
+    STAND_IN = enum.auto()
+    """A stand-in for another optimizer, within a step of that one."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class OptimizerRecord:
-    """What is known of one optimizer."""
+    """State of one optimizer."""
 
     state: State = State.WHOLE
     incomplete: str | None = None
-    """What to say of parameters and states where the step under way ends now, or has ended; None in state `WHOLE`."""
+    """Error message for a step that fails now or has failed; None in state `WHOLE`."""
     step: Any = None
-    """The `RunningStep` that has begun."""
+    """The current `RunningStep`."""
     deferred: Any = None
-    """The last step of which a part was left to the next forward, a `DeferredStep`, until somebody has waited for it."""
+    """The last `DeferredStep`, until it was waited for."""
     offloaded: list[Any] | None = None
-    """The `OffloadedStates` of the parameters that are updated in chunks; None before there were any."""
+    """The `OffloadedStates` of parameters that are updated in chunks; None before the first."""
     steps_done: int | None = None
-    """Since the optimizer was made or its states were loaded; None before the first one that ranks compare."""
+    """Steps since construction or loading; None before the first step that ranks compare."""
     verdicts: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    """Whether it updates element by element, by the settings that may decide it."""
+    """Results of the element-wise probe, by the settings that may decide them."""
     state_bytes: dict[Ledger, int] | None = None
-    """What its states in memory take, as the ledgers were told."""
+    """Bytes of its states in memory, as added to the ledgers."""
     counted: set[int] = dataclasses.field(default_factory=set)
-    """Parameters, by identity, whose states were counted against the caps."""
+    """Parameters, by id, whose states were counted against the caps."""
     keeps_precision: bool = False
     """Loading keeps states in the types in which they were saved."""
     loading: Mapping[Any, Mapping[str, Any]] | None = None
@@ -61,10 +61,10 @@ class OptimizerRecord:
     reported: bool = False
     """The log has described its first step."""
     warned: set[str] = dataclasses.field(default_factory=set)
-    """What its user was warned of, once."""
+    """Warnings given once."""
 
     def mark_incomplete(self, name: str, chunks: int) -> None:
-        """Note that from now on, until the step is over, some of it is done and some is not. `name` is the optimizer's class."""
+        """Mark the step as partly done until it ends. `name`: the optimizer's class."""
         if self.state is not State.DEFERRED:
             self.state = State.UPDATING
         self.incomplete = (
@@ -73,17 +73,17 @@ class OptimizerRecord:
         )
 
     def mark_deferred(self) -> None:
-        """Note that the rest of the step is done beside the next forward."""
+        """Mark the rest of the step as deferred."""
         assert self.incomplete is not None, "a part of it is done"
         self.state = State.DEFERRED
 
     def mark_ended(self, why: str | None = None) -> None:
-        """Note that a step, or loading, has ended in its middle, and what to say of it, unless that is known."""
+        """Mark a step, or loading, as failed partway; `why` is the message, unless there is one."""
         self.state = State.INCOMPLETE
         self.incomplete = why or self.incomplete
 
     def mark_whole(self) -> None:
-        """Note that a step is over, or states are loaded."""
+        """Mark a step as complete, or states as loaded."""
         self.state, self.incomplete = State.WHOLE, None
 
 
@@ -91,21 +91,21 @@ _records: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = process_wide(w
 
 
 def record_of(optimizer: Optimizer) -> OptimizerRecord:
-    """Return the record of an optimizer, made at the first call."""
+    """Return the record of an optimizer, created at the first call."""
     found = _records.get(optimizer)
     return _records.setdefault(optimizer, OptimizerRecord()) if found is None else found
 
 
 def all_records() -> list[tuple[Optimizer, OptimizerRecord]]:
-    """Return the optimizers that live, with their records; other threads may make records meanwhile."""
+    """Return the live optimizers with their records; other threads may add records meanwhile."""
     living = [optimizer for reference in _records.keyrefs() if (optimizer := reference()) is not None]
     return [(optimizer, record_of(optimizer)) for optimizer in living]
 
 
 def spoil_updated(optimizer: Optimizer) -> None:
-    """Let nobody compute with what an incomplete step was to update, until that is loaded."""
+    """Make reads of the parameters of an incomplete step raise until they are loaded."""
     why = record_of(optimizer).incomplete
-    assert why is not None, "it has ended in its middle"
+    assert why is not None, "the step failed partway"
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, ShardedParameter) and parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""A step that has begun: the stand-in on which the optimizer's own `step` runs, and what stands there for each parameter."""
+"""The current step of an optimizer: the stand-in on which its own `step` runs, with a shard in place of each parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunked_step import ChunkedStep, finish_chunks, telling_what_is_done
+from .chunked_step import ChunkedStep, explaining_progress, finish_chunks
 from .shard_state import kept_state, like_parameter, local_gradient, shard_state
 from .split_states import SplitStep
 from .stand_in import STEP_LOCAL, make_stand_in, settings_of
@@ -29,17 +29,17 @@ class RunningStep:
     optimizer: Optimizer
     """The stand-in."""
     groups: list[dict[str, Any]]
-    """The owner's group behind each of the stand-in's."""
+    """The owner's group for each of the stand-in's."""
     shards: list[tuple[ShardedParameter, torch.Tensor]]
-    """What is updated whole."""
+    """Parameters whose shards are updated at once rather than in chunks."""
     split: SplitStep
     chunked: ChunkedStep | None
     due: Due = dataclasses.field(default_factory=dict)
-    """What the ranks compare once it is done."""
+    """Settings and units that the ranks compare after the step."""
 
 
 def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], chunked: ChunkedStep | None) -> RunningStep:
-    """Make what the caller's own step runs on."""
+    """Make the stand-in for the caller's own step."""
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
     members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}
     members.update((id(p), shard) for p, shard in shards.items())
@@ -49,18 +49,18 @@ def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter
         members.update((id(p), part) for p, part in chunked.chunks[-1].parts)
     due = {id(p) for source in (chunked.sources if chunked is not None else ()) for p in source.due}
 
-    def rests(group: dict[str, Any]) -> bool:
-        """Say whether no chunk is of the group: as in eager, its counters go on without a gradient."""
+    def has_no_chunk(group: dict[str, Any]) -> bool:
+        """Say whether no chunk belongs to the group: as in eager, its counters advance without a gradient."""
         return not any(id(p) in due for p in group["params"])
 
-    stand_in, groups = make_stand_in(optimizer, members, without_members=rests)
+    stand_in, groups = make_stand_in(optimizer, members, without_members=has_no_chunk)
     running = RunningStep(weakref.ref(optimizer), stand_in, groups, list(shards.items()), split, chunked)
     _fill(optimizer, running)
     return running
 
 
 def _keep(optimizer: Optimizer, parameter: ShardedParameter, state: dict[str, Any]) -> None:
-    """Set what `optimizer.state` has of a parameter; as in eager, in the mapping that callers may hold."""
+    """Set the states of a parameter; as in eager, within the existing dict, to which callers may refer."""
     known = states_of(optimizer, parameter)
     if type(known) is dict:
         known.clear()
@@ -88,7 +88,7 @@ def _fill(optimizer: Optimizer, running: RunningStep) -> None:
 
 
 def end_step(optimizer: Optimizer, running: RunningStep) -> None:
-    """Give the optimizer what its step has left on the stand-in: states, settings and attributes."""
+    """Copy states, settings and attributes from the stand-in to the optimizer, after its step."""
     stand_in = running.optimizer
     for parameter, shard in running.shards:
         state = stand_in.state.pop(shard, None)
@@ -99,7 +99,7 @@ def end_step(optimizer: Optimizer, running: RunningStep) -> None:
         torch.autograd.graph.increment_version(parameter)
     running.split.finish(optimizer, stand_in)
     if running.chunked is not None:
-        with telling_what_is_done(optimizer):
+        with explaining_progress(optimizer):
             finish_chunks(optimizer, running.chunked, stand_in)
     for key, value in stand_in.state.items():
         optimizer.state[key] = value

@@ -1,4 +1,4 @@
-"""Between what a user sees of a parameter's gradient and states, and the flat shards that an optimizer works on."""
+"""Conversions between a parameter's gradient and states as the user sees them and the flat shards that an optimizer updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zinf_compile.sharded.tensor import ShardedTensor
 
 
 def like_parameter(shard: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """Give the shard of a parameter without dimensions its shape, so that its state can't be told from eager's."""
+    """Return the shard of a 0-d parameter as a 0-d tensor, so that its states have eager's shape."""
     return shard if unit.shape else shard.view(())
 
 
 def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
-    """Return this rank's part of a parameter's gradient, None without one; waits for its reduction."""
+    """Return this rank's shard of a parameter's gradient, None without one; waits for its reduction."""
     grad = parameter.grad
     if grad is None:
         return None
@@ -30,7 +30,7 @@ def local_gradient(parameter: ShardedParameter) -> torch.Tensor | None:
 
 
 def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
-    """Turn a state tensor, whole (from eager steps or a loaded checkpoint) or local, into the flat local one."""
+    """Return the flat local shard of a state tensor, given full (from eager steps or a checkpoint) or local."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or (value.numel() == 1 and unit.numel > 1):
         return value
     if isinstance(value, ShardedTensor):
@@ -48,7 +48,7 @@ def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
 
 
 def kept_state(value: Any, unit: Unit) -> Any:
-    """Return a state tensor as it is kept between steps: in the parameter's shape where a shard is the whole."""
+    """Return a state tensor in the form kept between steps: the parameter's shape if the shard is all of it."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     return unit.logical(value) if unit.context.size == 1 and value.numel() == unit.numel else value

@@ -1,8 +1,7 @@
 """ZeRO-1 for whole parameters: each rank keeps and updates 1/N of the states of what no graph partitions.
 
-A step is given this rank's stretch of the value, of the gradient and of the states; afterwards the ranks exchange the updated
-stretches. An element-wise update gives each element the bits of the unsplit one. An optimizer that needs whole matrices is
-given the whole parameter, as before.
+A step updates this rank's shard of the value with its shards of gradient and states; then the ranks all-gather the values.
+An element-wise update has the bits of the unsplit one. An optimizer that needs whole matrices updates the whole parameter.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def split_units(optimizer: Optimizer) -> dict[torch.nn.Parameter, WholeUnit]:
 
 
 class SplitStep:
-    """The part of one step that updates stretches of whole parameters."""
+    """The part of one step that updates shards of whole parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._units = split_units(optimizer)
@@ -43,14 +42,14 @@ class SplitStep:
             self._padded = {p: unit.local_part(p) for p, unit in self._units.items()}
         self._shards = {p: self._padded[p][: unit.used] for p, unit in self._units.items()}
         self._states: dict[tuple[int, str], torch.Tensor] = {}
-        """With padding, as they are kept; the step is given what is used of them."""
+        """States with padding, as kept between steps; the step sees them without."""
 
     def members(self) -> Mapping[int, torch.Tensor]:
-        """Return what stands for a parameter in the step, by the parameter's identity."""
+        """Return the shard that replaces each parameter in the step, by the parameter's id."""
         return {id(parameter): shard for parameter, shard in self._shards.items()}
 
     def refresh(self) -> None:
-        """Cut this rank's stretches out of the gradients as they are now."""
+        """Take this rank's shards of the current gradients."""
         for parameter, shard in self._shards.items():
             grad, unit = parameter.grad, self._units[parameter]
             shard.grad = None if grad is None else unit.local_part(grad)[: unit.used]
@@ -66,7 +65,7 @@ class SplitStep:
 
     @torch.no_grad()
     def finish(self, optimizer: Optimizer, stand_in: Optimizer) -> None:
-        """Keep the states, and make the parameters whole again. A collective operation."""
+        """Keep the states, and all-gather the parameters. A collective operation."""
         updated = [(p, shard) for p, shard in self._shards.items() if shard.grad is not None]
         for context in {self._units[p].context: None for p, _ in updated}:
             names = [self._units[p].name for p, _ in updated if self._units[p].context is context]
@@ -80,7 +79,7 @@ class SplitStep:
             unit = self._units[parameter]
             full = unit.context.full_buffer(unit.numel, unit.dtype, unit.device)
             padded = self._padded[parameter]
-            if shard.data_ptr() != padded.data_ptr():  # the optimizer gave it other memory
+            if shard.data_ptr() != padded.data_ptr():  # the optimizer replaced its storage
                 padded[: unit.used].copy_(shard)
             gather_whole(unit, padded, full, f"gathering {unit.name} after a step")
             parameter.copy_(unit.logical(full))
@@ -103,7 +102,7 @@ class SplitStep:
 
 @torch.no_grad()
 def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
-    """Make whole again the states of what was whole when they were split, and is partitioned by now. A collective operation."""
+    """Gather the split states of parameters that have been partitioned since. A collective operation."""
     for parameter in partitioned:
         state = in_memory(states_of(optimizer, parameter))
         if not state.get(LAYOUT, {}).get(WHOLE):
@@ -111,7 +110,7 @@ def join_states(optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -
         home = parameter._zinf_unit
         unit = WholeUnit(parameter, home.name, home.context)
         if state[LAYOUT] != unit.layout:
-            continue  # another rank's, or of other ranks: refused where layouts are checked
+            continue  # of another rank or world size: `check_layouts` raises
         home.context.ranks.agree([f"states of {unit.name} become those of a partitioned parameter"], what="a step")
         joined = {}
         for name, value in without_note(state).items():

@@ -1,4 +1,4 @@
-"""A stand-in for an optimizer: an object of its class and attributes, whose groups hold what one step, or one chunk, updates."""
+"""Stand-ins for an optimizer: objects of its class and attributes, whose groups hold the tensors of one step or one chunk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 def make_stand_in(
     optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
-    """Make an optimizer of `members`, given by the identity of the parameters that they stand for.
+    """Make a stand-in with `members` in place of parameters, by the parameters' ids.
 
-    Returns it with the group behind each of its own. A group of none of them is left away unless `without_members` of it.
+    Returns it with the original of each of its groups. A group without members is kept only if `without_members(group)`.
     """
     stand_in: Optimizer = object.__new__(type(optimizer))
-    record_of(stand_in).state = State.STANDS_IN
+    record_of(stand_in).state = State.STAND_IN
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in STEP_LOCAL})
     stand_in.param_groups, groups = [], []
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What an optimizer's states take: checked against the caps before the first step makes them, and told to the ledgers."""
+"""Memory of an optimizer's states: checked against the caps before the first step, then added to the ledgers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WARNED = "gradients that are not averaged"
 
 
 def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
-    """Raise `BudgetError`, before the first step makes them, where states in memory exceed a cap."""
+    """Raise `BudgetError` if the states in memory that the first step will create exceed a cap."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     missing: dict[Context, int] = collections.defaultdict(int)
     counted = record_of(optimizer).counted
@@ -49,7 +49,7 @@ def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParam
 
 
 def account_states(optimizer: Optimizer) -> None:
-    """Tell the ledgers what this optimizer's state takes on this rank; what streams through is counted where it does."""
+    """Add this optimizer's states on this rank to the ledgers; chunk buffers are counted by `ChunkTransfers`."""
     held: dict[Ledger, int] = collections.defaultdict(int)
     for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
         context = parameter._zinf_unit.context
@@ -72,10 +72,10 @@ def account_states(optimizer: Optimizer) -> None:
 
 
 def drop_states() -> None:
-    """Take the states of partitioned parameters out of every optimizer, wherever they are; other parameters' stay."""
+    """Remove the states of partitioned parameters from every optimizer, on all tiers."""
     for optimizer, record in all_records():
         for states in record.offloaded or []:
-            states.transfers.let_go()
+            states.transfers.release()
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
             optimizer.state.pop(parameter, None)
         known = record.state_bytes or {}
@@ -89,7 +89,7 @@ def _forget(known: dict[Ledger, int]) -> None:
 
 
 def report_step(optimizer: Optimizer) -> None:
-    """Tell meters and ledgers that a step is over; after the first one, let the log say what it took."""
+    """End a step for meters and ledgers; after the first one, log its memory and traffic."""
     hollow, record = hollow_of(optimizer), record_of(optimizer)
     first, record.reported = not record.reported, True
     split = {unit.context: None for unit in split_units(optimizer).values()}
@@ -106,7 +106,7 @@ def report_step(optimizer: Optimizer) -> None:
 
 
 def warn_of_local_gradients(optimizer: Optimizer, example: ShardedParameter) -> None:
-    """Warn, once, of parameters beside partitioned ones whose gradients differ from rank to rank."""
+    """Warn, once, of unpartitioned parameters whose gradients are not averaged over the ranks."""
     size = example._zinf_unit.context.size
     if size == 1 or _WARNED in record_of(optimizer).warned:
         return

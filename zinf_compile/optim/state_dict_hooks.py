@@ -1,4 +1,4 @@
-"""Which optimizers are stepped chunk by chunk, and their hooks: states are whole while `state_dict` is taken."""
+"""Sets up chunked steps for an optimizer, with hooks that read states from drives for `state_dict` and write loaded ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .offloaded_states import OffloadedStates
 from .precision import keep_precision, warn_of_rounding
 from .record import record_of
 from .state_entry import in_memory
-from .state_exchange import bring, drop
+from .state_exchange import drop_all, read_all
 from .state_layout import check_layouts
 
 
 def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -> list[OffloadedStates]:
-    """Return the chunks of these parameters, for those that are updated in chunks; lays out what is new."""
+    """Return the `OffloadedStates` of the parameters updated in chunks, made for those that are new."""
     record = record_of(optimizer)
     known: list[OffloadedStates] = record.offloaded or []
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -30,9 +30,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     for p in hollow:
         unit = p._zinf_unit
         unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
-        converts = unit.reduce_dtype != (
-            master or unit.dtype
-        )  # a gradient in the type of the update is there for a chunk at a time
+        converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
         streams = master or converts or unit.placement.streams(unified=unified)
         if (not p.requires_grad and p.grad is None) or not streams:
             continue
@@ -56,7 +54,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
         for p, kept in rows:
             if p in optimizer.state and kept.keys() & in_memory(optimizer.state[p]).keys():
                 warn_of_rounding(optimizer, p, kept)
-                known[-1].absorb(optimizer)
+                known[-1].reconcile(optimizer)
                 break
     return known
 
@@ -72,7 +70,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     known: list[OffloadedStates] = record_of(optimizer).offloaded or []
     try:
         for states in known:
-            bring(states.table, optimizer)
+            read_all(states.table, optimizer)
     except BaseException:
         _after_state_dict(optimizer, {})
         raise
@@ -80,14 +78,14 @@ def _before_state_dict(optimizer: Optimizer) -> None:
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for states in record_of(optimizer).offloaded or []:
-        drop(states.table, optimizer)
+        drop_all(states.table, optimizer)
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     given = state_dict.get("state", {})
     parameters = enumerate(p for group in optimizer.param_groups for p in group["params"])
     check_layouts(optimizer, [(p, given[i]) for i, p in parameters if isinstance(p, ShardedParameter) and i in given])
-    finish_deferred(optimizer, tell=False)
+    finish_deferred(optimizer, report=False)
 
 
 @torch.no_grad()
@@ -95,11 +93,11 @@ def _after_load(optimizer: Optimizer) -> None:
     record_of(optimizer).mark_whole()
     for states in record_of(optimizer).offloaded or []:
         states.forget_step()
-    absorb_loaded(optimizer)
+    move_loaded(optimizer)
 
 
 @torch.no_grad()
-def absorb_loaded(optimizer: Optimizer) -> None:
-    """Move states that were just loaded to where they live."""
+def move_loaded(optimizer: Optimizer) -> None:
+    """Move states that were just loaded to their tier."""
     for states in record_of(optimizer).offloaded or []:
-        states.absorb(optimizer)
+        states.reconcile(optimizer)

@@ -1,4 +1,4 @@
-"""States that live on a drive, brought into memory for who reads `optimizer.state` or takes a `state_dict`."""
+"""Reads states from a drive into host memory, for readers of `optimizer.state` and for `state_dict()`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.sharded.host_shortage import host_shortage
 
 from .chunks import part_of
-from .lent_state import LentState
-from .load_states import absorb, put_back
+from .load_states import reconcile, write_changed_copies
 from .shard_state import kept_state
+from .state_copy import StateCopy
 from .state_entry import StateEntry, states_of
 from .state_layout import noted
 from .state_table import StateTable
 
 
-def lend(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
-    """Read one state of one parameter into memory of its own; raise `BudgetError` where there is none."""
-    unit, found = entry.parameter._zinf_unit, entry.lent.get(name)
+def read_copy(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
+    """Read one state of one parameter into a tracked host copy; raise `BudgetError` without memory for it."""
+    unit, found = entry.parameter._zinf_unit, entry.copies.get(name)
     if found is not None:
         return found.tensor()
     if states.transfers.buffers.held:
@@ -29,7 +29,7 @@ def lend(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
             "it, or ended in its middle. Read states once step() has returned; where it has failed, load a checkpoint first"
         )
     with states.transfers.context.lanes.meter.waiting(), torch.no_grad():
-        put_back(states)
+        write_changed_copies(states)
         dtype = states.kept[entry.parameter][name]
         needed = format_of(dtype).bytes(unit.shard_numel)
         if short := host_shortage(states.transfers.context, needed):
@@ -38,21 +38,21 @@ def lend(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
                 f"bytes are available. {short.named}. Or drop other states of this {states.optimizer_name} that you hold, or "
                 f"reset this one unread (del optimizer.state[parameter][{name!r}], optimizer.state.clear())"
             )
-        copy = LentState(unit, dtype)
+        copy = StateCopy(unit, dtype)
         for number, chunk in enumerate(states.transfers.chunks):
             for parameter, piece in chunk.pieces:
                 if parameter is entry.parameter:
                     _, views = states.transfers.read(number)
                     copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
-    entry.lent[name] = copy
+    entry.copies[name] = copy
     return copy.tensor()
 
 
-def bring(states: StateTable, optimizer: Optimizer) -> None:
-    """Put all states into `optimizer.state`; raise `BudgetError` where there is no memory for them."""
+def read_all(states: StateTable, optimizer: Optimizer) -> None:
+    """Read all states into `optimizer.state`; raise `BudgetError` without memory for them."""
     if not states.by_entry:
         return
-    absorb(states, optimizer)
+    reconcile(states, optimizer)
     stored = [(p, name, states.kept[p][name]) for p, entry in states.entries.items() for name in entry if name in entry.stored]
     needed = sum(format_of(dtype).bytes(p._zinf_unit.shard_numel) for p, _, dtype in stored)
     if short := host_shortage(states.transfers.context, needed):
@@ -73,12 +73,12 @@ def bring(states: StateTable, optimizer: Optimizer) -> None:
         unit = parameter._zinf_unit
         large = {n: kept_state(value, unit) for (p, n), value in whole.items() if p is parameter}
         brought = noted({**entry.memory, **large}, unit)
-        states.brought[parameter] = optimizer.state[parameter] = brought
+        states.for_state_dict[parameter] = optimizer.state[parameter] = brought
 
 
-def drop(states: StateTable, optimizer: Optimizer) -> None:
-    """Take out of `optimizer.state` what `bring` put there."""
-    for parameter, brought in states.brought.items():
-        if states_of(optimizer, parameter) is brought:  # not in place: the state dict holds the same mappings
+def drop_all(states: StateTable, optimizer: Optimizer) -> None:
+    """Undo `read_all`: put the entries back into `optimizer.state`."""
+    for parameter, brought in states.for_state_dict.items():
+        if states_of(optimizer, parameter) is brought:  # not in place: the state dict refers to the same dicts
             optimizer.state[parameter] = states.entries[parameter]
-    states.brought.clear()
+    states.for_state_dict.clear()

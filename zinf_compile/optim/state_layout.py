@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank's states are of: noted beside the states, compared where states are loaded."""
+"""Layout of a rank's states: the elements that they belong to, saved with the states and compared when they are loaded."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from .record import record_of
 from .state_entry import in_memory
 
 LAYOUT = "zinf_layout"
-"""Name of the note: a mapping of numbers, which `load_state_dict` and `torch.load` let through as it is."""
+"""Key of the layout among the states: a mapping of numbers, which `load_state_dict` and `torch.load` keep as it is."""
 
 _WARNED = "states that don't say which elements they are of"
 
 
 def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
-    """Return local states with the note beside them; whole ones, which a single rank has, need none."""
+    """Return local states with their layout added; those of a single rank are full and need none."""
     return {**state, LAYOUT: unit.layout} if state and unit.context.size > 1 else state
 
 
 def note(state: dict[str, Any], unit: Unit) -> None:
-    """Put the note beside local states."""
+    """Add the layout to local states."""
     if unit.context.size > 1:
         state[LAYOUT] = unit.layout
 
 
 def without_note(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states as an optimizer knows them."""
+    """Return the states without their layout."""
     return {name: value for name, value in state.items() if name != LAYOUT}
 
 
 def check_layouts(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> None:
-    """Raise `UnsupportedOptimizerError` for states of other elements than this rank has; their number may be the same."""
+    """Raise `UnsupportedOptimizerError` for states of other elements than this rank's shard, even of the same count."""
     for parameter, given in states:
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else whole_unit_of(parameter)
         if unit is None:
@@ -75,7 +75,7 @@ def _way(layout: Mapping[str, Any]) -> str:
 
 
 def _warn_of_unknown(optimizer: Optimizer, state: Mapping[str, Any], unit: Unit) -> None:
-    """Warn, once, of local states without a note, where tiles may have chosen their elements: earlier versions left none."""
+    """Warn, once, of local states without a layout, as earlier versions saved them, if tiles may decide their elements."""
     if unit.context.size == 1 or len(unit.shape) < 2 or _WARNED in record_of(optimizer).warned:
         return
     if any(isinstance(value, torch.Tensor) and value.shape == (unit.shard_numel,) for value in state.values()):

@@ -1,4 +1,4 @@
-"""Which states the parameters of one optimizer have, and what `optimizer.state` has of them where they live on drives."""
+"""Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .state_layout import without_note
 class StateTable:
     """The states of parameters whose chunks `transfers` moves.
 
-    `optimizer.state` keeps what is in memory: what is not of a parameter's size, such as step counts, and where the tier of
-    states isn't a drive all of them. For what is on drives a parameter has a `StateEntry` there; it has states for as long as
-    that is in `optimizer.state`. `lend` reads a state for code that may change it, `finish` waits for the last step's updates.
+    `optimizer.state` holds the states in memory: small ones, such as step counts, and all of them unless their tier is a drive.
+    A parameter with states on a drive has a `StateEntry` there; removing it resets them. `read_copy` reads a state for code that
+    may change it, `finish` waits for the last step's updates.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StateTable:
         *,
         by_entry: bool,
         optimizer_name: str,
-        lend: Callable[[StateTable, StateEntry, str], torch.Tensor],
+        read_copy: Callable[[StateTable, StateEntry, str], torch.Tensor],
         finish: Callable[[Optimizer], None],
     ) -> None:
         self.kept = kept
@@ -41,31 +41,36 @@ class StateTable:
         """Whether `optimizer.state` has a `StateEntry` for each parameter."""
         self.optimizer_name = optimizer_name
         self.entries: dict[ShardedParameter, StateEntry] = {}
-        """Of the parameters that have states; as in `optimizer.state` since `absorb` compared them."""
-        self.brought: dict[ShardedParameter, dict[str, Any]] = {}
-        """What stands there instead while `state_dict` is taken."""
-        self._lend, self._finish = lend, finish
+        """Entries of parameters that have states; equal to `optimizer.state` after `reconcile`."""
+        self.for_state_dict: dict[ShardedParameter, dict[str, Any]] = {}
+        """Plain dicts that replace the entries during `state_dict()`."""
+        self._read_copy, self._finish = read_copy, finish
 
     @property
     def parameters(self) -> Sequence[ShardedParameter]:
-        """Those whose states these are."""
+        """The parameters, in order."""
         return list(self.kept)
 
     def new_entry(self, optimizer: Optimizer, parameter: ShardedParameter, memory: Mapping[str, Any]) -> StateEntry:
         """Return an entry for `optimizer.state`, none of whose states is on the drive."""
         return StateEntry(
-            optimizer, parameter, memory, names=self.kept[parameter], lend=partial(self._lend, self), finish=self._finish
+            optimizer,
+            parameter,
+            memory,
+            names=self.kept[parameter],
+            read_copy=partial(self._read_copy, self),
+            finish=self._finish,
         )
 
     def entry_of(self, parameter: ShardedParameter, optimizer: Optimizer) -> StateEntry:
-        """Return a parameter's entry; where it has none, a new one, in `optimizer.state`, too."""
+        """Return a parameter's entry; add a new one to `optimizer.state` if there is none."""
         if parameter not in self.entries:
             self.entries[parameter] = self.new_entry(optimizer, parameter, {})
             optimizer.state[parameter] = self.entries[parameter]
         return self.entries[parameter]
 
     def present(self, parameter: ShardedParameter, optimizer: Optimizer) -> Set[str]:
-        """Return the names of a parameter's states that the next update goes on from."""
+        """Return the names of a parameter's states of its size that exist already."""
         if self.by_entry:
             entry = self.entries.get(parameter)
             return entry.stored if entry is not None else frozenset()
@@ -73,7 +78,7 @@ class StateTable:
         return {name for name in self.kept[parameter] if isinstance(given.get(name), torch.Tensor)}
 
     def other_states(self, parameter: ShardedParameter, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Return those of a parameter's states that aren't brought; None where it has no states at all."""
+        """Return a parameter's states that don't pass through chunk buffers; None without any states."""
         given = self.entries.get(parameter) if self.by_entry else states_of(optimizer, parameter)
         if given is None:
             return None

@@ -11,7 +11,7 @@ from .shard_state import local_gradient
 
 
 class StepGradient:
-    """What a step needs of one parameter's gradient."""
+    """Snapshot of one parameter's gradient for a step."""
 
     def __init__(self, parameter: ShardedParameter, pieces: int) -> None:
         grad = parameter.grad
@@ -19,21 +19,21 @@ class StepGradient:
         self._parameter: ShardedParameter | None = parameter if away is None else None
         self._local: torch.Tensor | None = None
         self.away = away
-        """The shard, where it isn't on the device."""
+        """The offloaded gradient; None if it is on the device."""
         self.changes = away.noted() if away is not None and away.backing.resident is None else None
-        """What to do to each piece of it that was read."""
+        """Function to apply to each piece after it was read: pending scalings. None for gradients in memory."""
         self.pieces_left = pieces
-        """Pieces that are still to be applied."""
+        """Pieces not applied yet."""
 
     @property
-    def waits_on_drive(self) -> bool:
-        """Whether it stays as it is, whatever is done to `parameter.grad`."""
+    def is_snapshot(self) -> bool:
+        """Whether later changes of `parameter.grad` don't reach it."""
         return self.changes is not None
 
     def local(self) -> torch.Tensor:
-        """Return the shard, where it is on the device; waits for its reduction."""
+        """Return the shard of a gradient on the device; waits for its reduction."""
         if self._local is None:
-            assert self._parameter is not None, "it is away"
+            assert self._parameter is not None, "not an offloaded gradient"
             self._local = local_gradient(self._parameter)
-        assert self._local is not None, "there was one when it was taken"
+        assert self._local is not None, "the parameter had a gradient at the snapshot"
         return self._local

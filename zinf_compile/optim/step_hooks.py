@@ -1,4 +1,4 @@
-"""Unmodified optimizers on shards: before `step` they are given this rank's part of every partitioned parameter.
+"""Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
 
 The optimizer's own `step` runs on a stand-in: an object of the same class and attributes whose groups hold flat shards instead
 of hollow parameters. The optimizer itself is never touched while `step` runs, so an exception inside leaves it usable; state
@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunked_step import begin_chunks, telling_what_is_done
-from .closure_step import Closure, closure_of, enter, hollow_of, with_closure
+from .chunked_step import begin_chunks, explaining_progress
+from .closure_step import Closure, closure_of, hollow_of, run_on_stand_in, with_closure
 from .deferred_step import finish_deferred
 from .elementwise_probe import check_elementwise
 from .offloaded_states import OffloadedStates
@@ -43,27 +43,27 @@ def install() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if record_of(optimizer).state is State.STANDS_IN:  # in a step that calls super().step(), or of one chunk
+    if record_of(optimizer).state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
         return None
     hollow = hollow_of(optimizer)
     if not hollow and not split_units(optimizer):
-        return enter(optimizer, args, kwargs, partial(_fill_entered, optimizer))
+        return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
     sources = _check(optimizer, hollow)
     kwargs = dict(kwargs)
     if sources:
         args, kwargs = _with_loss(args, kwargs)
         now = hollow_of(optimizer)
-        if len(now) > len(hollow):  # the closure has partitioned more
+        if len(now) > len(hollow):  # the closure partitioned more parameters
             hollow, sources = now, _check(optimizer, now)
     running = _begin(optimizer, hollow, sources, by_closure=not sources and closure_of(args, kwargs) is not None)
     args, closure = (running.optimizer, *args[1:]), closure_of(args, kwargs)
-    if closure is not None and running.chunked is None:  # otherwise it was called already
+    if closure is not None and running.chunked is None:  # chunked steps have called it already
         args, kwargs = with_closure(args, kwargs, _refreshing(closure, running))
     return args, kwargs
 
 
 def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[OffloadedStates]:
-    """Check that the optimizer can step; return the chunks of what is updated in chunks."""
+    """Check that the optimizer can step; return the `OffloadedStates` of parameters updated in chunks."""
     if hollow:
         with hollow[0]._zinf_unit.context.lanes.meter.waiting():
             finish_deferred(optimizer)
@@ -73,27 +73,27 @@ def _check(optimizer: Optimizer, hollow: list[ShardedParameter]) -> list[Offload
     split = split_units(optimizer)
     check_layouts(optimizer, [(p, optimizer.state[p]) for p in (*hollow, *split) if p in optimizer.state])
     warn_of_short_updates(optimizer, hollow)
-    with telling_what_is_done(optimizer):
+    with explaining_progress(optimizer):
         return offloaded_states(optimizer, hollow)
 
 
 def _begin(
     optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[OffloadedStates], *, by_closure: bool = False
 ) -> RunningStep:
-    """Update all but what the caller's own step is to update; return what that runs on. `by_closure`: it makes the gradients."""
+    """Update all chunks but the last; return the step that the caller runs. `by_closure`: a closure computes the gradients."""
     due = settings_of_step(optimizer, by_closure=by_closure)
     in_memory = [p for p in hollow if p._zinf_unit.backing is None and not any(p in states for states in sources)]
     check_states_to_come(optimizer, in_memory)
-    with telling_what_is_done(optimizer):
+    with explaining_progress(optimizer):
         chunked = begin_chunks(optimizer, sources)
         running = make_running_step(optimizer, in_memory, chunked)
         running.due = due
-    record_of(optimizer).step = running  # in the place of one that raised
+    record_of(optimizer).step = running  # replaces one that raised
     return running
 
 
 def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, loss: Any) -> Closure:
-    """Let a step that was entered before there were partitioned parameters go on with their shards; return its next closure."""
+    """Continue, on shards, a step that began before its parameters were partitioned; return its next closure."""
     hollow = hollow_of(optimizer)
     sources = _check(optimizer, hollow)
     running = _begin(optimizer, hollow, sources)
@@ -102,13 +102,13 @@ def _fill_entered(optimizer: Optimizer, stand_in: Optimizer, closure: Closure, l
 
 
 def _become(stand_in: Optimizer, running: RunningStep) -> None:
-    """Let an object that a step runs on already be what `running` says it should run on."""
+    """Give the object that a step already runs on the attributes of the stand-in of `running`."""
     stand_in.__dict__ = vars(running.optimizer)
     running.optimizer = stand_in
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not args or args[0] is optimizer:  # nothing partitioned, or a step called by the stand-in's own: super().step()
+    if not args or args[0] is optimizer:  # nothing partitioned, or a stand-in's super().step()
         return
     record = record_of(optimizer)
     running: RunningStep | None = record.step
@@ -122,7 +122,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure now, before any chunk is updated; the optimizer is given one that returns the loss."""
+    """Call the closure before any chunk is updated; return arguments with a closure that returns its loss."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
@@ -132,7 +132,7 @@ def _with_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 
 def _refreshing(closure: Closure, running: RunningStep) -> Closure:
-    """Return a closure after which the shards have the gradients; the first call of it may partition more parameters."""
+    """Return a closure that sets the shards' gradients after each call; its first call may partition more parameters."""
     known = len(hollow_of(running.owner() or running.optimizer))
     first = True
 

@@ -1,4 +1,4 @@
-"""Notes each step of an optimizer on the units that it updated, for the ranks to compare (`runtime/comm/steps_done.py`)."""
+"""Records each step of an optimizer on the units that it updates, for the ranks to compare (`runtime/comm/steps_done.py`)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .record import record_of
 
 _IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that choose among implementations of one rule."""
+"""Settings that select an implementation of the same rule."""
 
 Due = Mapping[Context, tuple[tuple[str, ...], list[Unit]]]
-"""Of a step that begins, for the ranks of each context: its settings, and the units that it updates."""
+"""Settings and updated units of a step, by context."""
 
 
 def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
-    """Return what a step is about to do, to be noted by `note` once it is done; empty on one rank, which has nobody to ask.
+    """Return settings and units of a step that begins, for `note` to record after it; empty on one rank.
 
-    `by_closure`: its gradients are still to be made.
+    `by_closure`: the gradients are computed during the step.
     """
     lines: dict[Context, list[str]] = collections.defaultdict(list)
     due: dict[Context, list[Unit]] = collections.defaultdict(list)
@@ -46,7 +46,7 @@ def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
 
 
 def note(optimizer: Optimizer, due: Due) -> None:
-    """Note a step that is done, or handed to a thread that does it beside the next forward."""
+    """Record a step that is complete or deferred."""
     if not due:
         return
     record = record_of(optimizer)
@@ -66,7 +66,7 @@ def _kept(group: Mapping[str, Any]) -> set[str]:
 
 
 def _text(value: Any) -> str:
-    """Write a setting as all ranks write it: a tensor, as a learning rate may be, by its numbers."""
+    """Return a setting as text that is equal on all ranks; a tensor by its values."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.numel() <= 16 else f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -75,7 +75,7 @@ def _text(value: Any) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write numbers as ranges: 0-3, 7."""
+    """Return numbers as ranges: 0-3, 7."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

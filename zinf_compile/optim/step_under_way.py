@@ -1,4 +1,4 @@
-"""Optimizers whose `step(closure)` makes the first compiled call of a model: their step began on whole parameters."""
+"""Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw whole parameters."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .elementwise_probe import check_elementwise
 
 
 def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, ParameterSlot]]) -> None:
-    """Raise `UnsupportedOptimizerError` inside the step of an optimizer that needs whole the parameters that are `fresh`.
+    """Raise `UnsupportedOptimizerError` if a running step's optimizer needs whole one of the `fresh` parameters.
 
-    The hook that checks optimizers runs when a step begins: LBFGS, whose every step has a closure, would come past it.
+    The pre-step hook runs before the closure: it would miss LBFGS, whose every step has one.
     """
     slots = {id(parameter): slot for parameter, slot in fresh}
     for optimizer, method in calling_methods():

@@ -63,7 +63,7 @@ def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: InflightLimit | 
     """
 
     def held() -> int:
-        return ledger.total()[0] - ledger.now()["bounced"]
+        return ledger.total()[0] - ledger.now()["bounce"]
 
     if held() + more > cap and on_the_way is not None:
         on_the_way.drain(lambda: held() + more <= cap)

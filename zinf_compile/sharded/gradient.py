@@ -126,7 +126,7 @@ class ShardedGradient(torch.Tensor):
         shard = self.local()
         there = shard.to(self._unit.device)
         if there is not shard:
-            self._unit.context.memory.ledger.track("staged", there)
+            self._unit.context.memory.ledger.track("staging", there)
         return self._unit.logical(there)
 
     def full_tensor(self) -> torch.Tensor:

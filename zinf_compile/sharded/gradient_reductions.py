@@ -95,7 +95,7 @@ def draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor
     like = torch.empty_strided(unit.shape, unit.stride, dtype=args[0].dtype, device=unit.device)
     whole = func(like, *args[1:], **kwargs)
     del like
-    unit.context.memory.ledger.track("staged", whole)
+    unit.context.memory.ledger.track("staging", whole)
     part: torch.Tensor = unit.local_part(whole)
     return part
 

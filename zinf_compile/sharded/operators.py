@@ -164,7 +164,7 @@ def _make(owner: ShardedTensor, base: str, operands: dict[int, ShardValues], per
         result = perform(resident).reshape(-1)
         if any(result is shard for shard in resident.values()):
             result = result.clone()
-        unit.context.memory.ledger.track("staged", result)
+        unit.context.memory.ledger.track("staging", result)
         values = DeviceShard(unit, result)
     else:
         made: list[ShardValues] = []

@@ -43,7 +43,7 @@ def test_the_table_has_a_row_per_case(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_each_transfer_stays_within_the_file(tmp_path: Path, mode: str) -> None:
     scratch = ScratchFile(str(tmp_path))
     case = bench_io.Case(scratch.file, 16 * 4096, mode, 4096, 4, engine="auto")
-    places = [case.place(number) for number in range(64)]
+    places = [case.request(number) for number in range(64)]
     scratch.close()
     assert {offset for _, offset in places} == {4096 * number for number in range(16)}
     if mode == "both":

@@ -139,6 +139,6 @@ def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[st
     assert noted
     del raised
     gc.collect()
-    assert context.memory.host_ledger.now()["staged"] == 0
+    assert context.memory.host_ledger.now()["staging"] == 0
     assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
     zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way

@@ -103,9 +103,9 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
             len(whole) - 4,
             r"cut.safetensors is damaged or .*: second\.weight ends at byte [\d,]+ of [\d,]+",
         ),
-        (40, "no whole safetensors file: its header would have"),
-        (3, "no whole safetensors file"),
-        (0, "no whole safetensors file"),
+        (40, "not a complete safetensors file: its header would have"),
+        (3, "not a complete safetensors file"),
+        (0, "not a complete safetensors file"),
     ):
         file.write_bytes(whole[:size])
         assert_refused(build, file, message)

@@ -1,4 +1,7 @@
-"""A state that was read from a drive for code that may change it: known for as long as anybody can see its memory."""
+"""Host copy of a state on a drive, given to user code that may change it; tracked until no alias of its memory is left.
+
+Made by `state_exchange`; changes are written back by `load_states`.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,18 @@ from zinf_compile.runtime.units.unit import Unit
 from .shard_state import kept_state, like_parameter
 
 
-class LentState:
-    """One state of one parameter, in host memory of its own.
+class StateCopy:
+    """Host copy of one state of one parameter.
 
-    Its memory is handed out as that of a numpy array, which PyTorch keeps alive for as long as a tensor over it, or any alias
-    of one, is.
+    The tensor given to the user is built over a numpy array, which PyTorch keeps alive while any alias of the tensor lives: a
+    weak reference to the array tells when the copy can no longer change.
     """
 
     def __init__(self, unit: Unit, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
             self._bytes = torch.empty(format_of(dtype).bytes(unit.shard_numel), dtype=torch.uint8)
         self.flat = self._bytes.view(dtype)
-        """Its values, for this package."""
+        """The values, flat, for use within the package."""
         self._unit = unit
         self._array: weakref.ref[Any] | None = None
         self._tensor: weakref.ref[torch.Tensor] | None = None
@@ -32,11 +35,11 @@ class LentState:
 
     @property
     def held(self) -> bool:
-        """Whether anybody can still see the memory."""
+        """Whether an alias of the memory is alive outside the package."""
         return self._array is not None and self._array() is not None
 
     def alive(self) -> torch.Tensor | None:
-        """Return the tensor that was handed out, if it is still there."""
+        """Return the user's tensor, None if it was collected."""
         return None if self._tensor is None else self._tensor()
 
     def tensor(self) -> torch.Tensor:
