@@ -17,6 +17,7 @@ STAYS = {
     "_players",  # open blocks, too: what the CPU plays
     "_LIVE",  # stores: reset closes them
     "_installed",  # optimizer hooks, which know nothing
+    "_ROWS",  # the table of tiers
     "SPECS", "SCHEDULE_OPS", "_positions",  # the table of operators
     "_homes", "_storages", "_refusals",  # by objects that are there, for as long as they are
     "_known", "_forgetting",  # of `process_wide` itself, and the norms' that is made by it
