@@ -34,18 +34,24 @@ from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 Compile = Callable[[nn.Module], nn.Module]
 Sides = list[tuple[nn.Module, Optimizer]]
 
 
-@pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.slow)])
-def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=pytest.mark.slow)])
+def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-    with played_by(FakeDevice()) if request.param == "device" else contextlib.nullcontext():
-        yield lambda model: compiled(model, options_for(("nvme",) * 3, tmp_path))
+    options = options_for(("nvme",) * 3, tmp_path_factory.mktemp("drive"))
+    played = played_by(FakeDevice()) if request.param == "device" else contextlib.nullcontext()
+    with played, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_NUMEL", 128)
+        torch.compiler.reset()
+        yield lambda model: compiled(model, options)
 
 
 def both(on_drive: Compile, make: Callable[..., Optimizer] = adamw, *, steps: int = 2) -> Sides:
