@@ -56,6 +56,12 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.compiler.reset()
 
 
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for all tests of a module: graphs are kept from one to the next only where options are the same."""
+    return tmp_path_factory.mktemp("drive")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector leave alone what was imported, for as long as the tests run."""
     gc.collect()

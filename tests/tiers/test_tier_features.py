@@ -25,18 +25,30 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.device.link import FakeDevice, played_by
 from zinf_compile.runtime.units import pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
+TIERS = ["nvme", pytest.param("host", marks=pytest.mark.tiers), "nvme without a device"]
 
 Compile = Callable[[nn.Module], nn.Module]
 
 
-@pytest.fixture(params=["nvme", pytest.param("host", marks=pytest.mark.tiers), "nvme without a device"])
-def away(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+@pytest.fixture(scope="module", params=TIERS)
+def away(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model with all its states on one tier."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
-    tier, *without = request.param.split()
-    with contextlib.nullcontext() if without else played_by(FakeDevice()):
-        yield lambda model: compiled(model, options_for((tier, tier, tier), tmp_path))
+    torch.compiler.reset()
+    with all_on(request.param, tmp_path_factory.mktemp("drive")) as compiles:
+        yield compiles
+
+
+@contextlib.contextmanager
+def all_on(where: str, folder: Path) -> Iterator[Compile]:
+    """Yield what compiles a model with all its states on one tier, beside a device unless `where` says without one."""
+    tier, *without = where.split()
+    with contextlib.nullcontext() if without else played_by(FakeDevice()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_NUMEL", 96)
+        yield lambda model: compiled(model, options_for((tier, tier, tier), folder))
 
 
 class Pair:
@@ -86,8 +98,10 @@ def test_autocast(away: Compile) -> None:
 
 def test_dynamic_shapes(away: Compile) -> None:
     pair = Pair(TiedWords, away)
+    torch.compiler.reset()
     for rows in (3, 5, 2, 7):
         pair.each(lambda model, optimizer, rows=rows: plain_step(model, optimizer, tokens(rows, rows=rows, length=rows + 4)))  # type: ignore[misc]
+    torch.compiler.reset()  # for other tests, sizes stay the same
 
 
 @pytest.mark.parametrize(
@@ -295,7 +309,14 @@ def held(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_nothing_grows_over_many_steps_and_models(away: Compile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", TIERS)
+def test_nothing_grows_over_many_steps_and_models(where: str, tmp_path: Path) -> None:
+    with all_on(where, tmp_path) as away:
+        assert_nothing_grows(away, tmp_path)
+
+
+def assert_nothing_grows(away: Compile, tmp_path: Path) -> None:
+    """Take many steps with a model, and a step with each of several: as much is in use as before."""
     model = away(sundry())
     optimizer = adamw(model.parameters())
     for step in range(110):
