@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from faults import failing, flip, named, offloaded_of, store_of
 from marks import more
-from tier_twins import Twins, check_same, compare, twins
+from tier_twins import Trained, check_same, compare, twins
 from tiers import MICRO_BATCHES, Placement, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
 from training import adamw, assert_same_models
@@ -56,7 +56,7 @@ def backward(model: nn.Module, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def load(trained: Twins) -> None:
+def load(trained: Trained) -> None:
     """Load the eager twin's state."""
     ours, optimizer, eager, other = trained
     zinf_compile.load_full_state_dict(ours, eager.state_dict())
@@ -177,7 +177,7 @@ def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, drive: Path) -> None:
     check_same(trained, step=2)
 
 
-def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> int:
+def sweep(trained: Trained, way: str, error: type[BaseException], every: int) -> int:
     """Fail every so-manieth transfer of two steps, one at a time, and go on as the error says; return how many failed.
 
     What a step read can be tried again; where an update may be lost, both twins go back to before it.
