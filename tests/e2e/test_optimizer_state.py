@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,7 @@ from training import adamw, assert_same_models, in_place, plain_step, train_step
 STATEFUL = ["sgd_momentum", "adam_amsgrad", "adamw_fused", "rmsprop", "adagrad", "nadam", "third_party"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.keeps_graphs
 
 
 @pytest.mark.parametrize("name", STATEFUL)
