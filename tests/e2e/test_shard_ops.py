@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tiers import compiled, options_for
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from training import BACKEND, adamw, assert_same, in_place, twins
+from training import BACKEND, adamw, assert_same, in_place
+from twin_models import Twins, whole
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
@@ -30,36 +31,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarnin
 Act = Callable[[Any, Any], Any]
 
 
-class Pair:
-    """An eager model and its twin with all states off the device; what is done to one is done to the other."""
+class Pair(Twins):
+    """An eager model and its twin with all states off the device, one step into their training."""
 
     def __init__(self, folder: Path, *, tier: str = "nvme", build: Callable[[], nn.Module] = Mlp, train: bool = True) -> None:
-        self.eager, self.ours = twins(build)
-        compiled(self.ours, options_for((tier, tier, tier), folder))
-        self.models = (self.eager, self.ours)
-        self.optimizers = tuple(adamw(model.parameters()) for model in self.models)
+        super().__init__(build, lambda model: compiled(model, options_for((tier, tier, tier), folder)))
         if train:
             self.each(step)
-
-    def each(self, act: Act, beside: Iterable[Any] | None = None) -> None:
-        """Do it with both and compare what comes out, and all parameters; `beside` is given in place of the optimizers."""
-        results = [act(model, other) for model, other in zip(self.models, beside or self.optimizers, strict=True)]
-        if results[0] is not None:
-            assert_same("result", *[whole(result) for result in results])
-        state = zinf_compile.full_state_dict(self.ours)
-        for name, value in self.eager.state_dict().items():
-            assert_same(name, value, state[name])
 
     def companions(self, make: Callable[[nn.Module], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Make tensors beside both."""
         return [make(model) for model in self.models]
-
-
-def whole(value: Any) -> Any:
-    """Return what is partitioned whole, anything else as it is."""
-    if isinstance(value, ShardedTensor):
-        return value.full_tensor()
-    return value.detach()
 
 
 def step(model: Any, optimizer: Any) -> torch.Tensor:
