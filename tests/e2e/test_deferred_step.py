@@ -24,7 +24,8 @@ from paths import SUPPORT
 from tiers import compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
-from training import accumulating_step, adamw, assert_same, plain_step, twins
+from training import accumulating_step, adamw, assert_same, plain_step
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile._torch import compile_lock
@@ -56,9 +57,7 @@ def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def both(on_drive: Compile, make: Callable[..., Optimizer] = adamw, *, steps: int = 2) -> Sides:
     """Return an eager model and its twin on the drive, each with its optimizer; the last of some steps is a late one."""
-    eager, ours = twins(TiedWords)
-    on_drive(ours)
-    sides: Sides = [(model, make(model.parameters())) for model in (eager, ours)]
+    sides = Twins(TiedWords, on_drive, make).sides
     for number in range(steps):
         step_on(sides, number)
     return sides
@@ -106,9 +105,7 @@ def test_every_optimizer(name: str, on_drive: Compile) -> None:
 def test_kinds_of_models(name: str, on_drive: Compile) -> None:
     """Units in pieces, tied, without a gradient in some steps."""
     case = CASES[name]
-    eager, ours = twins(case.build)
-    on_drive(ours)
-    sides: Sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
+    sides = Twins(case.build, on_drive).sides
     for number in range(5):
         losses = [plain_step(model, optimizer, case.batch(number, 0)).detach() for model, optimizer in sides]
         assert_same("loss", *losses)

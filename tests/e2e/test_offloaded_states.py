@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, Step, accumulating_step, adamw, plain_step, train_both, train_step_on, twins
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
@@ -64,9 +65,8 @@ def both(
     build: Callable[[], nn.Module], make: Callable[..., Optimizer], folder: Path
 ) -> tuple[list[tuple[nn.Module, Optimizer]], list[nn.Module]]:
     """Return an eager model and its twin with states on a drive, each with its optimizer, as `train_step_on` wants them."""
-    eager, ours = twins(build)
-    on_drive(folder)(ours)
-    return [(model, make(model.parameters())) for model in (eager, ours)], [eager, ours]
+    trained = Twins(build, on_drive(folder), make)
+    return trained.sides, [*trained.models]
 
 
 def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
