@@ -1,4 +1,4 @@
-"""Every test starts with nothing compiled; a passed GPU run is written into the README."""
+"""Every test, or every module that says so, starts with nothing compiled; a passed GPU run is written into the README."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from zinf_compile.runtime import context
 
 _ROOT = Path(__file__).parent.parent
 _PREFIX = "last run on a GPU:"
+_KEEPER = pytest.StashKey[str]()
+"""Name of the module whose graphs are kept."""
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
@@ -41,12 +43,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start with nothing compiled: each test, or each module where it is marked `keeps_graphs`."""
+    keeper = request.node.module.__name__ if request.node.get_closest_marker("keeps_graphs") else ""
+    if not keeper or request.session.stash.get(_KEEPER, "") != keeper:
+        torch.compiler.reset()
+        context._contexts.clear()  # what an earlier test left alive counts against no cap, and moves no bytes of this one
+    request.session.stash[_KEEPER] = keeper
     torch.manual_seed(0)
-    context._contexts.clear()  # what an earlier test left alive counts against no cap, and moves no bytes of this one
     yield
-    torch.compiler.reset()
+    if not keeper:
+        torch.compiler.reset()
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for all tests of a module: graphs are kept from one to the next only where options are the same."""
+    return tmp_path_factory.mktemp("drive")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -24,7 +24,8 @@ from paths import SUPPORT
 from tiers import compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
-from training import accumulating_step, adamw, assert_same, plain_step, twins
+from training import accumulating_step, adamw, assert_same, plain_step
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile._torch import compile_lock
@@ -34,25 +35,29 @@ from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 Compile = Callable[[nn.Module], nn.Module]
 Sides = list[tuple[nn.Module, Optimizer]]
 
 
-@pytest.fixture(params=["host", pytest.param("device", marks=pytest.mark.slow)])
-def on_drive(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=pytest.mark.slow)])
+def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-    with simulating(SimulatedDevice()) if request.param == "device" else contextlib.nullcontext():
-        yield lambda model: compiled(model, options_for(("nvme",) * 3, tmp_path))
+    options = options_for(("nvme",) * 3, tmp_path_factory.mktemp("drive"))
+    played = simulating(SimulatedDevice()) if request.param == "device" else contextlib.nullcontext()
+    with played, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_NUMEL", 128)
+        torch.compiler.reset()
+        yield lambda model: compiled(model, options)
 
 
 def both(on_drive: Compile, make: Callable[..., Optimizer] = adamw, *, steps: int = 2) -> Sides:
     """Return an eager model and its twin on the drive, each with its optimizer; the last of some steps is a late one."""
-    eager, ours = twins(TiedWords)
-    on_drive(ours)
-    sides: Sides = [(model, make(model.parameters())) for model in (eager, ours)]
+    sides = Twins(TiedWords, on_drive, make).sides
     for number in range(steps):
         step_on(sides, number)
     return sides
@@ -100,9 +105,7 @@ def test_every_optimizer(name: str, on_drive: Compile) -> None:
 def test_kinds_of_models(name: str, on_drive: Compile) -> None:
     """Units in pieces, tied, without a gradient in some steps."""
     case = CASES[name]
-    eager, ours = twins(case.build)
-    on_drive(ours)
-    sides: Sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
+    sides = Twins(case.build, on_drive).sides
     for number in range(5):
         losses = [plain_step(model, optimizer, case.batch(number, 0)).detach() for model, optimizer in sides]
         assert_same("loss", *losses)

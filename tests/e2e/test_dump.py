@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import math
 import re
 import resource
@@ -10,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import dump_targets
 import pytest
@@ -20,7 +23,7 @@ from ranks import run_ranks
 
 from zinf_compile._torch import captured_name
 from zinf_compile.cli.main import main, schedule_hash
-from zinf_compile.cli.trace import DumpError, load_target, trace
+from zinf_compile.cli.trace import DumpError, Scheduled, load_target, trace
 from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import SwapIn, SwapOut
@@ -166,13 +169,36 @@ def test_after_a_pass_the_graph_is_as_that_pass_left_it() -> None:
     assert "all_gather" not in joint.text
 
 
-def test_no_weight_is_allocated() -> None:
+@dataclasses.dataclass(frozen=True)
+class Dumped:
+    """What a dump printed and traced, and by how many bytes the process grew."""
+
+    printed: str
+    scheduled: list[Scheduled]
+    grown_bytes: int
+
+
+@pytest.fixture(scope="module")
+def gpt2_small() -> Dumped:
+    """Dump the backward of GPT-2 on one of four ranks, by the command, in this process."""
+    scheduled: list[Scheduled] = []
+
+    def noted(*arguments: Any, **how: Any) -> list[Scheduled]:
+        scheduled.extend(trace(*arguments, **how))
+        return scheduled
+
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = trace(load_target("gpt2-small"), world_size=4)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys.modules[main.__module__], "trace", noted)
+        assert main(["dump", "gpt2-small", "--world", "4", "--graph", "backward"]) == 0
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    model_bytes = sum(slot.bytes for slot in found[0].program.slots.values())
+    return Dumped(printed.getvalue(), scheduled, grown)
+
+
+def test_no_weight_is_allocated(gpt2_small: Dumped) -> None:
+    model_bytes = sum(slot.bytes for slot in gpt2_small.scheduled[0].program.slots.values())
     assert model_bytes == 124_439_808 * 4
-    assert grown < model_bytes / 2
+    assert gpt2_small.grown_bytes < model_bytes / 2
 
 
 @pytest.mark.parametrize(
@@ -207,18 +233,21 @@ def test_after_a_dump_the_process_is_as_before() -> None:
     assert digest == dump_targets.real_run(0, 1, OPTIONS)[0]
 
 
-def _zinf(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "zinf_compile", *arguments], capture_output=True, text=True, check=False)
+def test_the_command_prints_graphs_table_and_hash(gpt2_small: Dumped) -> None:
+    assert "# backward of graph 0, rank 0 of 4" in gpt2_small.printed
+    assert "# forward of graph 0" not in gpt2_small.printed
+    assert "# h.11.up.weight 9,437,184 B" in gpt2_small.printed
+    assert re.search(r"^# h\.\d+ … h\.\d as h\.1\d: \d+ lines$", gpt2_small.printed, re.MULTILINE)
+    assert "bytes reduce-scattered" in gpt2_small.printed
+    assert "schedule hash: " in gpt2_small.printed
 
 
-def test_the_command_prints_graphs_table_and_hash() -> None:
-    done = _zinf("dump", "gpt2-small", "--world", "4", "--graph", "backward")
+def test_the_package_is_run_as_the_command() -> None:
+    command = [sys.executable, "-m", "zinf_compile", "dump", "mlp", "--world", "4", "--graph", "backward"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "# backward of graph 0, rank 0 of 4" in done.stdout
     assert "# forward of graph 0" not in done.stdout
-    assert "# h.11.up.weight 9,437,184 B" in done.stdout
-    assert re.search(r"^# h\.\d+ … h\.\d as h\.1\d: \d+ lines$", done.stdout, re.MULTILINE)
-    assert "bytes reduce-scattered" in done.stdout
     assert "schedule hash: " in done.stdout
 
 

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import IN, Mlp, vectors
 from torch import nn
-from training import adamw, assert_same, assert_same_models, in_place, plain_step, twins
+from training import assert_same, assert_same_models, plain_step
+from twin_models import Twins
 
 from zinf_compile import PartitionedParameterError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.keeps_graphs
 
 
-class Pair:
+class Pair(Twins):
     """An eager model and an equal partitioned one, one step into their training."""
 
     def __init__(self, *, inferred_first: bool = False) -> None:
-        eager, ours = twins(Mlp)
-        self.models: list[Any] = [eager, in_place(ours)]
-        self.optimizers = [adamw(model.parameters()) for model in self.models]
+        super().__init__(Mlp)
         if inferred_first:
             with torch.inference_mode():
                 assert_same("loss", *(model(*vectors(8)) for model in self.models))
@@ -36,9 +29,7 @@ class Pair:
 
     def train(self, number: int) -> None:
         """Take a step on both; they must agree bit by bit."""
-        pairs = zip(self.models, self.optimizers, strict=True)
-        assert_same("loss", *(plain_step(model, optimizer, vectors(number)).detach() for model, optimizer in pairs))
-        assert_same_models(*self.models, where=f"after step {number}")
+        self.step(vectors(number), number)
 
     def change(self, function: Callable[[Any], Any]) -> None:
         """Do the same to both and train on."""

@@ -133,12 +133,13 @@ def test_an_optimizer_made_before_stays_valid_and_tied_weights_stay_tied() -> No
     assert model.embedding.weight.marked
 
 
+@pytest.mark.keeps_graphs
 @pytest.mark.parametrize("spelling", ["in place", "wrapped"])
 @pytest.mark.parametrize("name", ["tied", "frozen", "attention"])
 @pytest.mark.parametrize("birth", [made_on_meta, built_inside])
 @pytest.mark.parametrize("told", [True, False], ids=["told twice", "told once"])
-def test_training_is_eagers(birth: Callable[..., Any], name: str, spelling: str, told: bool, tmp_path: Path) -> None:
-    case, options = CASES[name], options_for(("nvme", "nvme", "nvme"), tmp_path)
+def test_training_is_eagers(birth: Callable[..., Any], name: str, spelling: str, told: bool, drive: Path) -> None:
+    case, options = CASES[name], options_for(("nvme", "nvme", "nvme"), drive)
     eager, ours = (build(case.build) for build in (rank_from_meta.built_whole, functools.partial(birth, **options)))
     again = options if told else {}
     run: Any = compiled(ours, again) if spelling == "in place" else torch.compile(ours, backend=BACKEND, options=again)

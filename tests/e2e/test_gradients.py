@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,7 @@ from training import BACKEND, adamw, assert_same, assert_same_models, in_place, 
 import zinf_compile
 from zinf_compile.sharded.gradient import ShardedGradient
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.keeps_graphs
 
 
 def test_gradients_are_sharded_and_tell_their_whole_value() -> None:

@@ -17,31 +17,28 @@ import torch
 from models import Mlp, vectors
 from torch import nn
 from torch.optim import Optimizer
-from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, twins, wrapped
+from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, wrapped
+from twin_models import Twins
 from versions import needs_guard_of_requires_grad
 
 from zinf_compile import PartitionedParameterError, UnsupportedModelError, UnsupportedOptimizerError, gathered
 from zinf_compile.sharded.parameter import ShardedParameter
 
+pytestmark = pytest.mark.keeps_graphs
 
-class Twins:
+
+class Pair(Twins):
     """An eager model and an equal partitioned one, each with its optimizer, one step into their training."""
 
     def __init__(self, build: Callable[[], nn.Module] = Mlp) -> None:
-        self.eager: Any
-        self.model: Any
-        self.eager, self.model = twins(build)
-        self.optimizers = [adamw(self.eager.parameters()), adamw(self.model.parameters())]
-        self.compiled = wrapped(self.model)
+        super().__init__(build, wrapped)
         self.train()
 
     def train(self) -> None:
         """Take one step on both; they must agree bit by bit."""
         self.optimizers[0].zero_grad()
-        plain_step(self.eager, self.optimizers[0], vectors(1))
-        plain_step(self.compiled, self.optimizers[1], vectors(1))
-        assert_same_models(self.eager, self.model)
-        assert {type(p) for p in self.model.parameters()} == {ShardedParameter}
+        self.step(vectors(1))
+        assert {type(p) for p in self.ours.parameters()} == {ShardedParameter}
 
 
 class ByHand(Optimizer):
@@ -86,26 +83,26 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name(name: str) -> None:
-    pair = Twins()
+    pair = Pair()
     make, reason = OPTIMIZERS[name]
-    optimizer = make(pair.model.parameters())
+    optimizer = make(pair.ours.parameters())
     with pytest.raises(UnsupportedOptimizerError, match=rf"\w+ doesn't update element by element .*{reason}.*") as raised:
-        optimizer.step(lambda: pair.compiled(*vectors(2)))
+        optimizer.step(lambda: pair.call(*vectors(2)))
     message = str(raised.value)
     assert message.startswith(type(optimizer).__name__)
     assert "first.weight" in message
     assert "Supported: SGD, Adam, AdamW" in message
     assert isinstance(raised.value, TypeError)
     assert not optimizer.state
-    assert_same_models(pair.eager, pair.model)
+    assert_same_models(pair.eager, pair.ours)
     pair.train()
 
 
 def test_an_optimizer_that_clips_by_value_is_accepted() -> None:
-    pair = Twins()
-    for model in (pair.eager, pair.model):
+    pair = Pair()
+    for model in (pair.eager, pair.ours):
         ByHand(model.parameters(), lambda g: g.abs().clamp(min=1.0)).step()
-    assert_same_models(pair.eager, pair.model)
+    assert_same_models(pair.eager, pair.ours)
 
 
 @needs_guard_of_requires_grad
@@ -117,15 +114,15 @@ def test_requires_grad_changed_after_the_first_call(learns: bool, grad: bool) ->
         model.first.weight.requires_grad_(learns)
         return model
 
-    pair = Twins(build)
+    pair = Pair(build)
     for now in (not learns, learns, not learns):
-        for model in (pair.eager, pair.model):
+        for model in (pair.eager, pair.ours):
             model.first.weight.requires_grad_(now)
         if grad:
             pair.train()
-            assert (pair.model.first.weight.grad is not None) == now
+            assert (pair.ours.first.weight.grad is not None) == now
         with torch.no_grad():
-            assert_same("loss", pair.eager(*vectors(2)), pair.compiled(*vectors(2)))
+            assert_same("loss", pair.eager(*vectors(2)), pair.call(*vectors(2)))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
@@ -164,47 +161,47 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_whole_model_is_refused_and_leaves_it_training(name: str) -> None:
-    pair = Twins()
+    pair = Pair()
     change, message = CHANGES[name]
     with pytest.raises(PartitionedParameterError, match=rf"parameter first.weight is partitioned.*{message}"):
-        change(pair.model)
-    assert_same_models(pair.eager, pair.model)
+        change(pair.ours)
+    assert_same_models(pair.eager, pair.ours)
     pair.train()
 
 
 def test_a_converted_parameter_is_refused_when_gathered_ends() -> None:
     for change, found in [(lambda m: m.half(), "float16"), (lambda m: setattr(m.first.weight, "data", torch.ones(2)), r"\[2\]")]:
-        pair = Twins()
+        pair = Pair()
         with (
             pytest.raises(PartitionedParameterError, match=rf"nothing was changed.*first.weight became .*{found}"),
-            gathered(pair.model, write=True),
+            gathered(pair.ours, write=True),
         ):
-            change(pair.model)
-        assert_same_models(pair.eager, pair.model)
+            change(pair.ours)
+        assert_same_models(pair.eager, pair.ours)
         pair.train()
 
 
 def test_gathered_inside_gathered_reads_and_does_not_write() -> None:
-    pair = Twins()
-    with gathered(pair.model, write=True):
-        with gathered(pair.model):
-            pair.model.first.bias.data.fill_(2.0)
-        assert type(pair.model.first.bias) is nn.Parameter
+    pair = Pair()
+    with gathered(pair.ours, write=True):
+        with gathered(pair.ours):
+            pair.ours.first.bias.data.fill_(2.0)
+        assert type(pair.ours.first.bias) is nn.Parameter
         with pytest.raises(PartitionedParameterError, match=r"holds first.weight whole already: give write=True to the outer"):
-            gathered(pair.model, write=True).__enter__()
+            gathered(pair.ours, write=True).__enter__()
     pair.eager.first.bias.data.fill_(2.0)
     pair.train()
 
 
 def test_the_compiled_model_is_refused_inside_gathered_and_runs_after() -> None:
-    pair = Twins()
-    with gathered(pair.model), pytest.raises(PartitionedParameterError, match=r"first.weight is gathered: leave `with zinf_comp"):
-        pair.compiled(*vectors(1))
+    pair = Pair()
+    with gathered(pair.ours), pytest.raises(PartitionedParameterError, match=r"first.weight is gathered: leave `with zinf_comp"):
+        pair.call(*vectors(1))
     pair.train()
 
 
 def test_loaded_optimizer_state_of_a_wrong_shape_is_refused_by_name() -> None:
-    pair = Twins()
+    pair = Pair()
     optimizer = pair.optimizers[1]
     good = copy.deepcopy(optimizer.state_dict())
     bad = copy.deepcopy(good)
@@ -214,7 +211,7 @@ def test_loaded_optimizer_state_of_a_wrong_shape_is_refused_by_name() -> None:
         UnsupportedOptimizerError, match=r"'exp_avg' of AdamW for parameter first.weight has shape \[3, 3\].*13, 7"
     ):
         optimizer.step()
-    assert_same_models(pair.eager, pair.model)
+    assert_same_models(pair.eager, pair.ours)
     optimizer.load_state_dict(good)
     pair.train()
 
@@ -222,10 +219,10 @@ def test_loaded_optimizer_state_of_a_wrong_shape_is_refused_by_name() -> None:
 @pytest.mark.parametrize("of", ["input", "parameters", "grad"])
 def test_double_backward_is_refused(of: str) -> None:
     """By name, and only where somebody differentiates a gradient."""
-    pair = Twins()
+    pair = Pair()
     x, y = vectors(2)
-    loss = pair.compiled(x.requires_grad_(), y)
-    inputs = [x] if of == "input" else list(pair.model.parameters())
+    loss = pair.call(x.requires_grad_(), y)
+    inputs = [x] if of == "input" else list(pair.ours.parameters())
     if of == "grad":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a cycle, which PyTorch warns of
@@ -235,7 +232,7 @@ def test_double_backward_is_refused(of: str) -> None:
         grads = torch.autograd.grad(loss, inputs, create_graph=True)
     with pytest.raises(UnsupportedModelError, match=r"double backward: .* create_graph=True .* train this model uncompiled"):
         sum(g.square().sum() for g in grads).backward()
-    pair.model.zero_grad()
+    pair.ours.zero_grad()
     pair.train()
 
 
@@ -254,8 +251,8 @@ def test_what_was_taken_from_the_model_before_its_first_call_stays_readable() ->
 
 
 def test_a_state_dict_sent_to_another_process_does_not_stop_the_training() -> None:
-    pair = Twins()
-    for value in pair.model.state_dict().values():
+    pair = Pair()
+    for value in pair.ours.state_dict().values():
         value.share_memory_()  # as multiprocessing does with what it sends
     pair.train()
     pair.train()
@@ -283,8 +280,8 @@ def norm(weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", ["eager", BACKEND])
 def test_a_compiled_function_takes_a_partitioned_parameter(backend: str) -> None:
-    pair = Twins()
-    assert_same("norm", norm(pair.eager.first.weight), torch.compile(norm, backend=backend)(pair.model.first.weight))
+    pair = Pair()
+    assert_same("norm", norm(pair.eager.first.weight), torch.compile(norm, backend=backend)(pair.ours.first.weight))
 
 
 RISKY = """

@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, Step, accumulating_step, adamw, plain_step, train_both, train_step_on, twins
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
@@ -32,6 +33,8 @@ from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units import pieces
+
+pytestmark = pytest.mark.keeps_graphs
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]
 
@@ -63,9 +66,8 @@ def both(
     build: Callable[[], nn.Module], make: Callable[..., Optimizer], folder: Path
 ) -> tuple[list[tuple[nn.Module, Optimizer]], list[nn.Module]]:
     """Return an eager model and its twin with states on a drive, each with its optimizer, as `train_step_on` wants them."""
-    eager, ours = twins(build)
-    on_drive(folder)(ours)
-    return [(model, make(model.parameters())) for model in (eager, ours)], [eager, ours]
+    trained = Twins(build, on_drive(folder), make)
+    return trained.sides, [*trained.models]
 
 
 def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...]) -> torch.Tensor:
@@ -85,27 +87,27 @@ def closure_step(model: nn.Module, optimizer: Optimizer, batch: tuple[Any, ...])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(name: str, tmp_path: Path, stores: list[OffloadedStates]) -> None:
-    sides, models = both(TiedWords, OPTIMIZERS[name], tmp_path)
+def test_every_optimizer(name: str, drive: Path, stores: list[OffloadedStates]) -> None:
+    sides, models = both(TiedWords, OPTIMIZERS[name], drive)
     for number in range(4):
         train_step_on(sides, models, plain_step, tokens(number), number)
         assert_same_states(sides[0][1], sides[1][1])
     assert len(stores) == (name != "sgd")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(drive) == []
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
-    train_both(CASES[name], compiled=on_drive(tmp_path), steps=4, whole=NOT_COMPILED.get(name, ()))
+def test_every_kind_of_model(name: str, drive: Path) -> None:
+    train_both(CASES[name], compiled=on_drive(drive), steps=4, whole=NOT_COMPILED.get(name, ()))
 
 
 @pytest.mark.parametrize("step", [accumulating_step, closure_step])
-def test_kinds_of_steps(step: Step, tmp_path: Path) -> None:
-    train_both(CASES["tied"], compiled=on_drive(tmp_path), step=step, steps=4)
+def test_kinds_of_steps(step: Step, drive: Path) -> None:
+    train_both(CASES["tied"], compiled=on_drive(drive), step=step, steps=4)
 
 
-def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: list[OffloadedStates]) -> None:
-    sides, models = both(TiedWords, adamw, tmp_path)
+def test_most_chunks_are_read_and_the_last_ones_first(drive: Path, stores: list[OffloadedStates]) -> None:
+    sides, models = both(TiedWords, adamw, drive)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     (states,) = stores
@@ -132,10 +134,10 @@ def test_most_chunks_are_read_and_the_last_ones_first(tmp_path: Path, stores: li
     assert freed == states.transfers.buffers.host_bytes, "no states but the chunks in memory"
 
 
-def test_parameters_come_and_go(tmp_path: Path) -> None:
+def test_parameters_come_and_go(drive: Path) -> None:
     """Branches: one of two layers has a gradient in a step; a third, added to the optimizer later, had none before."""
     case = CASES["branches"]
-    sides, models = both(case.build, lambda parameters: adamw(list(parameters)[2:]), tmp_path)
+    sides, models = both(case.build, lambda parameters: adamw(list(parameters)[2:]), drive)
     for number in range(6):
         if number == 3:
             for model, optimizer in sides:
@@ -144,12 +146,12 @@ def test_parameters_come_and_go(tmp_path: Path) -> None:
         assert_same_states(sides[0][1], sides[1][1])
 
 
-def test_groups_schedules_and_hooks(tmp_path: Path) -> None:
+def test_groups_schedules_and_hooks(drive: Path) -> None:
     def grouped(parameters: Any) -> Optimizer:
         first, *rest = parameters
         return torch.optim.AdamW([{"params": [first], "weight_decay": 0.0}, {"params": rest}], lr=0.01, fused=True)
 
-    sides, models = both(OddShapes, grouped, tmp_path)
+    sides, models = both(OddShapes, grouped, drive)
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _, optimizer in sides]
     calls: list[int] = []
     sides[1][1].register_step_pre_hook(lambda *_: calls.append(1))
@@ -163,8 +165,8 @@ def test_groups_schedules_and_hooks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
-    (_, first), (model, second) = (sides := both(TiedWords, OPTIMIZERS[name], tmp_path)[0])
+def test_an_eager_run_goes_on_and_back(name: str, drive: Path) -> None:
+    (_, first), (model, second) = (sides := both(TiedWords, OPTIMIZERS[name], drive)[0])
     eager = sides[0][0]
     for number in range(2):
         plain_step(eager, first, tokens(number))
@@ -182,9 +184,9 @@ def test_an_eager_run_goes_on_and_back(name: str, tmp_path: Path) -> None:
     assert_same_states(again, second)
 
 
-def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(tmp_path: Path) -> None:
+def test_states_in_memory_loaded_in_another_order_of_dimensions_are_updated(drive: Path) -> None:
     eager, ours = twins(TiedWords)
-    ours.compile(backend=BACKEND, options={"grads": "nvme", "nvme": tmp_path})
+    ours.compile(backend=BACKEND, options={"grads": "nvme", "nvme": drive})
     sides = [(model, adamw(model.parameters())) for model in (eager, ours)]
     train_step_on(sides, [eager, ours], plain_step, tokens(0), 0)
     saved = copy.deepcopy(sides[1][1].state_dict())
@@ -210,8 +212,8 @@ def failing(states: OffloadedStates, number: int) -> None:
         os.close(fd)
 
 
-def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, stores: list[OffloadedStates]) -> None:
-    sides, models = both(TiedWords, adamw, tmp_path)
+def test_a_flipped_bit_ends_the_step_and_says_what_is_left(drive: Path, stores: list[OffloadedStates]) -> None:
+    sides, models = both(TiedWords, adamw, drive)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     model, optimizer = sides[1]
@@ -229,8 +231,8 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(tmp_path: Path, store
     assert_same_states(sides[0][1], optimizer)
 
 
-def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores: list[OffloadedStates]) -> None:
-    sides, models = both(TiedWords, adamw, tmp_path)
+def test_an_error_before_the_first_update_changes_nothing(drive: Path, stores: list[OffloadedStates]) -> None:
+    sides, models = both(TiedWords, adamw, drive)
     train_step_on(sides, models, plain_step, tokens(0), 0)
     model, optimizer = sides[1]
     before = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
@@ -248,9 +250,9 @@ def test_an_error_before_the_first_update_changes_nothing(tmp_path: Path, stores
 BEYOND = r"AdamW.state_dict\(\) would take [\d,]+ bytes .*; {} bytes are available\. .*save the model alone"
 
 
-def test_states_larger_than_memory_are_not_brought_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_larger_than_memory_are_not_brought_together(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the node has a rank has its part, less a tenth, within its rlimits."""
-    sides, models = both(TiedWords, adamw, tmp_path)
+    sides, models = both(TiedWords, adamw, drive)
     train_step_on(sides, models, plain_step, tokens(0), 0)
     optimizer = sides[1][1]
     needed = 2 * 4 * sum(p.numel() for p in models[1].parameters())
@@ -286,10 +288,10 @@ def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool,
         optimizer.state_dict()
 
 
-def test_a_full_drive_is_an_error_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive_is_an_error_before_the_first_update(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zinf_compile.runtime.storage import scratch_file  # noqa: PLC0415
 
-    sides, _ = both(TiedWords, adamw, tmp_path)
+    sides, _ = both(TiedWords, adamw, drive)
     model, optimizer = sides[1]
     before = copy.deepcopy(model.state_dict())
     with monkeypatch.context() as patch:
@@ -300,8 +302,8 @@ def test_a_full_drive_is_an_error_before_the_first_update(tmp_path: Path, monkey
     optimizer.step()
 
 
-def test_flags_that_add_a_state_are_refused(tmp_path: Path) -> None:
-    sides, models = both(TiedWords, adamw, tmp_path)
+def test_flags_that_add_a_state_are_refused(drive: Path) -> None:
+    sides, models = both(TiedWords, adamw, drive)
     train_step_on(sides, models, plain_step, tokens(0), 0)
     model, optimizer = sides[1]
     optimizer.param_groups[0]["amsgrad"] = True
@@ -317,9 +319,7 @@ def test_ranks_stream_their_own_shards(tmp_path: Path) -> None:
         assert all_on_the_drive == in_ram
 
 
-def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are begun, and nobody has waited for them, when a chunk has its new values. The first ones are still in memory."""
     updated: list[int] = []
     seen: list[int] = []
@@ -335,7 +335,7 @@ def test_while_a_chunk_is_updated_the_next_is_read_and_the_last_one_written(
         updated.append(self._number)
         finish(self, *arguments)
 
-    sides, models = both(TiedWords, adamw, tmp_path)
+    sides, models = both(TiedWords, adamw, drive)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
     monkeypatch.setattr(ChunkStep, "finish", noting)

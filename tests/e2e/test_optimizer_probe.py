@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ from training import BACKEND, assert_same_models, plain_step, train_step_on, twi
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.runtime.units import pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 
 class Rule(Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,12 @@ from optimizers import OPTIMIZERS, assert_same_states
 from torch import nn
 from torch.optim import Optimizer
 from training import adamw, assert_same_models, in_place, plain_step, train_step_on, twins
+from twin_models import Twins
 
 STATEFUL = ["sgd_momentum", "adam_amsgrad", "adamw_fused", "rmsprop", "adagrad", "nadam", "third_party"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.keeps_graphs
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -161,5 +157,5 @@ def test_an_exception_halfway_keeps_what_the_optimizer_had_done() -> None:
 
 def both(build: Callable[[], nn.Module], make: Callable[..., Optimizer]) -> tuple[list[tuple[Any, Optimizer]], list[nn.Module]]:
     """Return both sides with their optimizers, and the two models."""
-    eager, ours = twins(build)
-    return [(eager, make(eager.parameters())), (in_place(ours), make(ours.parameters()))], [eager, ours]
+    trained = Twins(build, make=make)
+    return trained.sides, [*trained.models]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +15,7 @@ from training import BACKEND, adamw, assert_same, in_place, plain_step, train_bo
 
 from zinf_compile.optim import fused_kernels
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_compiler() -> Iterator[None]:
-    """Let the tests of this file share compiled graphs, in place of conftest's fixture."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.keeps_graphs
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from tiers import compiled, options_for
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
-from training import BACKEND, adamw, assert_same, in_place, twins
+from training import BACKEND, adamw, assert_same, in_place
+from twin_models import Twins, whole
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
@@ -25,41 +26,25 @@ from zinf_compile.runtime.units.shard_values import BackedShard
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 Act = Callable[[Any, Any], Any]
 
 
-class Pair:
-    """An eager model and its twin with all states off the device; what is done to one is done to the other."""
+class Pair(Twins):
+    """An eager model and its twin with all states off the device, one step into their training."""
 
     def __init__(self, folder: Path, *, tier: str = "nvme", build: Callable[[], nn.Module] = Mlp, train: bool = True) -> None:
-        self.eager, self.ours = twins(build)
-        compiled(self.ours, options_for((tier, tier, tier), folder))
-        self.models = (self.eager, self.ours)
-        self.optimizers = tuple(adamw(model.parameters()) for model in self.models)
+        super().__init__(build, lambda model: compiled(model, options_for((tier, tier, tier), folder)))
         if train:
             self.each(step)
-
-    def each(self, act: Act, beside: Iterable[Any] | None = None) -> None:
-        """Do it with both and compare what comes out, and all parameters; `beside` is given in place of the optimizers."""
-        results = [act(model, other) for model, other in zip(self.models, beside or self.optimizers, strict=True)]
-        if results[0] is not None:
-            assert_same("result", *[whole(result) for result in results])
-        state = zinf_compile.full_state_dict(self.ours)
-        for name, value in self.eager.state_dict().items():
-            assert_same(name, value, state[name])
 
     def companions(self, make: Callable[[nn.Module], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         """Make tensors beside both."""
         return [make(model) for model in self.models]
-
-
-def whole(value: Any) -> Any:
-    """Return what is partitioned whole, anything else as it is."""
-    if isinstance(value, ShardedTensor):
-        return value.full_tensor()
-    return value.detach()
 
 
 def step(model: Any, optimizer: Any) -> torch.Tensor:
@@ -127,7 +112,7 @@ def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: py
         pair.each(step)
 
 
-def test_norms_sums_and_dot_products(tmp_path: Path) -> None:
+def test_norms_sums_and_dot_products(drive: Path) -> None:
     reductions: list[Callable[[Any, Any], torch.Tensor]] = [
         lambda p, g: p.norm(), lambda p, g: torch.linalg.vector_norm(p, 1), lambda p, g: (p * p).sum(), lambda p, g: p.sum(),
         lambda p, g: p.pow(2).mean(), lambda p, g: p.abs().max(), lambda p, g: p.amin(), lambda p, g: torch.isfinite(p).all(),
@@ -135,7 +120,7 @@ def test_norms_sums_and_dot_products(tmp_path: Path) -> None:
         lambda p, g: torch._foreach_norm([p, g])[1], lambda p, g: torch.tensor(torch.equal(p, p.clone())),
         lambda p, g: (p - g).double().norm(float("inf")), lambda p, g: torch.where(p > 0, p, g).sum(),
     ]  # fmt: skip
-    pair = Pair(tmp_path)
+    pair = Pair(drive)
     for model in pair.models:
         model(*vectors(2)).backward()
     with torch.no_grad():
@@ -168,8 +153,8 @@ class SharpnessAware:
         self.base.zero_grad()
 
 
-def test_sharpness_aware_steps_and_lookahead(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
+def test_sharpness_aware_steps_and_lookahead(drive: Path) -> None:
+    pair = Pair(drive)
     optimizers = [SharpnessAware(model) for model in pair.models]
     slow = pair.companions(clones)
 
@@ -193,8 +178,8 @@ def test_sharpness_aware_steps_and_lookahead(tmp_path: Path) -> None:
         pair.each(look_ahead, slow)
 
 
-def test_weight_penalties_reach_the_gradients(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
+def test_weight_penalties_reach_the_gradients(drive: Path) -> None:
+    pair = Pair(drive)
     anchors = pair.companions(clones)
     pair.each(step)
 
@@ -222,8 +207,8 @@ def test_weight_penalties_reach_the_gradients(tmp_path: Path) -> None:
     [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, more({"avg_fn": get_ema_avg_fn(0.9)})],
     ids=["mean", "foreach", "each"],
 )
-def test_an_averaged_model_is_a_partitioned_twin(settings: dict[str, Any], tmp_path: Path) -> None:
-    pair = Pair(tmp_path, build=MutatedBuffers)
+def test_an_averaged_model_is_a_partitioned_twin(settings: dict[str, Any], drive: Path) -> None:
+    pair = Pair(drive, build=MutatedBuffers)
     averaged = [AveragedModel(model, use_buffers=True, **settings) for model in pair.models]
     for parameter, own in zip(averaged[1].parameters(), pair.ours.parameters(), strict=True):
         assert isinstance(parameter, ShardedParameter)
@@ -243,8 +228,8 @@ def test_an_averaged_model_is_a_partitioned_twin(settings: dict[str, Any], tmp_p
     assert_same("trained", averaged[0].module.first.weight.detach(), whole(averaged[1].module.first.weight.detach()))
 
 
-def test_a_deep_copy_goes_its_own_way(tmp_path: Path) -> None:
-    for model in (in_place(Mlp()), compiled(Mlp(), options_for(("nvme",) * 3, tmp_path))):
+def test_a_deep_copy_goes_its_own_way(drive: Path) -> None:
+    for model in (in_place(Mlp()), compiled(Mlp(), options_for(("nvme",) * 3, drive))):
         step(model, adamw(model.parameters()))
         twin, before = copy.deepcopy(model), zinf_compile.full_state_dict(model)
         shared = copy.deepcopy([model.first, model.first])
@@ -256,12 +241,12 @@ def test_a_deep_copy_goes_its_own_way(tmp_path: Path) -> None:
             assert_same(name, value, found[name])
 
 
-def test_a_change_reaches_the_master_copy(tmp_path: Path) -> None:
+def test_a_change_reaches_the_master_copy(drive: Path) -> None:
     """Beside the same model in memory, where PyTorch itself makes the change."""
     models = []
     for placement in (("device",) * 3, ("nvme",) * 3):
         torch.manual_seed(3)
-        model = compiled(Mlp().to(torch.bfloat16), options_for(placement, tmp_path, master="float32"))
+        model = compiled(Mlp().to(torch.bfloat16), options_for(placement, drive, master="float32"))
         optimizer = adamw(model.parameters())
         for number in range(3):
             model(*[value.bfloat16() for value in vectors(number)]).backward()
@@ -274,8 +259,8 @@ def test_a_change_reaches_the_master_copy(tmp_path: Path) -> None:
         assert_same(name, value, models[1][name])
 
 
-def test_a_tensor_made_before_is_partitioned_alike_or_refused_by_name(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, train=False)
+def test_a_tensor_made_before_is_partitioned_alike_or_refused_by_name(drive: Path) -> None:
+    pair = Pair(drive, train=False)
     averages = pair.companions(clones)
     kept = averages[1][0]
     averaged = [AveragedModel(model) for model in pair.models]
@@ -306,8 +291,8 @@ def test_a_tensor_made_before_is_partitioned_alike_or_refused_by_name(tmp_path: 
         averaged[1].update_parameters(pair.ours)
 
 
-def test_what_needs_whole_values_is_refused_by_name(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
+def test_what_needs_whole_values_is_refused_by_name(drive: Path) -> None:
+    pair = Pair(drive)
     weight = pair.ours.get_parameter("first.weight")
     copied = weight.detach().clone()
     for act, name in (
@@ -336,8 +321,8 @@ class Lookahead(Optimizer):
             p.copy_(slow)
 
 
-def test_an_optimizer_around_another_one(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, train=False)
+def test_an_optimizer_around_another_one(drive: Path) -> None:
+    pair = Pair(drive, train=False)
     for model in pair.models:
         model(*vectors(0)).backward()
     optimizers = [Lookahead(optimizer) for optimizer in pair.optimizers]

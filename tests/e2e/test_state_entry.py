@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 from optimizers import assert_same_states
-from tiers import Placement, Sundry, compiled, context_of, options_for, sundry, train_step
+from tiers import Placement, compiled, context_of, options_for, sundry, train_step
 from torch import nn
 from torch.optim import Optimizer
 from training import adamw, assert_same
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
@@ -31,7 +32,10 @@ from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded import host_shortage
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 ALL_ON_NVME: Placement = ("nvme", "nvme", "nvme")
 PLACEMENTS: list[tuple[Placement, bool]] = [
@@ -53,34 +57,25 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
 
 
-class Pair:
+class Pair(Twins):
     """A model beside its eager twin."""
 
     def __init__(self, placement: Placement, folder: Path, make: Callable[..., Optimizer], **options: Any) -> None:
         dtype = options.pop("dtype", torch.float32)
-        self.ours, self.eager = sundry(dtype), sundry(dtype)
-        compiled(self.ours, options_for(placement, folder, **options))
-        self.optimizer, self.other = (make(model.parameters()) for model in (self.ours, self.eager))
-        self.sides: list[tuple[Sundry, Optimizer]] = [(self.eager, self.other), (self.ours, self.optimizer)]
-        self.step = 0
+        super().__init__(lambda: sundry(dtype), lambda model: compiled(model, options_for(placement, folder, **options)), make)
+        self.other, self.optimizer = self.optimizers
+        self.steps = 0
 
     def train(self, steps: int = 1) -> None:
         """Take steps with both and compare the losses."""
         for _ in range(steps):
-            theirs, mine = [train_step(model, optimizer, self.step) for model, optimizer in self.sides]
+            theirs, mine = [train_step(model, optimizer, self.steps) for model, optimizer in self.sides]
             assert mine == theirs
-            self.step += 1
+            self.steps += 1
 
     def act(self, act: Act) -> list[Any]:
         """Do the same to both."""
         return [act(optimizer, [p for p in model.parameters() if p.requires_grad]) for model, optimizer in self.sides]
-
-    def compare(self) -> None:
-        """Compare parameters and states."""
-        whole = zinf_compile.full_state_dict(self.ours)
-        for name, value in self.eager.state_dict().items():
-            assert_same(name, value, whole[name])
-        assert_same_states(self.other, self.optimizer)
 
 
 class OtherMapping(MutableMapping[Any, Any]):
@@ -228,10 +223,12 @@ def same(expected: Any, found: Any) -> None:
     ("placement", "own_memory"),
     [pytest.param(*p, marks=[] if n in (0, 1) else pytest.mark.thorough, id="-".join(p[0])) for n, p in enumerate(PLACEMENTS)],
 )
-def test_what_a_script_does_to_states_counts(name: str, placement: Placement, own_memory: bool, tmp_path: Path) -> None:
+def test_what_a_script_does_to_states_counts(name: str, placement: Placement, own_memory: bool, drive: Path) -> None:
     make, acts = ACTS[name]
+    if own_memory:
+        torch.compiler.reset()  # graphs stay with the device for which they were compiled
     with simulating(SimulatedDevice()) if own_memory else contextlib.nullcontext():
-        pair = Pair(placement, tmp_path, make)
+        pair = Pair(placement, drive, make)
         pair.train(2)
         for act in acts:
             same(*pair.act(act))
@@ -259,8 +256,8 @@ def two_groups(parameters: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_NVME, ("device", "device", "nvme")], ids="-".join)
-def test_steps_with_no_gradients_or_with_those_of_some_groups(placement: Placement, tmp_path: Path) -> None:
-    pair = Pair(placement, tmp_path, two_groups)
+def test_steps_with_no_gradients_or_with_those_of_some_groups(placement: Placement, drive: Path) -> None:
+    pair = Pair(placement, drive, two_groups)
     seconds = [adamw([model.frozen.weight, *model.up.parameters()]) for model in (pair.eager, pair.ours)]
     for _ in range(3):
         for (_, optimizer), second in zip(pair.sides, seconds, strict=True):
@@ -289,9 +286,9 @@ def train_without_steps(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("placement", [ALL_ON_NVME, pytest.param(("device", "device", "nvme"), marks=pytest.mark.thorough)])
-def test_a_state_that_is_held_is_the_state(placement: Placement, tmp_path: Path) -> None:
+def test_a_state_that_is_held_is_the_state(placement: Placement, drive: Path) -> None:
     """As in eager: it sees what steps do, and steps see what is done to it, until it is reset."""
-    pair = Pair(placement, tmp_path, sgd)
+    pair = Pair(placement, drive, sgd)
     pair.train(2)
     held = pair.act(lambda optimizer, parameters: [optimizer.state[p]["momentum_buffer"] for p in parameters[:3]])
     entries = pair.act(lambda optimizer, parameters: optimizer.state[parameters[1]])
@@ -315,8 +312,8 @@ def test_a_state_that_is_held_is_the_state(placement: Placement, tmp_path: Path)
     pair.compare()
 
 
-def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(tmp_path: Path) -> None:
-    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+def test_what_a_step_leaves_to_the_next_forward_is_waited_for_or_reset(drive: Path) -> None:
+    pair = Pair(ALL_ON_NVME, drive, sgd)
     pair.train(2)
     for act in (clear, pop, clear_one, restart_momentum, delete_momentum, another_mapping, read, through_an_alias):
         for _ in range(2):
@@ -341,10 +338,10 @@ class Numbers(torch.optim.SGD):
                     p.add_(p.grad, alpha=-0.1 / self.state[p]["seen"])
 
 
-def test_numbers_alone_are_reset_too_while_a_step_is_left(tmp_path: Path) -> None:
-    pair = Pair(ALL_ON_NVME, tmp_path, partial(Numbers, lr=0.1))
+def test_numbers_alone_are_reset_too_while_a_step_is_left(drive: Path) -> None:
+    pair = Pair(ALL_ON_NVME, drive, partial(Numbers, lr=0.1))
     for act in (clear, pop, another_mapping, clear):
-        context = context_of(pair.ours) if pair.step else None
+        context = context_of(pair.ours) if pair.steps else None
         if context is not None:
             context.lanes.update.submit(lambda: time.sleep(0.02))
         pair.train()
@@ -372,8 +369,8 @@ def test_a_reset_makes_master_copies_anew(tier: str, tmp_path: Path) -> None:
     assert "master" in optimizers[0].state[models[0].up.weight]
 
 
-def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(ALL_ON_NVME, tmp_path, sgd)
+def test_reads_that_cannot_be_are_refused_and_say_what_to_do(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(ALL_ON_NVME, drive, sgd)
     pair.train(2)
     weight = pair.ours.up.weight
     entry = pair.optimizer.state[weight]
@@ -402,8 +399,8 @@ def test_reads_that_cannot_be_are_refused_and_say_what_to_do(tmp_path: Path, mon
         train_step(pair.ours, pair.optimizer, 9)
 
 
-def test_memory_of_states_that_nobody_holds_is_let_go(tmp_path: Path) -> None:
-    pair = Pair(("device", "device", "nvme"), tmp_path, sgd)
+def test_memory_of_states_that_nobody_holds_is_let_go(drive: Path) -> None:
+    pair = Pair(("device", "device", "nvme"), drive, sgd)
     pair.train(2)
     ledger = context_of(pair.ours).memory.host_ledger
     before = ledger.now()["states"]
@@ -415,14 +412,15 @@ def test_memory_of_states_that_nobody_holds_is_let_go(tmp_path: Path) -> None:
     pair.train()
     assert ledger.now()["states"] == before
     entry = pair.optimizer.state[parameters[0]]
-    del pair.optimizer, pair.sides
+    del pair.optimizer
+    pair.optimizers.clear()
     gc.collect()
     with pytest.raises(StepFailedError, match="is gone with its optimizer"):
         entry["momentum_buffer"]
 
 
-def test_a_file_of_states_is_plain(tmp_path: Path) -> None:
-    pair = Pair(ALL_ON_NVME, tmp_path, adamw)
+def test_a_file_of_states_is_plain(drive: Path) -> None:
+    pair = Pair(ALL_ON_NVME, drive, adamw)
     pair.train(2)
     whole = zinf_compile.full_optimizer_state_dict(pair.optimizer)
     for given in (pair.optimizer.state_dict(), whole, pair.optimizer.state[pair.ours.up.weight]):

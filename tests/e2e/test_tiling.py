@@ -241,13 +241,14 @@ class Checkpointed(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.frozen(x))), words.roll(1))
 
 
+@pytest.mark.keeps_graphs
 @pytest.mark.parametrize("way", ["clip", "clip by value", "scaled", "graph kept", "zeros"])
-def test_ways_to_train(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_to_train(way: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_NUMEL", 256)
     torch.manual_seed(3)
     eager = Checkpointed()
     ours = [copy.deepcopy(eager) for _ in range(2)]
-    away = options_for(("nvme", "nvme", "nvme"), tmp_path)
+    away = options_for(("nvme", "nvme", "nvme"), drive)
     models = [eager, _compiled(ours[0], {"tile": 1024}), _compiled(ours[1], {"tile": 1024, **away})]
     for model in models:
         _train_in(way, model)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from faults import interrupted_after, interrupting, store_of
-from tier_twins import Twins, check_same, compare, twins
+from tier_twins import Trained, check_same, compare, twins
 from tiers import MICRO_BATCHES, context_of, train_step, words
 from torch import nn
 
@@ -26,7 +26,10 @@ from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 WAITS: dict[str, tuple[Any, str]] = {
     "drive": (Request, "wait"),
@@ -48,7 +51,7 @@ def delay(model: nn.Module, seconds: float = 1.0) -> threading.Event:
     return event
 
 
-PHASES: dict[str, tuple[str, Callable[[Twins], Any]]] = {
+PHASES: dict[str, tuple[str, Callable[[Trained], Any]]] = {
     "forward": ("drive", lambda trained: trained[0](words(9, 0))),
     "norm": ("drive", lambda trained: nn.utils.clip_grad_norm_(trained[0].parameters(), 0.1)),
     "state": ("drive", lambda trained: trained[1].state_dict()),
@@ -58,9 +61,9 @@ PHASES: dict[str, tuple[str, Callable[[Twins], Any]]] = {
 
 
 @pytest.mark.parametrize(("phase", "number"), [(phase, n) for phase in PHASES for n in (0, 3) if n < 3 or phase != "synchronize"])
-def test_where_nothing_changes_nothing_happened(phase: str, number: int, tmp_path: Path) -> None:
+def test_where_nothing_changes_nothing_happened(phase: str, number: int, drive: Path) -> None:
     """The same call, once more, and training goes on; gradients that were there before stay."""
-    ours, optimizer, eager, other = trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained = twins(drive)
     wait, act = PHASES[phase]
     if phase == "norm":
         for model in (ours, eager):
@@ -81,7 +84,7 @@ def test_where_nothing_changes_nothing_happened(phase: str, number: int, tmp_pat
     check_same(trained, step=3, steps=2)
 
 
-def sweep(trained: Twins, wait: str, every: int) -> int:
+def sweep(trained: Trained, wait: str, every: int) -> int:
     """Interrupt every so-manieth wait of two steps, one at a time, and go on as is said; return how many there were.
 
     Where a step ended in its middle, the next one must say so; both steps are then done again from a checkpoint.
@@ -148,9 +151,9 @@ def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_step_that_could_not_begin_its_late_part_is_torn(number: int, tmp_path: Path) -> None:
+def test_a_step_that_could_not_begin_its_late_part_is_torn(number: int, drive: Path) -> None:
     """Nobody waits for what nobody will update; what was updated before is not all."""
-    ours, optimizer, eager, other = trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained = twins(drive)
     saved = copy.deepcopy((eager.state_dict(), other.state_dict()))
     for micro in range(MICRO_BATCHES):
         (ours(words(2, micro)) / MICRO_BATCHES).backward()
@@ -165,9 +168,9 @@ def test_a_step_that_could_not_begin_its_late_part_is_torn(number: int, tmp_path
     check_same(trained, step=2, steps=2)
 
 
-def test_a_wait_for_the_last_update_ends_at_once(tmp_path: Path) -> None:
+def test_a_wait_for_the_last_update_ends_at_once(drive: Path) -> None:
     """In a forward, which needs it, and in `synchronize`; the update itself goes on."""
-    trained = twins(tmp_path)
+    trained = twins(drive)
     ours, optimizer, eager, other = trained
     for act in (lambda: ours(words(3, 0)), zinf_compile.synchronize, optimizer.state_dict):
         event = delay(ours, 30)
@@ -181,9 +184,9 @@ def test_a_wait_for_the_last_update_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", ["room", "lane"])
-def test_a_backward_that_waits_for_room_for_gradients(phase: str, tmp_path: Path) -> None:
+def test_a_backward_that_waits_for_room_for_gradients(phase: str, drive: Path) -> None:
     """On their way to the drive, of which a full lane or a limit in bytes holds them up."""
-    trained = twins(tmp_path)
+    trained = twins(drive)
     ours, optimizer = trained[:2]
     context = context_of(ours)
     zinf_compile.synchronize()
@@ -208,8 +211,8 @@ def let_swaps_end(model: nn.Module) -> None:
     context_of(model).lanes.swap.submit(lambda: None).wait()
 
 
-def test_a_block_interrupted_as_it_was_registered_is_free_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = twins(tmp_path)
+def test_a_block_interrupted_as_it_was_registered_is_free_again(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = twins(drive)
     really = BlockIO.admit
 
     def admit(io: BlockIO, piece: Piece) -> bool:

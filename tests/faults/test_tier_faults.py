@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from faults import failing, flip, named, offloaded_of, store_of
 from marks import more
-from tier_twins import Twins, check_same, compare, twins
+from tier_twins import Trained, check_same, compare, twins
 from tiers import MICRO_BATCHES, Placement, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
 from training import adamw, assert_same_models
@@ -30,7 +30,10 @@ from zinf_compile.runtime.storage import scratch_file
 from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def backward(model: nn.Module, step: int) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def load(trained: Twins) -> None:
+def load(trained: Trained) -> None:
     """Load the eager twin's state."""
     ours, optimizer, eager, other = trained
     zinf_compile.load_full_state_dict(ours, eager.state_dict())
@@ -62,9 +65,9 @@ def load(trained: Twins) -> None:
 
 
 @at_once
-def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path: Path) -> None:
+def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(drive: Path) -> None:
     """The step's first reads are those of two chunks."""
-    ours, optimizer, eager, other = trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained = twins(drive)
     (states,) = offloaded_of(optimizer)
     for number in range(8):
         optimizer.state_dict()  # the last chunks are in memory now
@@ -82,9 +85,9 @@ def test_an_interrupt_before_the_first_update_leaves_no_half_read_chunk(tmp_path
 
 @at_once
 @pytest.mark.parametrize("moment", ["forward", "backward", "norm", "step"])
-def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_before_anything_is_updated(moment: str, drive: Path) -> None:
     """It names what, where and on which drive; once the drive is right again so is the model."""
-    ours, optimizer, eager, other = trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained = twins(drive)
     loss = ours(words(2, 0))
     if moment in ("norm", "step"):
         loss.backward()
@@ -112,9 +115,9 @@ def test_a_flipped_bit_before_anything_is_updated(moment: str, tmp_path: Path) -
 
 
 @at_once
-def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> None:
+def test_two_blocks_that_cannot_be_read_are_no_lost_update(drive: Path) -> None:
     """The states of the step's first chunks, which are read together."""
-    ours, optimizer, eager, other = trained = twins(tmp_path)
+    ours, optimizer, eager, other = trained = twins(drive)
     for model in (ours, eager):
         backward(model, 2)
     optimizer.state_dict()  # the last chunks are in memory now
@@ -136,9 +139,9 @@ def test_two_blocks_that_cannot_be_read_are_no_lost_update(tmp_path: Path) -> No
 
 
 @at_once
-def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> None:
+def test_an_update_that_did_not_reach_the_drive_is_noticed(drive: Path) -> None:
     """Where it was of states, by the next step; until a checkpoint is loaded there is none."""
-    ours, optimizer, _, _ = trained = twins(tmp_path)
+    ours, optimizer, _, _ = trained = twins(drive)
     backward(ours, 2)
     offloaded_of(optimizer)[0]._forward = True
     with failing(context_of(ours).engine, "write", 25) as began:
@@ -157,8 +160,8 @@ def test_an_update_that_did_not_reach_the_drive_is_noticed(tmp_path: Path) -> No
 
 @at_once
 @pytest.mark.parametrize("kind", ["parameter", "gradient of", "exp_avg of"])
-def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> None:
-    ours, optimizer, _, _ = trained = twins(tmp_path)
+def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, drive: Path) -> None:
+    ours, optimizer, _, _ = trained = twins(drive)
     (states,) = offloaded_of(optimizer)
     optimizer.state_dict()
     states._forward = True
@@ -174,7 +177,7 @@ def test_a_flipped_bit_in_the_middle_of_a_step(kind: str, tmp_path: Path) -> Non
     check_same(trained, step=2)
 
 
-def sweep(trained: Twins, way: str, error: type[BaseException], every: int) -> int:
+def sweep(trained: Trained, way: str, error: type[BaseException], every: int) -> int:
     """Fail every so-manieth transfer of two steps, one at a time, and go on as the error says; return how many failed.
 
     What a step read can be tried again; where an update may be lost, both twins go back to before it.
@@ -264,8 +267,8 @@ def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way
     assert said.count("nothing is updated yet") == (0 if way == "write" else said.index("ended in the middle"))
 
 
-def test_an_error_of_another_kind_says_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, optimizer, eager, other = trained = twins(tmp_path, ("device", "device", "nvme"))
+def test_an_error_of_another_kind_says_it_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, optimizer, eager, other = trained = twins(drive, ("device", "device", "nvme"))
     for model in (ours, eager):
         backward(model, 2)
     for moment, said in (("begin", "nothing is updated yet"), ("finish", "ended in the middle")):
@@ -280,10 +283,10 @@ def test_an_error_of_another_kind_says_it_too(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive_changes_nothing(number: int, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no room: parameters, gradients, the second gradients while they accumulate, the states."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    compiled(ours, options_for(("nvme",) * 3, drive))
     answers = iter([0] * number + [errno.ENOSPC])
     really = scratch_file.fallocate
     monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: next(answers, 0) or really(fd, size))
@@ -303,10 +306,10 @@ def test_a_full_drive_changes_nothing(number: int, tmp_path: Path, monkeypatch: 
     check_same((ours, optimizer, eager, other), step=0)
 
 
-def test_no_room_for_a_second_gradient_leaves_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_a_second_gradient_leaves_the_first(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may then be taken with what there is."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    compiled(ours, options_for(("nvme",) * 3, drive))
     (optimizer, other) = (adamw(model.parameters()) for model in (ours, eager))
     for model in (ours, eager):
         model(words(0, 0)).backward()
@@ -322,12 +325,12 @@ def test_no_room_for_a_second_gradient_leaves_the_first(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("number", [0, 5, 10])
-def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: int, tmp_path: Path) -> None:
+def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: int, drive: Path) -> None:
     """No parameter is hollow before all are kept."""
-    first = compiled(sundry(), options_for(("nvme",) * 3, tmp_path))
+    first = compiled(sundry(), options_for(("nvme",) * 3, drive))
     first(words(0, 0))  # there is an engine now
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, tmp_path))
+    compiled(ours, options_for(("nvme",) * 3, drive))
     with failing(context_of(first).engine, "write", number), pytest.raises(StoreError, match=r"cannot write .*'parameter "):
         ours(words(0, 0))
     assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())
@@ -336,8 +339,8 @@ def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: 
     check_same((ours, optimizer, eager, other), step=0)
 
 
-def test_an_exception_between_forward_and_backward(tmp_path: Path) -> None:
-    ours, _, _, _ = trained = twins(tmp_path)
+def test_an_exception_between_forward_and_backward(drive: Path) -> None:
+    ours, _, _, _ = trained = twins(drive)
     for step in range(2, 5):
         loss = ours(words(step, 0))
         with pytest.raises(KeyError):

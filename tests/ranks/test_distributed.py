@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from marks import more
 from models import CASES
-from rank_cases import run_cases
+from rank_cases import KEEPS_GRAPHS, run_cases
 from rank_memory import gather_memory_bytes, training_bytes
 from ranks import run_ranks
 
@@ -52,34 +52,57 @@ def cases(names: list[str]) -> list[object]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in names]
 
 
-def run_on(size: int, case: str) -> None:
-    """Run a case on ranks; fail with what each of them says."""
-    by_rank = run_ranks(run_cases, size, [case])
-    failures = "\n".join(f"rank {rank}:\n{outcome[case]}" for rank, outcome in enumerate(by_rank) if outcome[case])
-    assert not failures, failures
+def run_on(size: int, names: list[str]) -> dict[str, str]:
+    """Run cases on ranks; return what the ranks say of those that failed, else nothing, by case."""
+    by_rank = run_ranks(run_cases, size, names)
+    said = {name: [f"rank {rank}:\n{outcome[name]}" for rank, outcome in enumerate(by_rank) if outcome[name]] for name in names}
+    return {name: "\n".join(lines) for name, lines in said.items()}
+
+
+class Outcomes:
+    """What came of the cases of one number of ranks: those that keep graphs run together, each other one by itself."""
+
+    def __init__(self, items: list[pytest.Item]) -> None:
+        self._items = items
+        self._known: dict[tuple[int, str], str] = {}
+
+    def failures(self, size: int, case: str) -> str:
+        """Return what the ranks say of a case; nothing where it passed."""
+        if case not in KEEPS_GRAPHS:
+            return run_on(size, [case])[case]
+        if (size, case) not in self._known:
+            mine = [i for i in self._items if isinstance(i, pytest.Function) and i.originalname == f"test_{size}_ranks"]
+            names = [name for item in mine if (name := item.callspec.params["case"]) in KEEPS_GRAPHS]
+            self._known.update({(size, name): said for name, said in run_on(size, names).items()})
+        return self._known[size, case]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    return Outcomes(request.session.items)
 
 
 @pytest.mark.parametrize("case", cases(ON_TWO))
-def test_2_ranks(case: str) -> None:
-    run_on(2, case)
+def test_2_ranks(outcomes: Outcomes, case: str) -> None:
+    assert not (said := outcomes.failures(2, case)), said
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", cases(ON_THREE))
-def test_3_ranks(case: str) -> None:
-    run_on(3, case)
+def test_3_ranks(outcomes: Outcomes, case: str) -> None:
+    assert not (said := outcomes.failures(3, case)), said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ON_FOUR)
-def test_4_ranks(case: str) -> None:
-    run_on(4, case)
+def test_4_ranks(outcomes: Outcomes, case: str) -> None:
+    assert not (said := outcomes.failures(4, case)), said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [more("lengths_differ_gpt2"), more("lengths_differ_llama")])
 def test_transformers_with_lengths_that_differ(case: str) -> None:
-    run_on(2, case)
+    assert not (said := run_on(2, [case])[case]), said
 
 
 @pytest.mark.slow

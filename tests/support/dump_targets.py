@@ -54,7 +54,7 @@ def half_mlp() -> tuple[nn.Module, torch.Tensor]:
 
 def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a GPT with uneven sizes."""
-    model = GPT(layers=3, width=20, heads=2, vocabulary=67, length=17)
+    model = GPT(layers=2, width=20, heads=2, vocabulary=67, length=17)
     tokens = torch.zeros(3, 17, dtype=torch.long)
     return model, (tokens, tokens)
 

@@ -32,21 +32,37 @@ NOT_COMPILED = {"breaks_between_blocks": OUTER, "breaks_inside_blocks": OUTER}
 """Parameters that no graph uses: Dynamo gives up on a loop with a break in it and compiles what the loop calls."""
 
 
+KEEPS_GRAPHS = {
+    "accumulation", "clip_norm_that_is_not_finite", "scaler_finds_inf_on_one_rank", "closures", "fused_adamw",
+    "own_optimizer_state_loaded", "model_beside_that_is_not_compiled", "gathered_to_read", "gathered_to_write",
+    "gathered_and_raising", "called_while_gathered", "eager_reads", "loading_what_does_not_fit",
+    "accumulation_onto_zeros", "backward_twice", "clip_by_global_norm", "clip_by_value", "hooks",
+    "gradients_without_backward", "eager_optimizer_state_loaded",
+}  # fmt: skip
+"""Cases about what is done with a model and its gradients: they train one of two models, whose graphs may be those of before."""
+
+
 def run_cases(rank: int, size: int, names: list[str]) -> dict[str, str]:
     """Run cases one after the other; return each one's traceback, empty if it passed.
 
-    Each case partitions over a process group of its own, so that a failing one leaves nothing behind for the next.
+    Each case partitions over a process group of its own, so that a failing one leaves nothing behind for the next; those that
+    keep graphs share a group until one fails.
     """
     outcome: dict[str, str] = {}
-    for name in names:
-        ranks = Ranks(rank, size, {"process_group": dist.new_group(list(range(size))), "timeout_s": 20})
-        torch.compiler.reset()
+    shared: Ranks | None = None
+    for name in sorted(names, key=KEEPS_GRAPHS.__contains__):
+        ranks = shared if name in KEEPS_GRAPHS else None
+        if ranks is None:
+            torch.compiler.reset()
+            ranks = Ranks(rank, size, {"process_group": dist.new_group(list(range(size))), "timeout_s": 20})
         try:
             find_case(name)(ranks)
             outcome[name] = ""
         except (Exception, pytest.fail.Exception):
             outcome[name] = traceback.format_exc(limit=-8)  # the innermost frames
-        dist.barrier()
+        everywhere: list[Any] = [None] * size
+        dist.all_gather_object(everywhere, outcome[name])
+        shared = ranks if name in KEEPS_GRAPHS and not any(everywhere) else None
     return outcome
 
 

@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 from rank_worker import Case, run_once, work
 
 TIMEOUT_S = 240
-_PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
+PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
+"""What processes that are forked for a case have imported already."""
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, alone: bool = False, afresh: bool = False) -> list[Any]:
@@ -53,7 +54,7 @@ class Pool:
 
     def __init__(self, *, afresh: bool = False, once: bool = False, timeout_s: float = TIMEOUT_S) -> None:
         self._context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context.set_forkserver_preload(PRELOADED)
         self._main = run_once if once else work
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []

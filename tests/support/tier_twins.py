@@ -12,11 +12,11 @@ from training import adamw, assert_same
 
 import zinf_compile
 
-Twins = tuple[Sundry, Optimizer, nn.Module, Optimizer]
+Trained = tuple[Sundry, Optimizer, nn.Module, Optimizer]
 """A model, by default with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
 
 
-def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Twins:
+def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Trained:
     """Return both."""
     ours, eager = sundry(), sundry()
     compiled(ours, options_for(placement, folder))
@@ -26,7 +26,7 @@ def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Twins:
     return ours, theirs, eager, other
 
 
-def compare(trained: Twins) -> None:
+def compare(trained: Trained) -> None:
     """Compare the twins, whole."""
     ours, optimizer, eager, other = trained
     whole = zinf_compile.full_state_dict(ours)
@@ -35,7 +35,7 @@ def compare(trained: Twins) -> None:
     assert_same_states(other, optimizer)
 
 
-def check_same(trained: Twins, *, step: int, steps: int = 1) -> None:
+def check_same(trained: Trained, *, step: int, steps: int = 1) -> None:
     """Take `steps` steps from that one on with both, then compare them."""
     ours, optimizer, eager, other = trained
     for number in range(step, step + steps):

@@ -14,63 +14,45 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Blocks, Mlp, TiedWords, tokens, vectors
-from optimizers import OPTIMIZERS, assert_same_states
+from optimizers import OPTIMIZERS
 from tiers import Meter, compiled, context_of, options_for, sundry, train_step
 from torch import nn
 from torch.optim import Optimizer
-from training import adamw, assert_same, plain_step, twins
+from training import adamw, assert_same, plain_step
+from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
+TIERS = ["nvme", pytest.param("host", marks=pytest.mark.tiers), "nvme without a device"]
 
 Compile = Callable[[nn.Module], nn.Module]
 
 
-@pytest.fixture(params=["nvme", pytest.param("host", marks=pytest.mark.tiers), "nvme without a device"])
-def away(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+@pytest.fixture(scope="module", params=TIERS)
+def away(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model with all its states on one tier."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
-    tier, *without = request.param.split()
-    with contextlib.nullcontext() if without else simulating(SimulatedDevice()):
-        yield lambda model: compiled(model, options_for((tier, tier, tier), tmp_path))
+    torch.compiler.reset()
+    with all_on(request.param, tmp_path_factory.mktemp("drive")) as compiles:
+        yield compiles
 
 
-class Pair:
-    """An eager model and its compiled twin; what is done to one is done to the other."""
-
-    def __init__(self, build: Callable[[], nn.Module], away: Compile, make: Callable[..., Optimizer] = adamw) -> None:
-        eager, ours = twins(build)
-        self.models = (eager, away(ours))
-        self.optimizers = tuple(make(model.parameters()) for model in self.models)
-        self.sides = tuple(zip(self.models, self.optimizers, strict=True))
-
-    def each(self, act: Callable[[nn.Module, Optimizer], Any]) -> None:
-        """Do it with both and compare what comes out."""
-        results = []
-        for model, optimizer in self.sides:
-            torch.manual_seed(1)
-            results.append(act(model, optimizer))
-        expected, found = results
-        if isinstance(expected, torch.Tensor):
-            assert_same("result", expected.detach(), found.detach())
-        else:
-            assert expected == found
-        self.compare()
-
-    def compare(self) -> None:
-        """Compare parameters and states."""
-        whole = zinf_compile.full_state_dict(self.models[1])
-        for name, value in self.models[0].state_dict().items():
-            assert_same(name, value, whole[name])
-        assert_same_states(*self.optimizers)
+@contextlib.contextmanager
+def all_on(where: str, folder: Path) -> Iterator[Compile]:
+    """Yield what compiles a model with all its states on one tier, beside a device unless `where` says without one."""
+    tier, *without = where.split()
+    with contextlib.nullcontext() if without else simulating(SimulatedDevice()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_NUMEL", 96)
+        yield lambda model: compiled(model, options_for((tier, tier, tier), folder))
 
 
 def test_autocast(away: Compile) -> None:
-    pair = Pair(TiedWords, away)
+    pair = Twins(TiedWords, away)
 
     def step(model: nn.Module, optimizer: Optimizer) -> Any:
         optimizer.zero_grad()
@@ -85,9 +67,11 @@ def test_autocast(away: Compile) -> None:
 
 
 def test_dynamic_shapes(away: Compile) -> None:
-    pair = Pair(TiedWords, away)
+    pair = Twins(TiedWords, away)
+    torch.compiler.reset()
     for rows in (3, 5, 2, 7):
         pair.each(lambda model, optimizer, rows=rows: plain_step(model, optimizer, tokens(rows, rows=rows, length=rows + 4)))  # type: ignore[misc]
+    torch.compiler.reset()  # for other tests, sizes stay the same
 
 
 @pytest.mark.parametrize(
@@ -95,26 +79,26 @@ def test_dynamic_shapes(away: Compile) -> None:
 )
 def test_several_graphs(name: str, away: Compile) -> None:
     case = CASES[name]
-    pair = Pair(case.build, away)
+    pair = Twins(case.build, away)
     for step in range(4):
         pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, case.batch(step, 0)))  # type: ignore[misc]
 
 
 def test_odd_shapes(away: Compile) -> None:
-    pair = Pair(CASES["odd_shapes"].build, away)
+    pair = Twins(CASES["odd_shapes"].build, away)
     for step in range(3):
         pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, vectors(step)))  # type: ignore[misc]
 
 
 def test_two_models(away: Compile) -> None:
-    first, second = Pair(Mlp, away), Pair(Blocks, away)
+    first, second = Twins(Mlp, away), Twins(Blocks, away)
     for step in range(3):
         for pair in (first, second):
             pair.each(lambda model, optimizer, step=step: plain_step(model, optimizer, vectors(step)))  # type: ignore[misc]
 
 
 def test_hooks(away: Compile) -> None:
-    pair = Pair(Mlp, away)
+    pair = Twins(Mlp, away)
     called: list[str] = []
 
     def after(parameter: torch.Tensor) -> None:
@@ -130,7 +114,7 @@ def test_hooks(away: Compile) -> None:
 
 
 def test_scaler(away: Compile) -> None:
-    pair = Pair(Mlp, away)
+    pair = Twins(Mlp, away)
     scalers = {id(model): torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for model in pair.models}
 
     def step(number: int) -> Callable[[nn.Module, Optimizer], Any]:
@@ -154,7 +138,7 @@ def test_scaler(away: Compile) -> None:
 
 def test_what_is_done_to_gradients(away: Compile) -> None:
     """Zeroed in place, clipped by value, scaled, set by the user, taken away."""
-    pair = Pair(Mlp, away)
+    pair = Twins(Mlp, away)
 
     def step(model: Any, optimizer: Optimizer) -> None:
         optimizer.zero_grad(set_to_none=False)
@@ -173,7 +157,7 @@ def test_what_is_done_to_gradients(away: Compile) -> None:
 
 def test_a_gradient_takes_part_in_arithmetic(away: Compile) -> None:
     """What it only lends its values to works; what would change a copy of it is refused."""
-    pair = Pair(Mlp, away)
+    pair = Twins(Mlp, away)
     for model in pair.models:
         model(*vectors(0)).backward()
     eager, ours = (model.first.weight.grad for model in pair.models)
@@ -185,7 +169,7 @@ def test_a_gradient_takes_part_in_arithmetic(away: Compile) -> None:
 
 
 def test_parameters_freeze_and_thaw(away: Compile) -> None:
-    pair = Pair(Mlp, away)
+    pair = Twins(Mlp, away)
     for number, trained in enumerate([True, False, True, False, True]):
         for model in pair.models:
             model.first.requires_grad_(trained)
@@ -193,7 +177,7 @@ def test_parameters_freeze_and_thaw(away: Compile) -> None:
 
 
 def test_parameters_frozen_at_first(away: Compile) -> None:
-    pair = Pair(CASES["frozen"].build, away)
+    pair = Twins(CASES["frozen"].build, away)
     for number in range(4):
         if number == 2:
             for model in pair.models:
@@ -202,7 +186,7 @@ def test_parameters_frozen_at_first(away: Compile) -> None:
 
 
 def test_whole_values_are_read_and_written(away: Compile) -> None:
-    pair = Pair(TiedWords, away)
+    pair = Twins(TiedWords, away)
     pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(0)))
     eager, ours = pair.models
     with zinf_compile.gathered(ours, write=True), torch.no_grad():
@@ -219,20 +203,19 @@ def test_whole_values_are_read_and_written(away: Compile) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd_momentum", "rmsprop", "third_party"])
 def test_an_eager_run_goes_on_and_back(name: str, away: Compile) -> None:
-    pair = Pair(TiedWords, away, OPTIMIZERS[name])
+    pair = Twins(TiedWords, away, OPTIMIZERS[name])
     for number in range(3):
         pair.each(lambda model, optimizer, n=number: plain_step(model, optimizer, tokens(n)))  # type: ignore[misc]
     eager, _ = pair.models
     other = OPTIMIZERS[name](eager.parameters())
     other.load_state_dict(copy.deepcopy(pair.optimizers[1].state_dict()))
     pair.optimizers[1].load_state_dict(copy.deepcopy(pair.optimizers[0].state_dict()))
-    pair.optimizers = (other, pair.optimizers[1])
-    pair.sides = tuple(zip(pair.models, pair.optimizers, strict=True))
+    pair.optimizers[0] = other
     pair.each(lambda model, optimizer: plain_step(model, optimizer, tokens(3)))
 
 
 def test_closures(away: Compile) -> None:
-    pair = Pair(TiedWords, away)
+    pair = Twins(TiedWords, away)
 
     def step(model: nn.Module, optimizer: Optimizer) -> Any:
         def closure() -> torch.Tensor:
@@ -250,7 +233,7 @@ def test_closures(away: Compile) -> None:
 
 def test_inference_alone_takes_no_room_for_gradients(away: Compile) -> None:
     """Nor does it write anything; also between two micro-batches."""
-    pair = Pair(TiedWords, away)
+    pair = Twins(TiedWords, away)
 
     def infer(model: nn.Module, _: Optimizer) -> torch.Tensor:
         with torch.no_grad():
@@ -295,7 +278,14 @@ def held(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_nothing_grows_over_many_steps_and_models(away: Compile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", TIERS)
+def test_nothing_grows_over_many_steps_and_models(where: str, tmp_path: Path) -> None:
+    with all_on(where, tmp_path) as away:
+        assert_nothing_grows(away, tmp_path)
+
+
+def assert_nothing_grows(away: Compile, tmp_path: Path) -> None:
+    """Take many steps with a model, and a step with each of several: as much is in use as before."""
     model = away(sundry())
     optimizer = adamw(model.parameters())
     for step in range(110):

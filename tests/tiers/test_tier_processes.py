@@ -8,65 +8,66 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.multiprocessing as mp
 from paths import SUPPORT
+from ranks import PRELOADED
+from tier_job import train
 
-TRAINS = """
-import signal, sys, warnings
-import torch
-from tiers import compiled, options_for, sundry, train_step
-from training import adamw
-import zinf_compile
-from zinf_compile.runtime.units import pieces
+INTERRUPTED = """
+import signal, sys
+from tier_job import train
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background lets its children ignore it
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-pieces.PIECE_NUMEL = 96
-folder, steps = sys.argv[1], int(sys.argv[2])
-model = compiled(sundry(), options_for(("nvme",) * 3, folder))
-optimizer = adamw(model.parameters())
-for step in range(steps):
-    losses = train_step(model, optimizer, step % 10)
-    if step in (0, 9):
-        print(losses, flush=True)
+train(sys.argv[1], 1_000_000)
 """
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", TRAINS, str(folder), str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(folder: Path, steps: int) -> tuple[Any, Connection]:
+    """Start a job, forked from a process that has imported the libraries; return it, and where it says its losses."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    here, there = context.Pipe(duplex=False)
+    job = context.Process(target=train, args=(str(folder), steps, there), daemon=True)
+    job.start()
+    there.close()
+    return job, here
 
 
-def losses_of(job: subprocess.Popen[str]) -> str:
-    out, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
-    return out
+def losses_of(job: Any, said: Connection) -> tuple[float, ...]:
+    """Return the losses of a job's first and tenth step, once it has ended."""
+    losses = [loss for _ in range(2) for loss in said.recv()]
+    job.join(timeout=120)
+    assert job.exitcode == 0
+    return tuple(losses)
 
 
 @pytest.mark.slow
 def test_jobs_in_one_folder_and_after_one_that_was_killed(tmp_path: Path) -> None:
     """Two at once, with the same losses as each alone; then one that is killed in the middle, and another after it."""
     together = [start(tmp_path, 10) for _ in range(2)]
-    losses = {losses_of(job) for job in together}
+    losses = {losses_of(*job) for job in together}
     assert len(losses) == 1
-    killed = start(tmp_path, 1_000_000)
-    assert killed.stdout is not None
-    assert killed.stdout.readline(), "it has taken a step"
+    killed, said = start(tmp_path, 1_000_000)
+    assert said.recv(), "it has taken a step"
     time.sleep(0.2)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate(timeout=60)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join(timeout=60)
+    assert killed.exitcode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
-    assert {losses_of(start(tmp_path, 10))} == losses
+    assert {losses_of(*start(tmp_path, 10))} == losses
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow
 def test_an_interrupt_from_the_keyboard_ends_a_job(tmp_path: Path) -> None:
-    job = start(tmp_path, 1_000_000)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert job.stdout is not None
     assert job.stdout.readline(), "it has taken a step"
     try:
