@@ -23,6 +23,7 @@ from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.units import pieces
 
 pytestmark = [
