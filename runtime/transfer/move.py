@@ -1,4 +1,4 @@
-"""Between where a piece of a state lives and where it is updated."""
+"""One hop of a shard between two tiers, and the hops of a piece between where it lives and where it is updated."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Lane, Pending
+from zinf_compile.runtime.memory.reservations import InflightLimit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,65 +31,126 @@ class StagingBuffers:
     device: torch.Tensor | None
 
 
-class Mover:
-    """Brings pieces to where they are updated, on the host or on the device, and back; what is there already stays in place."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """What a hop goes by: the link to the device, and the lane on which what has to wait for something goes on to a drive."""
 
-    def __init__(self, bridge: DeviceLink, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
-        self.bridge = bridge
+    link: DeviceLink
+    submit: Callable[[Callable[[], None]], Pending]
+
+
+def move(src: Location, dst: Location, *, by: Route, after: Pending | None = None, room: InflightLimit | None = None) -> Pending:
+    """Start one hop of a shard, or of a piece of one, once `after` is over; return what to wait for.
+
+    Between host memory and the device's own, or between host memory and a drive; never both. The source stays as it is until
+    then. `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
+    """
+    source = src.tensor if src.tensor is not None else dst.tensor
+    assert source is not None, "one end is memory"
+    size = source.nbytes
+    if room is not None:
+        room.acquire(size)
+    try:
+        if src.read is not None:
+            assert after is None, "what is on a drive is there"
+            assert room is None, "reads are bounded by the memory that they go to"
+            return src.read(source)
+        if dst.write is not None:
+            if after is None and room is None:
+                return dst.write(source)
+            return by.submit(_Write(source, dst.write, after, room))
+        assert dst.tensor is not None, "a location is memory, or can be written"
+        copying = (by.link.to_device if dst.on_device else by.link.to_host)(source, dst.tensor, after)
+        if room is not None:
+            by.submit(_Arrive(copying, room, size))
+    except BaseException:  # an interrupt while the lane is busy
+        if room is not None:
+            room.release(size)
+        raise
+    return copying
+
+
+class _Write:
+    """Writes what is in host memory once it is there, and holds it until it is written."""
+
+    def __init__(
+        self, source: torch.Tensor, write: Callable[[torch.Tensor], Pending], after: Pending | None, room: InflightLimit | None
+    ) -> None:
+        self._source, self._write, self._after, self._room = source, write, after, room
+
+    def __call__(self) -> None:
+        size = self._source.nbytes
+        try:
+            if self._after is not None:
+                self._after.wait()
+            self._write(self._source).wait()
+        finally:
+            del self._source, self._after  # whoever waits for room finds it free
+            if self._room is not None:
+                self._room.release(size)
+
+
+class _Arrive:
+    """Counts a shard that is copied among those on their way until it is there."""
+
+    def __init__(self, copying: Pending, room: InflightLimit, size: int) -> None:
+        self._copying, self._room, self._size = copying, room, size
+
+    def __call__(self) -> None:
+        try:
+            self._copying.wait()
+        finally:
+            self._room.release(self._size)
+
+
+class UpdateRoute:
+    """The hops of a piece to where it is updated, on the host or the device, and back; what is there already stays in place."""
+
+    def __init__(self, link: DeviceLink, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
+        self.link = link
         self.update_on_device = update_on_device
         self._lane = lane
         """On which what was copied from the device goes on to a drive."""
+        self._by = Route(link, self._submit)
 
     def needs(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
-        apart = not self.bridge.unified
+        apart = not self.link.unified
         host = not tier.in_memory or (apart and tier == Tier.DEVICE and not self.update_on_device)
         return host, apart and tier != Tier.DEVICE and self.update_on_device
 
     def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
-            if self.bridge.unified or place.on_device == self.update_on_device:
+            if self.link.unified or place.on_device == self.update_on_device:
                 return place.tensor, None
-            if self.update_on_device:
-                assert rooms.device is not None
-                return rooms.device, self.bridge.to_device(place.tensor, rooms.device, None)
-            assert rooms.host is not None
-            return rooms.host, self.bridge.to_host(place.tensor, rooms.host, None)
-        assert place.read is not None
+            room = rooms.device if self.update_on_device else rooms.host
+            assert room is not None
+            return room, move(place, Location(room, on_device=self.update_on_device), by=self._by)
         assert rooms.host is not None
-        reading = place.read(rooms.host)
-        if self.bridge.unified or not self.update_on_device:
+        host = Location(rooms.host, on_device=False)
+        reading = move(place, host, by=self._by)
+        if self.link.unified or not self.update_on_device:
             return rooms.host, reading
         assert rooms.device is not None
-        return rooms.device, self.bridge.to_device(rooms.host, rooms.device, reading)
+        return rooms.device, move(host, Location(rooms.device), by=self._by, after=reading)
 
     def keep(self, place: Location, piece: torch.Tensor, rooms: StagingBuffers) -> Pending | None:
         """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
+        source = Location(piece, on_device=self.update_on_device)
         if place.tensor is not None:
             if piece.data_ptr() == place.tensor.data_ptr():
                 return None
-            if self.bridge.unified or place.on_device == self.update_on_device:
+            if self.link.unified or place.on_device == self.update_on_device:
                 place.tensor.copy_(piece)
                 return None
-            back = self.bridge.to_host if self.update_on_device else self.bridge.to_device
-            return back(piece, place.tensor, None)
-        assert place.write is not None
-        if self.bridge.unified or not self.update_on_device:
-            return place.write(piece)
+            return move(source, place, by=self._by)
+        if self.link.unified or not self.update_on_device:
+            return move(source, place, by=self._by)
         assert rooms.host is not None
+        host = Location(rooms.host, on_device=False)
+        return move(host, place, by=self._by, after=move(source, host, by=self._by))
+
+    def _submit(self, job: Callable[[], None]) -> Pending:
         assert self._lane is not None, "who keeps pieces says on which lane"
-        return self._lane().submit(_Onward(self.bridge.to_host(piece, rooms.host, None), place.write, rooms.host))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Onward:
-    """Writes what is in host memory once it is there."""
-
-    before: Pending
-    write: Callable[[torch.Tensor], Pending]
-    source: torch.Tensor
-
-    def __call__(self) -> None:
-        self.before.wait()
-        self.write(self.source).wait()
+        return self._lane().submit(job)

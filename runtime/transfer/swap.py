@@ -8,10 +8,11 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .move import Location, Route, move
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
@@ -43,13 +44,14 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
             context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
-        return SwapHandle(unit, host, unit.read(host))
+        return SwapHandle(unit, host, move(Location(read=unit.read), Location(host, on_device=False), by=_route(context)))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
-    return SwapHandle(unit, device, bridge.to_device(source, device, earlier.pending if earlier is not None else None))
+    after = earlier.pending if earlier is not None else None
+    return SwapHandle(unit, device, move(Location(source, on_device=False), Location(device), by=_route(context), after=after))
 
 
 def swap_out(
@@ -66,7 +68,10 @@ def swap_out(
         context.memory.host_ledger.track("grads", host)
         away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == Tier.HOST
-        away.arrive(copy_out(context, shard, host, reduction) if stays else bridge.to_host(shard, host, reduction))
+        if stays:
+            away.arrive(copy_out(context, shard, host, reduction))
+        else:  # bounded by what it goes on to
+            away.arrive(move(Location(shard), Location(host, on_device=False), by=_route(context), after=reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_pool is None:  # its tier is the host
@@ -74,25 +79,18 @@ def swap_out(
     unit.wait_updated()  # its last gradient may still be in the place of this one
     numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
     away = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
-    away.arrive(leave_for(away.backing, context, shard, reduction))
+    away.arrive(write_out(away.backing, context, shard, reduction))
     return away, Done()
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
-    size = shard.nbytes
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.acquire(size)
-        try:
-            copying = context.bridge.to_host(shard, host, reduction)
-            context.lanes.start(context.lanes.swap, _Arrive(copying, context.memory.inflight_gradients, size))
-        except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.release(size)
-            raise
-    return copying
+        source, target = Location(shard), Location(host, on_device=False)
+        return move(source, target, by=_route(context), after=reduction, room=context.memory.inflight_gradients)
 
 
-def leave_for(
+def write_out(
     backing: ShardBacking, context: Context, shard: torch.Tensor | OffloadedGradient, reduction: Pending, *, start: int = 0
 ) -> Pending:
     """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
@@ -102,14 +100,13 @@ def leave_for(
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Written(shard), host_memory
     with context.lanes.meter.waiting():
-        context.memory.inflight_gradients.acquire(shard.nbytes)
-        try:
-            return context.lanes.start(
-                context.lanes.swap, _Leave(backing, shard, before, context.memory.inflight_gradients, start)
-            )
-        except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.release(shard.nbytes)
-            raise
+        place = Location(write=lambda source: backing.write(source, start))
+        room = context.memory.inflight_gradients
+        return move(Location(shard, on_device=False), place, by=_route(context), after=before, room=room)
+
+
+def _route(context: Context) -> Route:
+    return Route(context.bridge, lambda job: context.lanes.start(context.lanes.swap, job))
 
 
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
@@ -126,32 +123,3 @@ class _Written:
 
     def wait(self) -> None:
         self._gradient.wait_written()
-
-
-class _Leave:
-    """Writes a shard once it is there, and holds it until it is written."""
-
-    def __init__(self, backing: ShardBacking, shard: torch.Tensor, before: Pending, room: InflightLimit, start: int) -> None:
-        self._backing, self._shard, self._before, self._room, self._start = backing, shard, before, room, start
-
-    def __call__(self) -> None:
-        size = self._shard.nbytes
-        try:
-            self._before.wait()
-            self._backing.write(self._shard, self._start).wait()
-        finally:
-            del self._shard, self._before  # whoever waits for room finds it free
-            self._room.release(size)
-
-
-class _Arrive:
-    """Counts a shard that is copied among those on their way until it is there."""
-
-    def __init__(self, copying: Pending, room: InflightLimit, size: int) -> None:
-        self._copying, self._room, self._size = copying, room, size
-
-    def __call__(self) -> None:
-        try:
-            self._copying.wait()
-        finally:
-            self._room.release(self._size)

@@ -14,7 +14,7 @@ from zinf_compile.runtime.units.nvme_shards import All
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.unit import Tile, Unit
 
-from .swap import copy_out, leave_for, swap_out
+from .swap import copy_out, swap_out, write_out
 
 MOST_LEAVING = 2
 """Tiles' shards on their way from the device, of one unit."""
@@ -76,7 +76,7 @@ class TileGradients:
             return away, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
         unit.wait_updated()  # its last gradient may still be in the place of this one
         away = self._away_on_drive(shard.dtype)
-        return away, self._left(leave_for(away.backing, unit.context, shard, reduction, start=tile.span.place), reduction)
+        return away, self._left(write_out(away.backing, unit.context, shard, reduction, start=tile.span.place), reduction)
 
     def _left(self, pending: Pending, reduction: Pending) -> Pending:
         self._pending.append(pending)

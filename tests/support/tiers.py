@@ -193,7 +193,7 @@ class Needed:
         self.numel = {name: -(-p.numel() // ranks) for name, p in model.named_parameters()}
 
     def partitioning(self) -> Traffic:
-        """Each shard goes to its home, frozen ones too."""
+        """Each shard goes to its backing, frozen ones too."""
         return sum((self._leaves(name, self.params, self.element) for name in FORWARD), Traffic())
 
     def gathers(self) -> Traffic:

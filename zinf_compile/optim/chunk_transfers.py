@@ -20,7 +20,7 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.storage.stores import ShardStore, open_store
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers, Column
-from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
+from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 
 from .chunks import Chunk
 
@@ -37,13 +37,13 @@ class ChunkTransfers:
         optimizer: Optimizer,
         chunks: Sequence[Chunk],
         context: Context,
-        mover: Mover,
+        route: UpdateRoute,
         placement: Placement,
         *,
         on_drive: bool,
         buffers_for: Callable[[Sequence[tuple[Mapping[str, Column], int]]], int],
     ) -> None:
-        self.chunks, self.context, self._mover = chunks, context, mover
+        self.chunks, self.context, self._route = chunks, context, route
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
         self.store = self._lay_out(placement) if on_drive else None
@@ -70,8 +70,8 @@ class ChunkTransfers:
         """Return the states of a chunk that live on drives, in the buffer where they are updated."""
         if self.store is None:
             return {}
-        rooms, mover = self.rooms(number, buffer), self._mover
-        on_device = mover.update_on_device and not mover.bridge.unified
+        rooms, route = self.rooms(number, buffer), self._route
+        on_device = route.update_on_device and not route.link.unified
         return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self.chunks[number].states}
 
     def buffer_for(self, number: int) -> ChunkBuffer:
@@ -93,7 +93,7 @@ class ChunkTransfers:
         """Start writing the states of a chunk from its buffer."""
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name, value in self.state_views(number, buffer).items():
-            pending = self._mover.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
+            pending = self._route.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
         self._written.add(number)
@@ -122,7 +122,7 @@ class ChunkTransfers:
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name in chunk.states:
-            _, pending = self._mover.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
+            _, pending = self._route.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
 

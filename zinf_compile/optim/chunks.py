@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.chunk_buffers import Column
-from zinf_compile.runtime.transfer.move import Mover
+from zinf_compile.runtime.transfer.move import UpdateRoute
 from zinf_compile.runtime.units import pieces as chunks
 from zinf_compile.runtime.units.pieces import Piece, chunk_end, cut_chunks
 from zinf_compile.runtime.units.unit import Unit
@@ -38,14 +38,14 @@ class Chunk:
     """Columns of the chunk's buffer: the states, the parameter's values and its gradient."""
 
 
-def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mover: Mover, tier: Tier) -> list[Chunk]:
+def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], route: UpdateRoute, tier: Tier) -> list[Chunk]:
     """Cut parameters into chunks, each of one data type and one set of states. `tier`: that of the states."""
     made: list[Chunk] = []
     rows = [(p, dict(states), p._zinf_unit) for p, states in zip(parameters, kept, strict=True)]
     for _, same in itertools.groupby(rows, key=lambda row: (row[1], row[2].dtype, row[2].backing is None)):
         members = list(same)
         states = members[0][1]
-        columns = _columns(members[0][2], states, mover, tier)
+        columns = _columns(members[0][2], states, route, tier)
         sizes, cuts = [unit.shard_numel for _, _, unit in members], [unit.cuts for _, _, unit in members]
         for pieces in cut_chunks(sizes, piece_numel=chunks.PIECE_NUMEL, cuts=cuts):
             owned = tuple((members[piece.shard][0], piece) for piece in pieces)
@@ -55,10 +55,10 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mo
     return made
 
 
-def _columns(unit: Unit, states: Kept, mover: Mover, tier: Tier) -> dict[str, Column]:
-    columns = {name: Column(dtype, *mover.needs(tier)) for name, dtype in states.items()}
-    columns[VALUE] = Column(unit.dtype, *mover.needs(Tier.DEVICE if unit.backing is None else unit.backing.tier))
-    sides = [mover.needs(where) for where in {Tier.DEVICE, unit.placement.grads}]  # a user's own gradient is on the device
+def _columns(unit: Unit, states: Kept, route: UpdateRoute, tier: Tier) -> dict[str, Column]:
+    columns = {name: Column(dtype, *route.needs(tier)) for name, dtype in states.items()}
+    columns[VALUE] = Column(unit.dtype, *route.needs(Tier.DEVICE if unit.backing is None else unit.backing.tier))
+    sides = [route.needs(where) for where in {Tier.DEVICE, unit.placement.grads}]  # a user's own gradient is on the device
     columns[GRADIENT] = Column(unit.reduce_dtype, any(host for host, _ in sides), any(device for _, device in sides))
     return columns
 

@@ -19,7 +19,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
-from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
+from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
@@ -54,7 +54,7 @@ class OffloadedStates:
         self.tier = placement.optimizer
         self.context = context
         self.kept = dict(zip(parameters, kept, strict=True))
-        self._mover = Mover(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
+        self._route = UpdateRoute(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
         self._forward = True
         self._defers = may_defer(placement, kept, unified=context.bridge.unified)
         self._first: list[int] = []
@@ -70,9 +70,9 @@ class OffloadedStates:
         on_drive = not self.tier.in_memory and any(kept)
         self.transfers = ChunkTransfers(
             optimizer,
-            plan_chunks(parameters, kept, self._mover, self.tier),
+            plan_chunks(parameters, kept, self._route, self.tier),
             context,
-            self._mover,
+            self._route,
             placement,
             on_drive=on_drive,
             buffers_for=lambda shapes: self._buffers_within_budget(optimizer, shapes),
@@ -165,7 +165,7 @@ class OffloadedStates:
                     for number in self._first:
                         self.transfers.buffer_for(number)
                         self._ahead.add(number)
-            elif not self._mover.bridge.unified:
+            elif not self._route.link.unified:
                 self.transfers.drain()
 
     def reconcile(self, optimizer: Optimizer) -> None:
@@ -214,7 +214,7 @@ class OffloadedStates:
     ) -> Pending | None:
         """Start writing back one updated column of a piece."""
         with self.context.lanes.meter.waiting():
-            return self._mover.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
+            return self._route.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing a chunk's updated states to their drive."""
@@ -231,7 +231,7 @@ class OffloadedStates:
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Allocate a state that the optimizer has newly created."""
         unit = parameter._zinf_unit
-        device = unit.device if self.tier == Tier.DEVICE or self._mover.bridge.unified else torch.device("cpu")
+        device = unit.device if self.tier == Tier.DEVICE or self._route.link.unified else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
@@ -258,7 +258,7 @@ class OffloadedStates:
                     names += [name for name in self.kept[parameter] if name in present]
                 for name in names:
                     place = self._place(parameter, piece, name, optimizer)
-                    buffer.brought[parameter, piece, name], pending = self._mover.bring(place, _cut(rooms[name], piece))
+                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(rooms[name], piece))
                     if pending is not None:
                         buffer.under_way.append(pending)
         return buffer

@@ -11,7 +11,7 @@ import torch
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.transfer.move import Mover
+from zinf_compile.runtime.transfer.move import UpdateRoute
 from zinf_compile.runtime.units import pieces
 
 
@@ -53,10 +53,10 @@ def measure_resident(
             largest = max(largest, min(shard, pieces.PIECE_NUMEL))
             total += -(-shard // pieces.ALIGN) * pieces.ALIGN
     numel = min(-(-max(largest, pieces.PIECE_NUMEL) // pieces.ALIGN) * pieces.ALIGN, total)
-    mover = Mover(context.bridge, update_on_device=placement.update_on_device)
+    route = UpdateRoute(context.bridge, update_on_device=placement.update_on_device)
     rooms = [0, 0]
-    values, gradients, kept = (mover.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
-    brought = mover.needs(Tier.DEVICE)  # where a user's own gradient is
+    values, gradients, kept = (route.needs(tier) for tier in (placement.params, placement.grads, placement.optimizer))
+    brought = route.needs(Tier.DEVICE)  # where a user's own gradient is
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zinf_compile.runtime.lanes.lanes import Done, Pending, ThreadLane
-from zinf_compile.runtime.transfer.move import Location, Mover, StagingBuffers
+from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 
 
 class Copying:
@@ -32,8 +32,8 @@ def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_
         written.set()
         return Done()
 
-    mover = Mover(bridge, update_on_device=True, lane=lambda: lane)
-    pending = mover.keep(Location(write=write), torch.zeros(4), StagingBuffers(torch.zeros(4), torch.zeros(4)))
+    route = UpdateRoute(bridge, update_on_device=True, lane=lambda: lane)
+    pending = route.keep(Location(write=write), torch.zeros(4), StagingBuffers(torch.zeros(4), torch.zeros(4)))
     assert pending is not None
     assert not written.wait(0.05)
     copying.over.set()
