@@ -64,7 +64,7 @@ class ShardedParameter(nn.Parameter):
             return f"Parameter containing:\n{unit.whole().detach().requires_grad_(learns)!r}"
         return (
             f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
-            f"rank {unit.context.rank} of {unit.context.size})"
+            f"rank {unit.shard_group.rank} of {unit.shard_group.size})"
         )
 
     def __format__(self, spec: str) -> str:
