@@ -16,6 +16,7 @@ import torch.distributed as dist
 from zinf_compile.errors import OptionError, ZinfError
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.steps_done import StepDone
 from zinf_compile.runtime.device.link import CudaLink, DeviceLink, HostIsDevice
 from zinf_compile.runtime.device.simulated import simulated_link
@@ -75,19 +76,25 @@ class Context:
         """The same as `Unit.chosen`, by the names and forms of parameters that were decided about."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
-        self.gathers: Collectives = SingleRank()
-        self.reductions: Collectives = SingleRank()
+        self._collectives: dict[tuple[int, ...], tuple[Collectives, Collectives]] = {}
         if self.ranks.connected:
-            self._connect(device)
+            self.lanes.connect(device)
+        self.gathers, self.reductions = self.collectives(self.ranks.shard_group)
 
-    def _connect(self, device: torch.device) -> None:
-        new_group = self.ranks.new_group
-        self.lanes.connect(device)
-        if device.type == "cpu":
-            self.gathers, self.reductions = PeerToPeer(new_group("gloo")), PeerToPeer(new_group("gloo"))
-        else:
-            backend = dist.get_default_backend_for_device(device)
-            self.gathers, self.reductions = DeviceCollectives(new_group(backend)), DeviceCollectives(new_group(backend))
+    def collectives(self, group: ShardGroup) -> tuple[Collectives, Collectives]:
+        """Return what gathers and what reduces the units of a group; made at the first call for its ranks, as by `Ranks.of`."""
+        found = self._collectives.get(group.partition)
+        if found is None:
+            found = self._collectives[group.partition] = self._connect(self.ranks.of(group))
+        return found
+
+    def _connect(self, ranks: Ranks) -> tuple[Collectives, Collectives]:
+        if not ranks.connected:
+            return SingleRank(), SingleRank()
+        if self.device.type == "cpu":
+            return PeerToPeer(ranks.new_group("gloo")), PeerToPeer(ranks.new_group("gloo"))
+        backend = dist.get_default_backend_for_device(self.device)
+        return DeviceCollectives(ranks.new_group(backend)), DeviceCollectives(ranks.new_group(backend))
 
     @property
     def engine(self) -> Engine:

@@ -127,7 +127,9 @@ def _gather(step: Gather, run: Run) -> None:
     arriving = [registers[source] if isinstance(registers[source], SwapHandle) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     what = f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
-    if context.size == 1:
+    group = members[0].shard_group
+    gathers, _ = context.collectives(group)
+    if group.size == 1:
         for unit, arrived, (_, out) in zip(members, arriving, step.members, strict=True):
             narrower = step.dtype if step.dtype != unit.dtype else None
             if arrived is not None:
@@ -142,13 +144,13 @@ def _gather(step: Gather, run: Run) -> None:
     context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
-    count = (context.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
+    count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
     def gather() -> None:
         for pending in before:
             pending.wait()
         with moving([context.lanes.meter], "from ranks", count):
-            context.gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
+            gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
     pending = context.lanes.start(context.lanes.gather, gather)
     context.lanes.meter.moved("from ranks", count)
@@ -162,7 +164,9 @@ def _reduce(step: Reduce, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
     members = [units[slot] for _, slot, _, _ in step.members]
     together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
-    if context.size == 1:
+    group = members[0].shard_group
+    _, reductions = context.collectives(group)
+    if group.size == 1:
         for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.stays:
                 value, shard = registers[grad], whole.room(unit, step.dtype)  # type: ignore[arg-type]
@@ -181,12 +185,12 @@ def _reduce(step: Reduce, run: Run) -> None:
     ]
     parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
     held = sum(full.nbytes for full in grads)
-    count = (context.size - 1) * sum(shard.nbytes for shard in shards)
+    count = (group.size - 1) * sum(shard.nbytes for shard in shards)
 
     def reduce() -> None:
         try:
             with moving([context.lanes.meter], "to ranks", count):
-                context.reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
+                reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
         finally:
             if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
                 grads.clear()

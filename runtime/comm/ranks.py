@@ -6,6 +6,7 @@ Small values on the host, over a control group of their own; `collectives` moves
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import itertools
 import json
@@ -24,6 +25,7 @@ from zinf_compile._torch import level_group_names
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.ir.program import digest_of
 
+from .shard_group import ShardGroup
 from .steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
 
 _END_WITHIN_S = 10.0
@@ -39,7 +41,8 @@ _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? 
 class Ranks:
     """The ranks that share a model: this one's number, how many they are, and what they do in the same order.
 
-    `waiting` notes when compute stands still. Creating one is a collective operation.
+    They form a `ShardGroup`, the one of units that are cut over all of them; `of` has those of others. `waiting` notes when
+    compute stands still. Creating one is a collective operation.
     """
 
     def __init__(
@@ -51,6 +54,11 @@ class Ranks:
     ) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
+        members = dist.get_process_group_ranks(group) if group is not None else [0]
+        self.shard_group = ShardGroup.over(members, members[self.rank])
+        """All of these ranks."""
+        self._of: dict[tuple[int, ...], Ranks] = {self.shard_group.partition: self}
+        """By the ranks that hold a unit's shards."""
         self.timeout_s = timeout_s
         self.connected = group is not None and self.size > 1 and dist.get_backend(group) != "fake"
         """Whether there are other ranks to speak with."""
@@ -62,7 +70,7 @@ class Ranks:
         self.groups: list[dist.ProcessGroup] = []
         """Those made of these ranks."""
         if group is not None and self.connected:
-            self._members = dist.get_process_group_ranks(group)
+            self._members = members
             if self._are_some:
                 self.patiently(lambda: level_group_names(group), "starting")
             self._control = self.new_group("gloo")
@@ -71,6 +79,30 @@ class Ranks:
     def _are_some(self) -> bool:
         """Whether the process has other ranks besides."""
         return len(self._members) < dist.get_world_size()
+
+    def of(self, group: ShardGroup) -> Ranks:
+        """Return the ranks that hold the shards of a group's units: what these compare, exchange and share.
+
+        Made at the first call for a set of ranks, together, with a process group of their own; of these ranks all make that call,
+        each for the set that it belongs to.
+        """
+        found = self._of.get(group.partition)
+        if found is None:
+            found = self._of[group.partition] = self._some(group)
+        return found
+
+    def _some(self, group: ShardGroup) -> Ranks:
+        assert set(group.partition) <= set(self.shard_group.partition), "a unit is cut over ranks of its model"
+        if self.connected:
+            assert self._control is not None, "there are others"
+            level_group_names(self._control)
+        some = copy.copy(self)  # their groups count among these ranks'
+        some.rank, some.size, some.shard_group = group.rank, group.size, group
+        some.connected = self.connected and group.size > 1
+        some._members, some._control = list(group.partition), None
+        if some.connected:
+            some._control = some.new_group("gloo")
+        return some
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         """Return another group of these ranks. A collective operation."""

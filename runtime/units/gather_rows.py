@@ -36,7 +36,7 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     ends = torch.searchsorted(distinct, borders).tolist()
     outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows
     counts = torch.tensor([int(outside), *(end - start for start, end in itertools.pairwise(ends))], dtype=torch.float64)
-    asked = unit.context.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
+    asked = unit.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
     if asked[:, 0].any():
         raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
     unit.wait_updated()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Sequence
 
@@ -14,6 +15,36 @@ ALIGN = 4096
 """Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
 
 
+class Granularity(enum.Enum):
+    """What an update of states needs at once."""
+
+    RANGE = "range"
+    """Any elements by themselves: element-wise optimizers."""
+    MATRIX = "matrix"
+    """All elements of a parameter: optimizers that orthogonalise or factorise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Division:
+    """How the states of one parameter are divided into pieces, and who updates them."""
+
+    granularity: Granularity = Granularity.RANGE
+    owner: int | None = None
+    """The rank that has all pieces, by its number in the unit's `ShardGroup`; None: all ranks, each those of its own shard."""
+
+    def cut(self, numel: int, *, piece_numel: int, cuts: Sequence[int], rank: int) -> list[tuple[int, int]]:
+        """Return the pieces [start, end) that a rank has of `numel` elements of states: of its shard, or of what it owns."""
+        if self.owner not in (None, rank):
+            return []
+        if self.granularity is Granularity.MATRIX:
+            return [(0, numel)] if numel else []
+        return cut_pieces(numel, piece_numel=piece_numel, cuts=cuts)
+
+
+BY_RANGE = Division()
+"""Of all parameters today."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """A stretch of one shard, and its place in a chunk; all in elements."""
@@ -22,6 +53,9 @@ class Piece:
     start: int
     end: int
     place: int
+    granularity: Granularity = Granularity.RANGE
+    owner: int | None = None
+    """See `Division`."""
 
 
 def cut_pieces(numel: int, *, piece_numel: int, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
@@ -33,21 +67,30 @@ def cut_pieces(numel: int, *, piece_numel: int, cuts: Sequence[int] = ()) -> lis
     ]
 
 
-def cut_chunks(sizes: Sequence[int], *, piece_numel: int, cuts: Sequence[Sequence[int]] | None = None) -> list[tuple[Piece, ...]]:
+def cut_chunks(
+    sizes: Sequence[int],
+    *,
+    piece_numel: int,
+    cuts: Sequence[Sequence[int]] | None = None,
+    divisions: Sequence[Division] | None = None,
+    rank: int = 0,
+) -> list[tuple[Piece, ...]]:
     """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes, in order.
 
-    `cuts` are where each shard is cut besides. A chunk has one piece of each shard. A piece that doesn't fit into what is left of
-    a chunk begins the next one; one alone may exceed it by its gap.
+    `cuts` are where each shard is cut besides, `divisions` (by default all by range) say which pieces this `rank` has. A chunk
+    has one piece of each shard. A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed
+    it by its gap, or because it is a matrix.
     """
     chunks: list[list[Piece]] = []
     used = 0
-    for shard, (size, own) in enumerate(zip(sizes, cuts or [()] * len(sizes), strict=True)):
-        for start, end in cut_pieces(size, piece_numel=piece_numel, cuts=own):
+    rows = zip(sizes, cuts or [()] * len(sizes), divisions or [BY_RANGE] * len(sizes), strict=True)
+    for shard, (size, own, division) in enumerate(rows):
+        for start, end in division.cut(size, piece_numel=piece_numel, cuts=own, rank=rank):
             room = -(-(end - start) // ALIGN) * ALIGN
             if not chunks or used + room > piece_numel or chunks[-1][-1].shard == shard:
                 chunks.append([])
                 used = 0
-            chunks[-1].append(Piece(shard, start, end, used))
+            chunks[-1].append(Piece(shard, start, end, used, division.granularity, division.owner))
             used += room
     return [tuple(chunk) for chunk in chunks]
 

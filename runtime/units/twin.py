@@ -44,6 +44,7 @@ def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:
             backing=backing,
             tiles=unit.boxes,
             serial=unit.serial % TWIN + number,
+            shard_group=unit.shard_group,
         )
         twin.family = unit.family % TWIN + number
         twin.gradient_pool = unit.gradient_pool  # which lays out more where both have gradients at a time

@@ -21,6 +21,9 @@ from .backing import ShardBacking
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
+    from zinf_compile.runtime.comm.collectives import Collectives
+    from zinf_compile.runtime.comm.ranks import Ranks
+    from zinf_compile.runtime.comm.shard_group import ShardGroup
     from zinf_compile.runtime.comm.steps_done import StepDone
     from zinf_compile.runtime.context import Context
 
@@ -46,11 +49,13 @@ class Unit(DenseLayout):
         backing: ShardBacking | None = None,
         tiles: Sequence[Box] = (),
         serial: int | None = None,
+        shard_group: ShardGroup | None = None,
     ) -> None:
         super().__init__(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         assert (shard is None) == (backing is not None), "a shard is in one place"
         self.name = name
         self.context = context
+        self._shard_group: ShardGroup | None = shard_group or context.ranks.shard_group
         self.placement = placement
         self.parameter = weakref.ref(parameter)
         context.enlist(self)
@@ -60,7 +65,7 @@ class Unit(DenseLayout):
         """Equal for the parameters that were partitioned together: the serial of the first of them."""
         self.boxes = tuple(tiles)
         """The tiles; none where it is gathered as a whole."""
-        self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], context.size)
+        self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], self.shard_group.size)
         self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
         self._shard = shard
         self.backing = backing
@@ -77,6 +82,21 @@ class Unit(DenseLayout):
         self._whole: torch.Tensor | None = None
 
     @property
+    def shard_group(self) -> ShardGroup:
+        """Over which ranks it is cut, and which have copies."""
+        return self._shard_group or self.context.ranks.shard_group  # of a unit that was emptied its closed context refuses
+
+    @property
+    def ranks(self) -> Ranks:
+        """What those ranks compare, exchange and share."""
+        return self.context.ranks.of(self.shard_group)
+
+    @property
+    def gathers(self) -> Collectives:
+        """What gathers it from those ranks, on the lane of gathers."""
+        return self.context.collectives(self.shard_group)[0]
+
+    @property
     def shard(self) -> torch.Tensor:
         """This rank's elements, flat, then zeros up to `shard_numel`; only where they are on the device."""
         assert self._shard is not None, "the shard is brought by `load`"
@@ -85,7 +105,7 @@ class Unit(DenseLayout):
     @property
     def shard_numel(self) -> int:
         """Elements of the shard, padding included."""
-        return shard_numel(self.numel, self.context.size)
+        return shard_numel(self.numel, self.shard_group.size)
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -115,7 +135,7 @@ class Unit(DenseLayout):
     @property
     def at_hand(self) -> bool:
         """Whether this process has the whole value in memory of the device."""
-        return self.backing is None and self.context.size == 1
+        return self.backing is None and self.shard_group.size == 1
 
     def wait_updated(self) -> None:
         """Return when no step has to update the shard any more; raise where one failed."""
@@ -195,15 +215,15 @@ class Unit(DenseLayout):
     @property
     def held(self) -> list[tuple[int, int]]:
         """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
-        return [span.part_of(self.context.rank) for span in self.spans]
+        return [span.part_of(self.shard_group.rank) for span in self.spans]
 
     @functools.cached_property
     def layout(self) -> dict[str, Any]:
         """Which elements this rank has, counted in the order of dimensions in memory, and what chose them: plain numbers."""
         dims = [dim for dim, size in enumerate(self.shape) if size > 1]
         return {
-            "rank": self.context.rank,
-            "ranks": self.context.size,
+            "rank": self.shard_group.rank,
+            "ranks": self.shard_group.size,
             "tile": self.placement.tile,
             "order": tuple(sorted(dims, key=lambda dim: -self.stride[dim])),
             "elements": tuple(self.held),
@@ -233,7 +253,7 @@ class Unit(DenseLayout):
 
     def empty(self) -> None:
         """Drop the shard, wherever it is: its context is closed, and refuses who asks for it."""
-        self._shard = self._whole = self.backing = self.gradient_pool = self.updates = None
+        self._shard = self._whole = self.backing = self.gradient_pool = self.updates = self._shard_group = None
         for tile in self.tiles:
             tile.forget_whole()
 
@@ -285,6 +305,11 @@ class Tile(DenseLayout):
         return self.unit.name + self._text
 
     @property
+    def shard_group(self) -> ShardGroup:
+        """See `Unit.shard_group`."""
+        return self.unit.shard_group
+
+    @property
     def placement(self) -> Placement:
         """See `Unit.placement`."""
         return self.unit.placement
@@ -307,7 +332,7 @@ class Tile(DenseLayout):
     @property
     def valid(self) -> int:
         """Elements of this rank's part that are not padding."""
-        start, end = self.span.part_of(self.context.rank)
+        start, end = self.span.part_of(self.shard_group.rank)
         return end - start
 
     def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

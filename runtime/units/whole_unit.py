@@ -39,14 +39,15 @@ class WholeUnit(Unit):
         self._unpadded = DenseLayout(parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
         self.name = name
         self.context = context
+        self._shard_group = context.ranks.shard_group
         self.placement = ON_DEVICE
         self.serial = self.family = -1
         self.boxes = ()
         self.tiles = []
         self.real_numel = self.numel
         """Elements of the parameter; `numel` counts padding too."""
-        self.numel = -(-self.numel // (ALIGNED * context.size)) * ALIGNED * context.size
-        self.spans = cut_spans(self.numel, (), context.size)
+        self.numel = -(-self.numel // (ALIGNED * self.shard_group.size)) * ALIGNED * self.shard_group.size
+        self.spans = cut_spans(self.numel, (), self.shard_group.size)
         self.backing = None
         self.updates = None
         self.steps_digest, self.last_step = 0, None  # all ranks take part in its steps
@@ -54,7 +55,7 @@ class WholeUnit(Unit):
     @property
     def used(self) -> int:
         """How many elements of its shard a rank updates: those of the parameter; one of padding, where it has none."""
-        return max(1, min(self.shard_numel, self.real_numel - self.context.rank * self.shard_numel))
+        return max(1, min(self.shard_numel, self.real_numel - self.shard_group.rank * self.shard_numel))
 
     @functools.cached_property
     def layout(self) -> dict[str, Any]:

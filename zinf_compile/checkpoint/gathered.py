@@ -32,7 +32,7 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     if write:
         _reject_nesting(model)
     found = partitioned_parameters(model)
-    context = agree_on_units(found, "entering gathered()", f"write={write}")
+    first = agree_on_units(found, "entering gathered()", f"write={write}")
     with torch.inference_mode(False):
         for parameter in found.values():
             unit = parameter._zinf_unit
@@ -43,8 +43,8 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
         _repartition(found, write=False)  # the other ranks may not have failed: nothing collective here
         raise
     converted = _converted(found) if write else ""
-    if write and context is not None:
-        keep = context.ranks.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
+    if write and first is not None:
+        keep = first.ranks.agree(["leaving gathered(write=True)"], what="leaving gathered()", value=bool(converted))[0] == 0.0
         _repartition(found, write=keep)
         if not keep:
             raise PartitionedParameterError(
@@ -62,10 +62,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     model = plain(model)
     found = partitioned_parameters(model)
-    context = agree_on_units(found, "saving the model", "")
-    keep = context is None or context.rank == 0
+    unit = agree_on_units(found, "saving the model", "")
+    keep = unit is None or unit.shard_group.rank == 0
     failed = PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
-    with contextlib.nullcontext() if context is None else context.ranks.fail_together("saving the model", elsewhere=failed):
+    with contextlib.nullcontext() if unit is None else unit.ranks.fail_together("saving the model", elsewhere=failed):
         skeleton: dict[str, Any] = model.state_dict(keep_vars=True) if keep else {}  # with the parameters themselves in it
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = state_names(model)
@@ -91,11 +91,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
     """
     model = plain(model)
     found = partitioned_parameters(model)
-    context = agree_on_units(found, "loading the model", "", compare_steps=False)
-    first = context is None or context.rank == 0
+    unit = agree_on_units(found, "loading the model", "", compare_steps=False)
+    first = unit is None or unit.shard_group.rank == 0
     targets = state_names(model)
     problems = _mismatches(targets, state) if first else []
-    _share_problems(context, problems)
+    _share_problems(unit, problems)
     done: set[int] = set()
     for name, target in targets.items():
         if id(target) in done:
@@ -104,14 +104,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
         value = state[name] if first and state is not None else None
         if isinstance(target, ShardedParameter):
             _store(target, value)
-        elif context is None or context.size == 1:
+        elif unit is None or unit.shard_group.size == 1:
             with torch.no_grad():
                 target.copy_(value)  # type: ignore[arg-type]
         else:
-            broadcast_into(target, value, context, "loading the model")
+            broadcast_into(target, value, unit.context, "loading the model")
     forget_steps(parameter._zinf_unit for parameter in found.values())
-    if context is not None:
-        context.eager_changes = 0  # changes made on single ranks before are replaced
+    if unit is not None:
+        unit.context.eager_changes = 0  # changes made on single ranks before are replaced
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -126,27 +126,25 @@ def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
     return {name: p for name, p in model.named_parameters() if isinstance(p, ShardedParameter)}
 
 
-def agree_on_units(
-    found: Mapping[str, ShardedParameter], what: str, detail: str, *, compare_steps: bool = True
-) -> Context | None:
-    """Check that all ranks do this with the same model after the same steps; return the context of its units.
+def agree_on_units(found: Mapping[str, ShardedParameter], what: str, detail: str, *, compare_steps: bool = True) -> Unit | None:
+    """Check that all ranks do this with the same model after the same steps; return the first of its units.
 
     None if nothing is partitioned. `compare_steps=False`: the values are about to be replaced.
     """
     if not found:
         return None
-    context = next(iter(found.values()))._zinf_unit.context
     for name, parameter in found.items():
         parameter._zinf_unit.name = name
     units = [p._zinf_unit for p in found.values()] if compare_steps else []
     lines = [f"{what} {detail}".rstrip(), *(f"{name} is unit {p._zinf_unit.serial}" for name, p in found.items())]
-    context.ranks.agree(
+    first = next(iter(found.values()))._zinf_unit
+    first.ranks.agree(
         lines,
         what=what,
         digest=mixed(digest_of(lines), digest_of_steps(units)),
         details=lambda: describe_steps(units),
     )
-    return context
+    return first
 
 
 def _full(unit: Unit) -> torch.Tensor:
@@ -183,7 +181,7 @@ def on_first_rank(unit: Unit) -> torch.Tensor | None:
 def gathered_on_first(unit: Unit, shard: torch.Tensor, what: str) -> torch.Tensor | None:
     """Gather a value sharded like a unit, of any data type, on rank 0; return it there, None on the others."""
     context = unit.context
-    full = context.full_buffer(unit.numel, shard.dtype, unit.device) if context.rank == 0 else None
+    full = context.full_buffer(unit.numel, shard.dtype, unit.device) if unit.shard_group.rank == 0 else None
     with torch.no_grad():
         gather_on_first(unit, shard, full, what)
     return unit.logical(full) if full is not None else None
@@ -194,7 +192,7 @@ def _repartition(found: Mapping[str, ShardedParameter], *, write: bool) -> None:
         unit = parameter._zinf_unit
         with torch.inference_mode(False), torch.no_grad(), no_torch_function():
             if write:
-                _scatter(unit, parameter.detach() if unit.context.rank == 0 else None)
+                _scatter(unit, parameter.detach() if unit.shard_group.rank == 0 else None)
             grad, parameter.grad = parameter.grad, None
             hollow_out(parameter, unit)
             parameter.grad = None if grad is None else grad.to(unit.dtype)
@@ -251,10 +249,10 @@ def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | 
     return problems
 
 
-def _share_problems(context: Context | None, problems: list[str]) -> None:
+def _share_problems(unit: Unit | None, problems: list[str]) -> None:
     count = len(problems)
-    if context is not None:
-        count = int(context.ranks.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
+    if unit is not None:
+        count = int(unit.ranks.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
     if count:
         listed = "; ".join(problems) if problems else f"{count} mismatches, named on rank 0"
         raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {listed}")

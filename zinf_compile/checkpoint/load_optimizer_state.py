@@ -23,7 +23,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import scatter_whole
 
 from .gathered import broadcast_into
-from .save_optimizer_state import agree_on_order, large_states, units_of
+from .save_optimizer_state import agree_on_order, large_states, ranks_of, units_of
 
 _MOVED_BYTES = 64 << 20
 """Loaded states are moved to their tier together once they reach this size, since small ones share a chunk."""
@@ -50,14 +50,15 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
             _raise_for(optimizer, ["none was given, and nothing is partitioned yet: then each rank needs one"])
         optimizer.load_state_dict(dict(state or {}))
         return
-    first = context.rank == 0
+    ranks = ranks_of(units)
+    first = ranks.rank == 0
     numbers = [str([len(group["params"]) for group in optimizer.param_groups])]
-    agree_on_order(units, context, "loading the optimizer", numbers, compare_steps=False)
-    with context.ranks.fail_together("loading the optimizer"):
+    agree_on_order(units, "loading the optimizer", numbers, compare_steps=False)
+    with ranks.fail_together("loading the optimizer"):
         problems = _mismatches(optimizer, units, state) if first else []
         plan = _plan(state) if first and state is not None and not problems else {}
-    _raise_for(optimizer, context.ranks.share(problems, what="loading the optimizer: does the state fit"))
-    plan = context.ranks.share(plan, what="loading the optimizer")
+    _raise_for(optimizer, ranks.share(problems, what="loading the optimizer: does the state fit"))
+    plan = ranks.share(plan, what="loading the optimizer")
     for key, unit in enumerate(units):
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
             plan["state"].get(key, {}).pop(MASTER, None)  # this optimizer updates the parameter itself

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zinf_compile.optim.shard_state import shard_state
 from zinf_compile.optim.split_states import split_units
 from zinf_compile.optim.state_entry import in_memory
 from zinf_compile.optim.state_layout import without_note
+from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units.steps_taken import describe_steps, digest_of_steps
@@ -37,7 +38,8 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     units, context = units_of(optimizer)
     if context is None:
         return _copied(optimizer.state_dict(), optimizer)
-    with context.ranks.fail_together("saving the optimizer"):
+    ranks = ranks_of(units)
+    with ranks.fail_together("saving the optimizer"):
         given = optimizer.state_dict()
         states = {key: without_note(state) if isinstance(state, Mapping) else state for key, state in given.pop("state").items()}
         gathered = dict(large_states(states, units))
@@ -46,7 +48,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         whole = sum(format_of(shards[place].dtype).bytes(unit.numel) for place, unit in gathered.items())
         held = _held(optimizer)
         freed = sum(shards[key, name].nbytes for key, name in gathered if id(states[key][name]) not in held)  # freed again below
-        if context.rank == 0 and (short := host_shortage(context, whole - freed)):
+        if ranks.rank == 0 and (short := host_shortage(context, whole - freed)):
             raise BudgetError(
                 f"the whole states of this {type(optimizer).__name__} take {whole:,} bytes of host memory on rank 0; "
                 f"{short.available:,} are available, and {freed:,} that become free. {short.named}. "
@@ -54,7 +56,6 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
             )
     agree_on_order(
         units,
-        context,
         "saving the optimizer",
         [f"{n} of {u.name} {shards[k, n].dtype}" for (k, n), u in gathered.items()],
         compare_steps=True,
@@ -64,7 +65,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         shard = shards.pop((key, name)).to(unit.device)
         found = gathered_on_first(unit, shard, f"gathering state {name} of {unit.name} on rank 0")
         states[key][name] = None if found is None else found.to("cpu")
-    return _copied({"state": states, **given}, optimizer) if context.rank == 0 else {}
+    return _copied({"state": states, **given}, optimizer) if ranks.rank == 0 else {}
 
 
 def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
@@ -77,6 +78,11 @@ def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
     return units, next((unit.context for unit in units if unit is not None), None)
 
 
+def ranks_of(units: Sequence[Unit | None]) -> Ranks:
+    """Return the ranks that the units of an optimizer, one at least, are cut over."""
+    return next(unit.ranks for unit in units if unit is not None)
+
+
 def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterator[tuple[tuple[int, str], Unit]]:
     """Yield (parameter number, state name) and unit of states of a parameter's size, in the same order on all ranks."""
     for key, unit in enumerate(units):
@@ -86,12 +92,12 @@ def large_states(states: Mapping[Any, Any], units: list[Unit | None]) -> Iterato
                 yield (key, name), unit
 
 
-def agree_on_order(units: list[Unit | None], context: Context, what: str, more: list[str], *, compare_steps: bool) -> None:
+def agree_on_order(units: list[Unit | None], what: str, more: list[str], *, compare_steps: bool) -> None:
     """Check that all ranks number the same parameters alike, and that these went through the same steps."""
     named = [f"parameter {i} is {'whole' if unit is None else f'unit {unit.serial}'}" for i, unit in enumerate(units)]
     lines, stepped = [*named, *more], [unit for unit in units if unit is not None] if compare_steps else []
     digest = mixed(digest_of(lines), digest_of_steps(stepped))
-    context.ranks.agree(lines, what=what, digest=digest, details=lambda: describe_steps(stepped))
+    ranks_of(units).agree(lines, what=what, digest=digest, details=lambda: describe_steps(stepped))
 
 
 def _reject_nested(optimizer: Optimizer, states: Mapping[Any, Any], units: list[Unit | None]) -> None:

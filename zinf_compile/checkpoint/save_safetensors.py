@@ -14,7 +14,7 @@ from torch import nn
 
 from zinf_compile.config import parse_bytes
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .folder_update import FolderUpdate
@@ -37,7 +37,8 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
     files. Raises `OSError` with errno and path, on other ranks `PartitionedParameterError`, where writing fails.
     """
     model = plain(model)
-    context = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
+    unit = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
+    ranks = None if unit is None else unit.ranks
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state_names(model).items():
@@ -46,16 +47,16 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
             tensors[name] = tensor
     most = parse_bytes(file_bytes, option="file_bytes")
     tag = secrets.token_hex(8)
-    plan = plan_files(tensors, most, tag=tag if context is None else context.ranks.share(tag, what="naming the files of a save"))
-    first = context is None or context.rank == 0
+    plan = plan_files(tensors, most, tag=tag if ranks is None else ranks.share(tag, what="naming the files of a save"))
+    first = ranks is None or ranks.rank == 0
     update = FolderUpdate(Path(folder))
     try:
-        _on_first_rank(context, update.begin)
+        _on_first_rank(ranks, update.begin)
         for file, names in plan.items():
             whole = _gather_file({name: tensors[name] for name in names}, first=first)
-            _on_first_rank(context, lambda file=file, whole=whole: _write(update, file, whole))  # type: ignore[misc]
+            _on_first_rank(ranks, lambda file=file, whole=whole: _write(update, file, whole))  # type: ignore[misc]
             del whole
-        _on_first_rank(context, lambda: _replace(update, plan, tensors))
+        _on_first_rank(ranks, lambda: _replace(update, plan, tensors))
     finally:
         update.end()
     return list(plan)
@@ -118,13 +119,13 @@ def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: M
     update.replace(list(plan), last=INDEX, stale=SINGLE, stale_wins=True, old=_SAVED)
 
 
-def _on_first_rank(context: Context | None, act: Callable[[], object]) -> None:
+def _on_first_rank(ranks: Ranks | None, act: Callable[[], object]) -> None:
     """Call `act` on rank 0; raise on all ranks if it fails there."""
-    if context is None:
+    if ranks is None:
         act()
         return
-    with context.ranks.fail_together("saving the model: is a file written", elsewhere=PartitionedParameterError(_NOT_WRITTEN)):
-        if context.rank == 0:
+    with ranks.fail_together("saving the model: is a file written", elsewhere=PartitionedParameterError(_NOT_WRITTEN)):
+        if ranks.rank == 0:
             act()
 
 

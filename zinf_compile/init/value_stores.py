@@ -60,7 +60,7 @@ class UnitValues:
     def load(self, into: torch.Tensor) -> None:
         """See `ValueStore.load`."""
         unit = self._unit
-        if unit.backing is not None and unit.context.size == 1:
+        if unit.backing is not None and unit.shard_group.size == 1:
             unit.backing.read(into).wait()
         else:
             with filled_on(unit.device, into, unit.context) as full:
@@ -69,7 +69,7 @@ class UnitValues:
     def save(self, whole: torch.Tensor) -> Pending:
         """See `ValueStore.save`."""
         unit = self._unit
-        if unit.backing is not None and unit.context.size == 1:
+        if unit.backing is not None and unit.shard_group.size == 1:
             return unit.backing.write(whole)
         return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 

@@ -12,7 +12,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.chunk_buffers import Column
 from zinf_compile.runtime.transfer.move import UpdateRoute
 from zinf_compile.runtime.units import pieces as chunks
-from zinf_compile.runtime.units.pieces import Piece, chunk_end, cut_chunks
+from zinf_compile.runtime.units.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -47,7 +47,8 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], ro
         states = members[0][1]
         columns = _columns(members[0][2], states, route, tier)
         sizes, cuts = [unit.shard_numel for _, _, unit in members], [unit.cuts for _, _, unit in members]
-        for pieces in cut_chunks(sizes, piece_numel=chunks.PIECE_NUMEL, cuts=cuts):
+        divisions, rank = [BY_RANGE] * len(members), members[0][2].shard_group.rank
+        for pieces in cut_chunks(sizes, piece_numel=chunks.PIECE_NUMEL, cuts=cuts, divisions=divisions, rank=rank):
             owned = tuple((members[piece.shard][0], piece) for piece in pieces)
             first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
             name = f"{first} .. {last} (chunk {len(made)})" if first != last else f"{first} (chunk {len(made)})"

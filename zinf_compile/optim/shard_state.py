@@ -35,15 +35,15 @@ def shard_state(value: Any, unit: Unit, name: str, optimizer: Optimizer) -> Any:
         return value
     if isinstance(value, ShardedTensor):
         return value.local()
-    size = shard_numel(unit.numel, unit.context.size)
-    if unit.context.size > 1 and value.dim() == 1 and value.numel() == size:
+    size = shard_numel(unit.numel, unit.shard_group.size)
+    if unit.shard_group.size > 1 and value.dim() == 1 and value.numel() == size:
         return value
     if tuple(value.shape) == unit.shape:
-        return unit.flat(value) if unit.context.size == 1 else unit.local_part(value)
+        return unit.flat(value) if unit.shard_group.size == 1 else unit.local_part(value)
     raise UnsupportedOptimizerError(
         f"state {name!r} of {type(optimizer).__name__} for parameter {unit.name} has shape {list(value.shape)}; accepted: the "
-        f"parameter's {list(unit.shape)}, or this rank's part [{size}] of {unit.context.size} (was it saved with another number "
-        "of ranks?)"
+        f"parameter's {list(unit.shape)}, or this rank's part [{size}] of {unit.shard_group.size} (was it saved with another "
+        "number of ranks?)"
     )
 
 
@@ -51,4 +51,4 @@ def kept_state(value: Any, unit: Unit) -> Any:
     """Return a state tensor in the form kept between steps: the parameter's shape if the shard is all of it."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    return unit.logical(value) if unit.context.size == 1 and value.numel() == unit.numel else value
+    return unit.logical(value) if unit.shard_group.size == 1 and value.numel() == unit.numel else value

@@ -107,7 +107,7 @@ def report_step(optimizer: Optimizer) -> None:
 
 def warn_of_local_gradients(optimizer: Optimizer, example: ShardedParameter) -> None:
     """Warn, once, of unpartitioned parameters whose gradients are not averaged over the ranks."""
-    size = example._zinf_unit.context.size
+    size = example._zinf_unit.shard_group.size
     if size == 1 or _WARNED in record_of(optimizer).warned:
         return
     whole = [p for p in itertools.chain(*(g["params"] for g in optimizer.param_groups)) if not isinstance(p, ShardedParameter)]

@@ -25,12 +25,12 @@ _WARNED = "states that don't say which elements they are of"
 
 def noted(state: dict[str, Any], unit: Unit) -> dict[str, Any]:
     """Return local states with their layout added; those of a single rank are full and need none."""
-    return {**state, LAYOUT: unit.layout} if state and unit.context.size > 1 else state
+    return {**state, LAYOUT: unit.layout} if state and unit.shard_group.size > 1 else state
 
 
 def note(state: dict[str, Any], unit: Unit) -> None:
     """Add the layout to local states."""
-    if unit.context.size > 1:
+    if unit.shard_group.size > 1:
         state[LAYOUT] = unit.layout
 
 
@@ -76,7 +76,7 @@ def _way(layout: Mapping[str, Any]) -> str:
 
 def _warn_of_unknown(optimizer: Optimizer, state: Mapping[str, Any], unit: Unit) -> None:
     """Warn, once, of local states without a layout, as earlier versions saved them, if tiles may decide their elements."""
-    if unit.context.size == 1 or len(unit.shape) < 2 or _WARNED in record_of(optimizer).warned:
+    if unit.shard_group.size == 1 or len(unit.shape) < 2 or _WARNED in record_of(optimizer).warned:
         return
     if any(isinstance(value, torch.Tensor) and value.shape == (unit.shard_numel,) for value in state.values()):
         record_of(optimizer).warned.add(_WARNED)

@@ -36,7 +36,7 @@ def settings_of_step(optimizer: Optimizer, *, by_closure: bool) -> Due:
         for p in group["params"]:
             if isinstance(p, ShardedParameter) and (p.grad is not None or (by_closure and p.requires_grad)):
                 unit = p._zinf_unit
-                if unit.context.size > 1:
+                if unit.shard_group.size > 1:
                     members[unit.context].append(unit)
         described = ", ".join(f"{name}={_text(group[name])}" for name in optimizer.defaults if name in _kept(group))
         for context, units in members.items():

@@ -42,7 +42,7 @@ def _call_on_shards(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         _reject_differentiable(name, owner, args, kwargs)
     with no_torch_function():
         result = func(*args, **kwargs)
-    if owner.unit.context.size == 1 or name in ("__get__", "__set__") or not _all_sharded(args):
+    if owner.unit.shard_group.size == 1 or name in ("__get__", "__set__") or not _all_sharded(args):
         return result
     if isinstance(result, (list, tuple)):
         return type(result)(_shared(value, owner, name) for value in result)

@@ -154,8 +154,10 @@ class ShardedGradient(torch.Tensor):
     def kept_whole(self, needed_by: str) -> torch.Tensor:
         """Return the same as `at_hand`, in the type in which it is kept."""
         unit = self._unit
-        if unit.context.size > 1 or self.away is not None:
-            place = f"each of {unit.context.size} ranks holds a part" if self.away is None else "the shards are off the device"
+        if unit.shard_group.size > 1 or self.away is not None:
+            place = (
+                f"each of {unit.shard_group.size} ranks holds a part" if self.away is None else "the shards are off the device"
+            )
             raise PartitionedParameterError(
                 f"{needed_by} needs the whole gradient of {unit.name}, of which {place}; element-wise "
                 "arithmetic, norms, max() or sum() of all elements, clipping and GradScaler work on it as it is; for "

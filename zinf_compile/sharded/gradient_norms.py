@@ -101,7 +101,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
             norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())
         local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
-    ranks = context.ranks.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
+    ranks = gradients[0].unit.ranks.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
     combined = combine_norms(ranks, order)
     known = _Known(settings)
     for gradient, norm in zip(gradients, combined.tolist(), strict=True):

@@ -74,13 +74,13 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
         return _NORMS[packet](func, args, kwargs)
     if packet == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, args)
-    if packet in ("view", "_unsafe_view") and (args[0].away is not None or args[0].unit.context.size > 1):
+    if packet in ("view", "_unsafe_view") and (args[0].away is not None or args[0].unit.shard_group.size > 1):
         return view_of_gradient(func, args[0], args[1:], kwargs)
     foreach = packet.startswith("_foreach_")
     base = packet.removeprefix("_foreach_").rstrip("_")
     if base in _ELEMENTWISE and isinstance(_first(args), ShardedGradient):
         return (_foreach if foreach else _elementwise)(func, args, kwargs)
-    if isinstance(_first(args), ShardedGradient) and _first(args).unit.context.size > 1:
+    if isinstance(_first(args), ShardedGradient) and _first(args).unit.shard_group.size > 1:
         if base in TESTS:
             return _elementwise(func, args, kwargs)
         if packet in REDUCTIONS and reduces_whole(func, args, kwargs):
@@ -216,7 +216,7 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return type(value)(materialised(v, name) for v in value)
         if not isinstance(value, ShardedGradient):
             return value
-        if value.unit.context.size == 1 and value.away is not None and name in only_read:
+        if value.unit.shard_group.size == 1 and value.away is not None and name in only_read:
             return value.full_tensor()
         whole = value.kept_whole(call_name(func))
         return whole.to(value.dtype) if name in only_read or not hasattr(func, "_schema") else whole
@@ -231,11 +231,11 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    gradient, context = args[0], args[0].unit.context
+    gradient = args[0]
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     dims = bound.get("dim")
     parts = bool(gradient.unit.tiles)
-    if context.size == 1 and not parts:
+    if gradient.unit.shard_group.size == 1 and not parts:
         return func(gradient.borrow().to(gradient.norm_dtype), *args[1:], **kwargs)
     if (dims is not None and len(dims) not in (0, gradient.dim())) or bound.get("keepdim"):
         return _whole(func, args, kwargs)
@@ -247,7 +247,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     bound = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     order, dtype = bound.get("ord", 2), bound.get("dtype")
     sharded = [g for g in args[0] if isinstance(g, ShardedGradient)]
-    if sharded[0].unit.context.size == 1 and not any(g.unit.tiles for g in sharded):
+    if sharded[0].unit.shard_group.size == 1 and not any(g.unit.tiles for g in sharded):
 
         def read(g: torch.Tensor) -> torch.Tensor:
             return g.borrow().to(g.norm_dtype) if isinstance(g, ShardedGradient) else g
@@ -275,9 +275,9 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:
             unscale(gradient)
-    context = next(g for g in gradients if isinstance(g, ShardedGradient)).unit.context
-    if context.size > 1:
-        everyone = context.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
+    unit = next(g for g in gradients if isinstance(g, ShardedGradient)).unit
+    if unit.shard_group.size > 1:
+        everyone = unit.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
         found_inf.fill_(max(everyone))
 
 

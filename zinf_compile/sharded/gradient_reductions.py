@@ -133,4 +133,4 @@ def _parts(gradient: ShardedGradient) -> Iterator[torch.Tensor]:
 
 
 def _exchange(gradient: ShardedGradient, values: torch.Tensor, what: str) -> torch.Tensor:
-    return gradient.unit.context.ranks.exchange(values, what=f"{what} of the gradient of {gradient.unit.name}")
+    return gradient.unit.ranks.exchange(values, what=f"{what} of the gradient of {gradient.unit.name}")

@@ -55,11 +55,12 @@ def as_scalar(value: torch.Tensor) -> torch.Tensor:
 
 def cut_whole(value: torch.Tensor, owner: ShardedTensor, operator: str) -> torch.Tensor:
     """Return this rank's part of a whole tensor beside `owner`, after all ranks have found that they have the same one."""
-    context = owner.unit.context
     flat = DenseLayout(owner.shape, owner.stride(), value.dtype, value.device).flat(value.detach())
-    if context.size > 1:
+    if owner.unit.shard_group.size > 1:
         try:
-            context.ranks.agree([*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()")
+            owner.unit.ranks.agree(
+                [*owner.describe(operator), f"beside a whole tensor, values {_hash(flat)}"], what=f"{operator}()"
+            )
         except RankMismatchError as error:
             raise RankMismatchError(
                 f"{operator}() of what is partitioned like {owner.unit.name} and of a whole tensor, which must have the same "
@@ -81,8 +82,15 @@ def _check_alike(unit: Unit, shape: Sequence[int], stride: Sequence[int], owner:
     strides = [(a, b) for a, b, size in zip(stride, owner.stride(), shape, strict=True) if size > 1]
     if any(a != b for a, b in strides):
         owner.refuse(operator, f"one partitioned like {unit.name} lies in memory in another order")
-    if unit.spans != own.spans or (unit.context is not own.context and (unit.context.size, own.context.size) != (1, 1)):
+    if unit.spans != own.spans or _ranks_differ(unit, own):
         owner.refuse(operator, f"one partitioned like {unit.name} is cut otherwise, or over other ranks")
+
+
+def _ranks_differ(one: Unit, other: Unit) -> bool:
+    """Say whether two units are cut over other ranks, or by models that share nothing."""
+    if one.shard_group.partition != other.shard_group.partition:
+        return True
+    return one.context is not other.context and one.shard_group.size > 1
 
 
 def _hash(flat: torch.Tensor) -> str:

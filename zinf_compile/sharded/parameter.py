@@ -64,7 +64,7 @@ class ShardedParameter(nn.Parameter):
             return f"Parameter containing:\n{unit.whole().detach().requires_grad_(learns)!r}"
         return (
             f"ShardedParameter({unit.name}, shape={list(unit.shape)}, dtype={unit.dtype}, "
-            f"rank {unit.context.rank} of {unit.context.size})"
+            f"rank {unit.shard_group.rank} of {unit.shard_group.size})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -173,7 +173,7 @@ for _function in (ShardedParameter.__torch_function__.__func__, makes_companion)
 def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return format_of(self, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     return method
 

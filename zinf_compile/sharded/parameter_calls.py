@@ -102,7 +102,7 @@ def _reject_optimizer(unit: Unit, name: str) -> None:
 
 
 def _way_for_optimizer(unit: Unit) -> str:
-    if unit.context.size == 1:
+    if unit.shard_group.size == 1:
         return "Call it inside `with zinf_compile.gathered(model, write=True):`"
     return (
         "Here an optimizer is given its shards in step() alone, after its closure. Load zinf_compile.full_state_dict(model) and "

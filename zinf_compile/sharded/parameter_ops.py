@@ -52,7 +52,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
         return NotImplemented
     if all(unit.at_hand for unit in units.values()) and first_sharded((args, kwargs)) is None:
         return NotImplemented
-    if _saves_or_wraps(alone=all(unit.context.size == 1 for unit in units.values())):
+    if _saves_or_wraps(alone=all(unit.shard_group.size == 1 for unit in units.values())):
         return NotImplemented
     if name == "__set__":
         return _assign(parameters[0], args[1])

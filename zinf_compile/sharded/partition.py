@@ -42,6 +42,6 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
     """Bring rank 0's value to the shards of all ranks."""
     shard = unit.blank()
-    full = unit.flat(parameter.detach()) if unit.context.rank == 0 else None
+    full = unit.flat(parameter.detach()) if unit.shard_group.rank == 0 else None
     scatter_whole(unit, full, shard, f"partitioning {name}")
     unit.save(shard)

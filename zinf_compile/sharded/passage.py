@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Topology
 from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
@@ -35,7 +36,7 @@ def measure_passage(slots: Sequence[ParameterSlot], placement: Placement, *, siz
     moving = [slot for slot in slots if slot.shape and slot.numel]
     trained = [slot for slot in moving if slot.requires_grad]
     away = Topology(unified).is_away(placement.grads)
-    parts = [(slot, _part_numel(slot, size) * placement.reduce_dtype_of(slot.dtype).itemsize) for slot in trained if away]
+    parts = [(slot, format_of(placement.reduce_dtype_of(slot.dtype)).bytes(_part_numel(slot, size))) for slot in trained if away]
     largest = max((count for _, count in parts), default=0)
     whole = max((count for slot, count in parts if not slot.tiles), default=0)
     on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
@@ -54,5 +55,5 @@ def _part_numel(slot: ParameterSlot, size: int) -> int:
 
 
 def _block_bytes(slot: ParameterSlot, dtype: torch.dtype, size: int) -> int:
-    piece = min(math.ceil(slot.numel / size), pieces.PIECE_NUMEL) * dtype.itemsize
+    piece = format_of(dtype).bytes(min(math.ceil(slot.numel / size), pieces.PIECE_NUMEL))
     return min(BLOCK_BYTES, -(-piece // _PAGE) * _PAGE)

@@ -67,7 +67,7 @@ def reduce(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]) 
     order = 2.0 if order is None and packet in ("linalg_vector_norm", "norm") else order
     result, whole = _local(func, packet, operands, owner, rest, kwargs, order)
     if not whole:
-        ranks = owner.unit.context.ranks.exchange(result.reshape(1), what=owner.describe(packet)[0])
+        ranks = owner.unit.ranks.exchange(result.reshape(1), what=owner.describe(packet)[0])
         result = _combine(packet, ranks, order)
         if packet == "mean":
             result = result / owner.numel()
@@ -96,7 +96,7 @@ def norms_of_all(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
     if pending:
         lines = [line for _, value, _ in pending for line in value.describe("_foreach_norm")]
         what = f"{lines[0]} and others, {zlib.crc32(' '.join(lines).encode()):08x}"
-        ranks = pending[0][1].unit.context.ranks.exchange(torch.stack([result for _, _, result in pending]), what=what)
+        ranks = pending[0][1].unit.ranks.exchange(torch.stack([result for _, _, result in pending]), what=what)
         for (index, value, _), norms in zip(pending, combine_norms(ranks, order), strict=True):
             found[index] = _typed(norms, norm, "linalg_vector_norm", value, [order], {"dtype": dtype})
     return found
@@ -123,7 +123,7 @@ def _local(
     resident = {key: values.resident for key, values in operands.items()}
     there = all(shard is not None for shard in resident.values())
     with torch.no_grad():
-        if unit.context.size == 1 and (there or len(pieces_of(unit)) == 1):
+        if unit.shard_group.size == 1 and (there or len(pieces_of(unit)) == 1):
             pieces: Pieces = resident if there else {k: v.fetch(0, unit.shard_numel)() for k, v in operands.items()}  # type: ignore[assignment]
             dense = DenseLayout(owner.shape, owner.stride(), owner.dtype, owner.device)
             result = func(*[dense.logical(piece) for piece in pieces.values()], *rest, **kwargs)

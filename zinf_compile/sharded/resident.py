@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.context import Context
@@ -48,7 +49,7 @@ def measure_resident(
         reduced = ((place.grads, place.reduce_dtype_of(slot.dtype)),) if slot.requires_grad else ()
         for tier, dtype in (*own, *reduced):
             if (side := topology.side(tier)) is not None:
-                sides[side] += shard * dtype.itemsize
+                sides[side] += format_of(dtype).bytes(shard)
         if slot.requires_grad:
             largest = max(largest, min(shard, pieces.PIECE_NUMEL))
             total += -(-shard // pieces.ALIGN) * pieces.ALIGN
@@ -60,22 +61,23 @@ def measure_resident(
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-            reduced_bytes, states = place.reduce_dtype_of(slot.dtype).itemsize, _state_bytes(place, slot.dtype)
+            gradient, states = format_of(place.reduce_dtype_of(slot.dtype)).bytes(numel), _state_bytes(place, slot.dtype, numel)
             for end in range(2):
-                one = slot.dtype.itemsize * values[end] + reduced_bytes * (gradients[end] or brought[end]) + states * kept[end]
-                rooms[end] = max(rooms[end], numel * one)
+                one = slot.format.bytes(numel) * values[end] + gradient * (gradients[end] or brought[end]) + states * kept[end]
+                rooms[end] = max(rooms[end], one)
     later = {Tier.DEVICE: 0, Tier.HOST: 0}
     for slot in slots:
         if slot.requires_grad:
             place = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-            second = place.reduce_dtype_of(slot.dtype).itemsize
-            for size_of_one, tier in ((_state_bytes(place, slot.dtype), place.optimizer), (second, place.grads)):
+            shard = math.ceil(slot.numel / size)
+            second = format_of(place.reduce_dtype_of(slot.dtype)).bytes(shard)
+            for more, tier in ((_state_bytes(place, slot.dtype, shard), place.optimizer), (second, place.grads)):
                 if (side := topology.side(tier)) is not None:
-                    later[side] += math.ceil(slot.numel / size) * size_of_one
+                    later[side] += more
     return Resident(sides[Tier.DEVICE], sides[Tier.HOST], rooms[1], rooms[0], later[Tier.DEVICE], later[Tier.HOST])
 
 
-def _state_bytes(placement: Placement, dtype: torch.dtype) -> int:
-    """Return what Adam keeps of one element: two states, and a master copy where there is one."""
+def _state_bytes(placement: Placement, dtype: torch.dtype, numel: int) -> int:
+    """Return what Adam keeps of so many elements: two states, and a master copy where there is one."""
     master = placement.master_of(dtype)
-    return 2 * dtype.itemsize if master is None else 3 * master.itemsize
+    return 2 * format_of(dtype).bytes(numel) if master is None else 3 * format_of(master).bytes(numel)

@@ -105,7 +105,7 @@ class ShardedTensor(torch.Tensor):
     def refuse(self, operator: str, because: str = "") -> NoReturn:
         """Raise the error of an operation that needs whole values."""
         unit = self._unit
-        where = f"spread over {unit.context.size} ranks" if unit.context.size > 1 else "kept off the device"
+        where = f"spread over {unit.shard_group.size} ranks" if unit.shard_group.size > 1 else "kept off the device"
         if self.is_parameter:
             subject = f"{operator}() reads parameter {unit.name}, shape {list(self.shape)}, whose values are {where}"
             way = "`with zinf_compile.gathered(model):`, on all ranks, has them whole (write=True to change them)"

@@ -22,7 +22,7 @@ def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ShardedTensor)]
     if torch.is_grad_enabled() and any(item.requires_grad for item in found):
         return NotImplemented
-    if not all(item.is_parameter and item.unit.context.size == 1 for item in found):
+    if not all(item.is_parameter and item.unit.shard_group.size == 1 for item in found):
         return NotImplemented
     given, named = tree_map(_whole, tuple(args)), tree_map(_whole, dict(kwargs))
     name = getattr(func, "__name__", "")

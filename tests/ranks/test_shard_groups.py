@@ -1,0 +1,20 @@
+"""Units of one model that are cut over different sets of ranks: each set has process groups of its own, made once."""
+
+from __future__ import annotations
+
+import pytest
+from rank_groups import two_halves
+from ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def test_two_halves_and_all() -> None:
+    results = run_ranks(two_halves, 4)
+    for rank, found in enumerate(results):
+        first = rank // 2 * 2
+        assert found["gathered"] == {"half": [100.0 * (rank // 2) + n for n in range(7)], "all": [float(n) for n in range(7)]}
+        assert found["numbers"] == [first, first + 1]
+        assert found["everyone"] == [0, 1, 2, 3]
+        assert found["shared"] == first
+        assert (found["made"], found["later"]) == (3, 0), "one to agree, one for gathers, one for reductions"

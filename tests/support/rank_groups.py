@@ -1,0 +1,43 @@
+"""Units that are cut over some of a model's ranks, as functions for `test_shard_groups.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zinf_compile.runtime.comm.shard_group import REPLICATE, SHARD, MeshAxis, ShardGroup
+from zinf_compile.runtime.context import context_for
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.runtime.units.whole import gather_whole
+
+
+def two_halves(rank: int, size: int) -> dict[str, Any]:
+    """Cut one unit over all ranks and one over each half of them, with copies in the other half."""
+    half = size // 2
+    context = context_for(dist.group.WORLD, torch.device("cpu"), timeout_s=20, signature="two halves")
+    before = len(context.ranks.groups)
+    first = rank // half * half
+    axes = (MeshAxis(REPLICATE, 2), MeshAxis(SHARD, half))
+    group = ShardGroup(rank, tuple(range(first, first + half)), (rank % half, rank % half + half), axes)
+    whole = torch.arange(7.0) + 100 * (rank // half)
+    unit = Unit(whole, torch.empty(-(-7 // half)), name="half", context=context, shard_group=group)
+    unit.shard.copy_(unit.local_part(whole))
+    everywhere = Unit(torch.arange(7.0), torch.empty(-(-7 // size)), name="all", context=context)
+    everywhere.shard.copy_(everywhere.local_part(torch.arange(7.0)))
+    gathered = {}
+    for each in (unit, everywhere, unit):
+        full = context.full_buffer(each.numel, each.dtype, each.device)
+        gather_whole(each, each.shard, full, "gathering")
+        gathered[each.name] = full.tolist()
+    made = len(context.ranks.groups) - before
+    unit.ranks.of(group).agree([f"half {first}"], what="comparing halves")
+    return {
+        "gathered": gathered,
+        "numbers": unit.ranks.exchange(torch.tensor([float(rank), 1.0]), what="numbers")[:, 0].tolist(),
+        "everyone": everywhere.ranks.exchange(torch.tensor([float(rank)]), what="number").flatten().tolist(),
+        "shared": unit.ranks.share(rank, what="rank 0 of each half"),
+        "made": made,
+        "later": len(context.ranks.groups) - before - made,
+    }
