@@ -173,7 +173,7 @@ for _function in (ShardedParameter.__torch_function__.__func__, makes_companion)
 def _method(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return format_of(self, *args, **kwargs)
+        return plain(self, *args, **kwargs)
 
     return method
 
