@@ -219,7 +219,7 @@ def test_adam_is_fused_where_that_is_left_open(kind: type[torch.optim.Optimizer]
 def test_the_log_says_once_whose_bits_an_open_choice_has(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused_kernels, "_told", [])
+    monkeypatch.setattr(fused_kernels, "_logged", [])
     with caplog.at_level("INFO", logger="zinf_compile"):
         for settings in ({"foreach": False}, {"fused": True}, {}, {}):
             model = Mlp()
