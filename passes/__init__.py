@@ -32,6 +32,7 @@ from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
 from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
+from zinf_compile.plan.plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 
 from .verify import verify
 
@@ -42,12 +43,6 @@ Limits = Callable[[fx.Graph], tuple[int, int]]
 LOOK_AHEAD = 1
 """Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
-
-BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as much as memory has room for."""
-
-BUCKETS_ON_THE_WAY = 5
-"""The same of its swaps: buckets that are gathered or on their way to the device."""
 
 
 def inference_passes(

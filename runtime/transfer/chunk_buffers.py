@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.chunk_columns import Column, buffer_bytes
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, PAGE, Sides, round_up
 from zinf_compile.runtime.device.link import Bridge
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .move import Rooms
-
-CHUNK_BUFFERS = 3
-"""Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
-
-_PAGE = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """What a buffer has room for: `numel` elements, on the sides where they are needed."""
-
-    dtype: torch.dtype
-    host: bool
-    device: bool
 
 
 class ChunkBuffer:
@@ -54,7 +41,7 @@ class ChunkBuffer:
                 if needed:
                     assert memory is not None
                     sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
-                    ends[side] += -(-size // _PAGE) * _PAGE
+                    ends[side] += round_up(size, PAGE)
             rooms[name] = Rooms(sides["host"], sides["device"])
         return rooms
 
@@ -74,7 +61,7 @@ class ChunkBuffers:
     def __init__(
         self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: Bridge, *, pinned: bool, most: int = CHUNK_BUFFERS
     ) -> None:
-        host, device = buffer_bytes(chunks)
+        device, host = largest_buffer(chunks)
         count = min(most, len(chunks))
         self._buffers = [  # the one used last at the end
             ChunkBuffer(
@@ -122,12 +109,7 @@ class ChunkBuffers:
         wait_for_all(buffer.settle for buffer in self._buffers if buffer.chunk not in but)
 
 
-def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
-    """Return the bytes of one buffer for any of these chunks: on the host, on the device."""
-    host = max((_size(columns, numel, "host") for columns, numel in chunks), default=0)
-    return host, max((_size(columns, numel, "device") for columns, numel in chunks), default=0)
-
-
-def _size(columns: Mapping[str, Column], numel: int, side: str) -> int:
-    wanted = [c for c in columns.values() if (c.host if side == "host" else c.device)]
-    return sum(-(-numel * c.dtype.itemsize // _PAGE) * _PAGE for c in wanted)
+def largest_buffer(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> Sides:
+    """Return the bytes of one buffer for any of these chunks."""
+    sizes = [buffer_bytes(columns.values(), numel) for columns, numel in chunks]
+    return Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from zinf_compile.ir.tiers import step_buffers
 from zinf_compile.runtime.device.link import Bridge
 from zinf_compile.runtime.lanes.lanes import Lane, Pending
 
@@ -40,9 +41,7 @@ class Mover:
 
     def needs(self, tier: str) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
-        apart = not self.bridge.unified
-        host = tier == "nvme" or (apart and tier == "device" and not self.update_on_device)
-        return host, apart and tier != "device" and self.update_on_device
+        return step_buffers(tier, unified=self.bridge.unified, update_on_device=self.update_on_device)
 
     def bring(self, place: Place, rooms: Rooms) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""

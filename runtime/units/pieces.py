@@ -6,12 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from zinf_compile.ir.sizes import PIECE_ALIGN
+
 PIECE_NUMEL = 4 << 20
 """Elements of a piece: large enough for a drive's full speed, small beside what a process has. Part of the compute shape: fused
 optimizers divide each piece over threads by itself."""
-
-ALIGN = 4096
-"""Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def cut_chunks(sizes: Sequence[int], *, piece_numel: int, cuts: Sequence[Sequenc
     used = 0
     for shard, (size, own) in enumerate(zip(sizes, cuts or [()] * len(sizes), strict=True)):
         for start, end in cut_pieces(size, piece_numel=piece_numel, cuts=own):
-            room = -(-(end - start) // ALIGN) * ALIGN
+            room = -(-(end - start) // PIECE_ALIGN) * PIECE_ALIGN
             if not chunks or used + room > piece_numel or chunks[-1][-1].shard == shard:
                 chunks.append([])
                 used = 0
@@ -54,4 +53,4 @@ def cut_chunks(sizes: Sequence[int], *, piece_numel: int, cuts: Sequence[Sequenc
 
 def chunk_end(chunk: Sequence[Piece]) -> int:
     """Return the elements of a chunk, gaps included."""
-    return max(piece.place + -(-(piece.end - piece.start) // ALIGN) * ALIGN for piece in chunk)
+    return max(piece.place + -(-(piece.end - piece.start) // PIECE_ALIGN) * PIECE_ALIGN for piece in chunk)

@@ -22,6 +22,7 @@ from training import BACKEND, Step, accumulating_step, adamw, plain_step, train_
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+from zinf_compile.ir.sizes import CHUNK_BUFFERS
 from zinf_compile.optim import state_dict_hooks
 from zinf_compile.optim.chunk_step import ChunkStep
 from zinf_compile.optim.offloaded_states import OffloadedStates
@@ -29,7 +30,6 @@ from zinf_compile.optim.state_entry import in_memory
 from zinf_compile.runtime.device.link import FakeDevice, Unified, played_by
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units import pieces
 
 STATEFUL = [name for name in OPTIMIZERS if name != "sgd"]

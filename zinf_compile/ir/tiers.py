@@ -72,3 +72,9 @@ def way_in(tier: str, *, unified: bool) -> tuple[str, ...]:
     """Return the tiers that a shard passes on its way to the device; none where it is there. `unified`: it is host memory."""
     ways = {"nvme": ("nvme", "device") if unified else ("nvme", "host", "device"), "host": () if unified else ("host", "device")}
     return ways.get(tier, ())
+
+
+def step_buffers(tier: str, *, unified: bool, update_on_device: bool) -> tuple[bool, bool]:
+    """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
+    host = tier == "nvme" or (not unified and tier == "device" and not update_on_device)
+    return host, not unified and tier != "device" and update_on_device

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zinf_compile.runtime.transfer.chunk_buffers import Column
+from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
 from zinf_compile.runtime.transfer.move import Mover
 from zinf_compile.runtime.units import pieces as chunks
 from zinf_compile.runtime.units.pieces import Piece, chunk_end, cut_chunks
@@ -17,9 +17,6 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 MASTER = "master"
 """Name of the state that is a parameter in higher precision."""
-
-VALUE, GRADIENT = "parameter", "gradient"
-"""Names of the columns beside the states'."""
 
 Kept = Mapping[str, torch.dtype]
 """The states that an optimizer keeps for each element, and their types."""
@@ -55,11 +52,14 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], mo
 
 
 def _columns(unit: Unit, states: Kept, mover: Mover, tier: str) -> dict[str, Column]:
-    columns = {name: Column(dtype, *mover.needs(tier)) for name, dtype in states.items()}
-    columns[VALUE] = Column(unit.dtype, *mover.needs("device" if unit.home is None else unit.home.tier))
-    sides = [mover.needs(where) for where in {"device", unit.placement.grads}]  # a user's own gradient is on the device
-    columns[GRADIENT] = Column(unit.reduce_dtype, any(host for host, _ in sides), any(device for _, device in sides))
-    return columns
+    tiers = StepTiers(
+        params="device" if unit.home is None else unit.home.tier,
+        grads=unit.placement.grads,
+        optimizer=tier,
+        unified=mover.bridge.unified,
+        update_on_device=mover.update_on_device,
+    )
+    return chunk_columns(tiers, value=unit.dtype, gradient=unit.reduce_dtype, states=states)
 
 
 def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.tiers import Placement
+from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Unit
@@ -136,12 +137,9 @@ def advice_at_birth(placement: Placement, *, unified: bool, side: str) -> str:
 
 def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[str, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
-    found = {"device": 0, "host": 0}
-    for unit in units:
-        parameter, tier = unit.parameter(), unit.placement.grads
-        if tier != "nvme" and parameter is not None and parameter.requires_grad:
-            found["device" if context.bridge.unified else tier] += unit.shard_numel * unit.reduce_dtype.itemsize
-    return found
+    trained = [unit for unit in units if (parameter := unit.parameter()) is not None and parameter.requires_grad]
+    parts = ((unit.placement.grads, unit.shard_numel, unit.reduce_dtype) for unit in trained)
+    return resident(parts, unified=context.bridge.unified)._asdict()
 
 
 def name_cap(context: Context, side: str, works: int) -> str:
