@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import fx
 
+from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._read_logits import Logits
-from zinf_compile.passes.loss.chunk_loss import CHUNK_BYTES, chunk_loss
+from zinf_compile.passes.loss.chunk_loss import chunk_loss
 from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.schedule.group_units import group_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from zinf_compile.ir import compute_shape
 from zinf_compile.ir.sizes import PIECE_ALIGN
 
-PIECE_NUMEL = 4 << 20
-"""Elements of a piece: large enough for a drive's full speed, small beside what a process has. Part of the compute shape: fused
-optimizers divide each piece over threads by itself."""
+PIECE_NUMEL = compute_shape.PIECE_NUMEL
+"""Elements of a piece."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -220,6 +220,7 @@ def test_the_command_prints_graphs_table_and_hash() -> None:
     assert re.search(r"^# h\.\d+ … h\.\d as h\.1\d: \d+ lines$", done.stdout, re.MULTILINE)
     assert "bytes reduce-scattered" in done.stdout
     assert "schedule hash: " in done.stdout
+    assert "compute shape: inductor (default), bucket 33,554,432 bytes, tile none, piece 4,194,304 elements" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 chunk_columns — The columns of a chunk of an optimizer's step, and the bytes of a buffer for them.
 compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::...`. Inductor runs operators that it doesn't
     know as they are.
+compute_shape — The sizes and modes that decide a model's bits, beside its own operators and the types of its states.
 op_spec — One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves
     something.
 ops — The intermediate representation: operators that say what moves, and when.

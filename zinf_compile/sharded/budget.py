@@ -43,12 +43,6 @@ def plan_later(units: Iterable[Unit]) -> None:
     _unplanned.update(units)
 
 
-def bucket_of(config: Config, slots: Sequence[ParameterSlot]) -> int:
-    """Return the bytes that move together in a graph: no more than a tile, where some parameter is cut into tiles."""
-    tile = config.tile_bytes if any(slot.tiles for slot in slots) else None
-    return config.bucket_bytes if tile is None else min(config.bucket_bytes, tile)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Side:
     """Of the device, or of host memory beside it: the cap, what is left beside the least, what cap works."""
@@ -90,7 +84,7 @@ class GraphBudget:
         self._measuring = measuring
         self._together = together and context.size > 1
         self._signature = config.signature()
-        self._context, self._bucket, self._placement = context, bucket_of(config, slots), config.placement()
+        self._context, self._bucket, self._placement = context, config.shape().bucket_of(slots), config.placement()
         known = [slot for slot in slots if slot in fresh or slot.index in born]
         self.model = model_memory(
             known,
