@@ -42,17 +42,11 @@ def compiled(peer: str, model: Any) -> Any:
     """Return the model as `peer` runs it: "eager", "zinf fx", "zinf inductor", or either with a size: "zinf fx 64"."""
     import torch  # noqa: PLC0415  (in the worker: the environment decides about threads and caches)
 
-    from zinf_compile.backend.graph_compiler import GraphCompiler  # noqa: PLC0415
-    from zinf_compile.config import Config  # noqa: PLC0415
-
     if peer == "eager":
         return model
     _, compute, *size = peer.split()
-
-    class Chunked(GraphCompiler):
-        chunk_bytes = int(size[0]) * MIB if size else GraphCompiler.chunk_bytes
-
-    return torch.compile(model, backend=lambda gm, inputs: Chunked(Config(compute=compute)).compile(gm, inputs))
+    options = {"compute": compute, **({"compute_shape": {"chunk_bytes": int(size[0]) * MIB}} if size else {})}
+    return torch.compile(model, backend="zero_infinity", options=options)
 
 
 def work(peer: str, layers: int, pipe: Any) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import fx
 
+from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._read_logits import Logits
-from zinf_compile.passes.loss.chunk_loss import CHUNK_BYTES, chunk_loss
+from zinf_compile.passes.loss.chunk_loss import chunk_loss
 from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.schedule.group_units import group_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers
@@ -32,6 +33,7 @@ from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
 from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
+from zinf_compile.plan.plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 
 from .verify import verify
 
@@ -42,12 +44,6 @@ Limits = Callable[[fx.Graph], tuple[int, int]]
 LOOK_AHEAD = 1
 """Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
-
-BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as much as memory has room for."""
-
-BUCKETS_ON_THE_WAY = 5
-"""The same of its swaps: buckets that are gathered or on their way to the device."""
 
 
 def inference_passes(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zinf_compile.errors import OptionError, ZinfError
+from zinf_compile.ir.sizes import STAGING_BYTES
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.comm.shard_group import ShardGroup
@@ -25,7 +26,6 @@ from zinf_compile.runtime.lanes.rank_lanes import Lanes
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
@@ -37,6 +38,9 @@ _LEAST_TILE = 1 << 20
 
 REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which gradients may be reduced: every transport supports their sum."""
+
+SHAPE_PARTS = ("chunk_bytes", "worth_bytes")
+"""What option `compute_shape` may say."""
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -102,6 +106,10 @@ class Config:
     that once for each head, from the largest logits of all when the first graph that uses it is compiled, and compile such graphs
     for each number of tokens. A loss that can't be chunked is computed whole; the logger `zinf_compile` and `zinf dump` say why.
     Numbers differ from those of whole logits by the order in which tokens are added up."""
+
+    compute_shape: Mapping[str, int] | None = None
+    """Parts of the compute shape, which `zinf dump` prints, that are no options by themselves: `"chunk_bytes"`, of a chunk's
+    logits in fp32, and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
 
     params: str = "device"
     """Where parameters live between their uses: `"device"`, `"host"` (host memory; the same, for a model on the CPU) or `"nvme"`
@@ -199,6 +207,17 @@ class Config:
         """`reduce_dtype` as a type."""
         return parse_dtype(self.reduce_dtype, option="reduce_dtype")
 
+    def shape(self) -> ComputeShape:
+        """Return what decides bits beside the model and the types of its states."""
+        return ComputeShape(
+            bucket_bytes=self.bucket_bytes,
+            tile_bytes=self.tile_bytes,
+            chunk_loss=self.chunk_loss,
+            compute=self.compute,
+            mode=self.mode,
+            **(self.compute_shape or {}),
+        )
+
     def signature(self) -> str:
         """Return what all ranks must agree on, as text."""
         return (
@@ -207,6 +226,7 @@ class Config:
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
             f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
+            + (f" compute_shape={sorted(self.compute_shape.items())}" if self.compute_shape else "")
         )
 
     def placement(self) -> Placement:
@@ -241,6 +261,7 @@ class Config:
             raise OptionError(
                 f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
             )
+        self._validate_shape()
         parse_dtype(self.reduce_dtype, option="reduce_dtype")
         parse_bytes(self.bucket, option="bucket")
         for option in ("tile", "device_memory", "host_memory"):
@@ -262,6 +283,17 @@ class Config:
             if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
                 found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
                 raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")
+
+    def _validate_shape(self) -> None:
+        pinned = {} if self.compute_shape is None else self.compute_shape
+        if not isinstance(pinned, Mapping) or not pinned.keys() <= set(SHAPE_PARTS):
+            raise OptionError(
+                f"option compute_shape={pinned!r} is not known; accepted: a dict of {', '.join(SHAPE_PARTS)} (bucket, tile, "
+                "chunk_loss, compute and mode are options)"
+            )
+        for name, value in pinned.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise OptionError(f"option compute_shape: {name}={value!r} is not a size; accepted: a positive number of bytes")
 
     def _folders(self) -> tuple[str, ...]:
         given = (self.nvme,) if isinstance(self.nvme, str | os.PathLike) else tuple(self.nvme)

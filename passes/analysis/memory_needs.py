@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 
 from torch import fx
@@ -20,35 +19,12 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 from zinf_compile.passes.verify import peak_gathered_bytes
+from zinf_compile.plan.plan import GraphMemory
 
 from .gather_stages import find_stages, peak_ahead
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Needs:
-    """Of one graph, in bytes."""
-
-    gathered: int
-    """Full units held at once when each is gathered just before its use."""
-    rows: int
-    """What rows that are looked up take on their way."""
-    largest: str
-    """A parameter among those held then."""
-    narrowed: bool
-    """Some are gathered in a narrower type than their own: a copy, even where nothing travels."""
-    widening: float
-    """The most by which a unit's own type is wider than its gather's; a shard that is swapped in arrives in its own."""
-    cast: int
-    """The largest that is gathered in a narrower type, in that: on a single rank both are there while it is cast."""
-    converted: int
-    """The most bytes of gradients, in their own type, that are cast together to that in which they are reduced."""
-    left: int
-    """The most bytes of gradients that one stretch of compute leaves behind, while they are cast in both types."""
-    reduced: int
-    """The same with the last transfer of the stretch before, which may still be under way."""
-
-
-def measure_needs(graph: fx.Graph) -> Needs:
+def measure_needs(graph: fx.Graph) -> GraphMemory:
     """Measure a graph before `prefetch`, or what it came to after it."""
     gathered, where = peak_gathered_bytes(graph)
     largest = next((slot_behind(node).name for node in graph.nodes if node.name == where), "")
@@ -73,7 +49,7 @@ def measure_needs(graph: fx.Graph) -> Needs:
     widening = max(
         (slot_behind(node).format.bytes_per_element / wire_format(node).bytes_per_element for node in gathers), default=1.0
     )
-    return Needs(
+    return GraphMemory(
         gathered=gathered,
         rows=max((rows_on_their_way(slot_behind(node)) for node in graph.nodes if node.target is ops.gather_rows), default=0),
         largest=largest,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from zinf_compile.ir.compute_shape import CHUNK_BYTES, WORTH_BYTES
 from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, leave_alone, user_line
 
 from ._find import LeftAlone, find_losses
@@ -14,14 +15,6 @@ from ._head_tiles import tiles_of_head
 from ._read_logits import Logits
 from ._rewrite import MakeTiles, plan_loss, rewrite_loss
 from ._row_ops import UnknownLogitsError, input_of
-
-CHUNK_BYTES = 256 * 2**20
-"""Of a chunk's logits in fp32. Measured on a head of 262,144 classes and width 768, run operator by operator: 64, 128 and 256 MiB
-take 1.5, 1.2 and 1.05 of the CPU time of eager's head and loss, as each chunk reads and writes the gradient of the weight once;
-128 and 256 take 0.05 and 0.1 of its memory."""
-
-WORTH_BYTES = 256 * 2**20
-"""Logits that would take more bytes in fp32 are computed in chunks where nobody says otherwise."""
 
 ROWS = 64
 """Chunks are multiples of this many tokens, where so many fit."""

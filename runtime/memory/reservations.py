@@ -7,20 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
 
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 _SIDES = (Tier.DEVICE, Tier.HOST)
-
-
-class Sides(NamedTuple):
-    """Bytes of the device, and of host memory beside it."""
-
-    device: int
-    host: int
-
 
 _NONE = Sides(0, 0)
 

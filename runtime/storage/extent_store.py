@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
+from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.system.filesystem import look_up
 
@@ -30,12 +31,6 @@ _log = logging.getLogger("zinf_compile")
 _LEAST_ALIGNMENT = 4096
 _ATTEMPTS = 3
 """To reserve space that other processes reserve some of at the same time."""
-
-BLOCK_BYTES = 4 << 20
-"""What is checked, and staged, as one."""
-
-STAGING_BYTES = 64 << 20
-"""Staging that is enough for any drive."""
 
 _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
 """Those whose files a forked child must let go of: the space is free once the store's own process has ended."""

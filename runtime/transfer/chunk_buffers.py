@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Hashable, Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.chunk_columns import Column, buffer_bytes
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .move import StagingBuffers
-
-CHUNK_BUFFERS = 3
-"""Chunks in memory: one being read, one being updated, one being written. With two one is written before the next is read."""
-
-_PAGE = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """What a buffer has room for: `numel` elements, on the sides where they are needed."""
-
-    dtype: torch.dtype
-    host: bool
-    device: bool
 
 
 class ChunkBuffer:
@@ -56,7 +43,7 @@ class ChunkBuffer:
                 if needed:
                     assert memory is not None
                     sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
-                    ends[side] += -(-size // _PAGE) * _PAGE
+                    ends[side] += round_up(size, PAGE)
             rooms[name] = StagingBuffers(sides[Tier.HOST], sides[Tier.DEVICE])
         return rooms
 
@@ -76,7 +63,7 @@ class ChunkBuffers:
     def __init__(
         self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: DeviceLink, *, pinned: bool, most: int = CHUNK_BUFFERS
     ) -> None:
-        host, device = buffer_bytes(chunks)
+        device, host = largest_buffer(chunks)
         count = min(most, len(chunks))
         self._buffers = [  # the one used last at the end
             ChunkBuffer(
@@ -124,12 +111,7 @@ class ChunkBuffers:
         wait_for_all(buffer.drain for buffer in self._buffers if buffer.chunk not in but)
 
 
-def buffer_bytes(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> tuple[int, int]:
-    """Return the bytes of one buffer for any of these chunks: on the host, on the device."""
-    host = max((_size(columns, numel, Tier.HOST) for columns, numel in chunks), default=0)
-    return host, max((_size(columns, numel, Tier.DEVICE) for columns, numel in chunks), default=0)
-
-
-def _size(columns: Mapping[str, Column], numel: int, side: Tier) -> int:
-    wanted = [c for c in columns.values() if (c.host if side == Tier.HOST else c.device)]
-    return sum(-(-format_of(c.dtype).bytes(numel) // _PAGE) * _PAGE for c in wanted)
+def largest_buffer(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> Sides:
+    """Return the bytes of one buffer for any of these chunks."""
+    sizes = [buffer_bytes(columns.values(), numel) for columns, numel in chunks]
+    return Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.tiers import Tier, step_buffers
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Lane, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
@@ -115,9 +115,7 @@ class UpdateRoute:
 
     def needs(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
-        apart = not self.link.unified
-        host = not tier.in_memory or (apart and tier == Tier.DEVICE and not self.update_on_device)
-        return host, apart and tier != Tier.DEVICE and self.update_on_device
+        return step_buffers(tier, unified=self.link.unified, update_on_device=self.update_on_device)
 
     def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""

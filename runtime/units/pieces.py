@@ -7,12 +7,11 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-PIECE_NUMEL = 4 << 20
-"""Elements of a piece: large enough for a drive's full speed, small beside what a process has. Part of the compute shape: fused
-optimizers divide each piece over threads by itself."""
+from zinf_compile.ir import compute_shape
+from zinf_compile.ir.sizes import PIECE_ALIGN
 
-ALIGN = 4096
-"""Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
+PIECE_NUMEL = compute_shape.PIECE_NUMEL
+"""Elements of a piece."""
 
 
 class Granularity(enum.Enum):
@@ -86,7 +85,7 @@ def cut_chunks(
     rows = zip(sizes, cuts or [()] * len(sizes), divisions or [BY_RANGE] * len(sizes), strict=True)
     for shard, (size, own, division) in enumerate(rows):
         for start, end in division.cut(size, piece_numel=piece_numel, cuts=own, rank=rank):
-            room = -(-(end - start) // ALIGN) * ALIGN
+            room = -(-(end - start) // PIECE_ALIGN) * PIECE_ALIGN
             if not chunks or used + room > piece_numel or chunks[-1][-1].shard == shard:
                 chunks.append([])
                 used = 0
@@ -97,4 +96,4 @@ def cut_chunks(
 
 def chunk_end(chunk: Sequence[Piece]) -> int:
     """Return the elements of a chunk, gaps included."""
-    return max(piece.place + -(-(piece.end - piece.start) // ALIGN) * ALIGN for piece in chunk)
+    return max(piece.place + -(-(piece.end - piece.start) // PIECE_ALIGN) * PIECE_ALIGN for piece in chunk)

@@ -33,15 +33,15 @@ from zinf_compile.ir.program import Program
 BOTH = pytest.mark.parametrize("compute", ["fx", "inductor"])
 
 
-@pytest.fixture(autouse=True)
-def _chunks_of_five_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * CLASSES * 5)
+CHUNKS_OF_FIVE = {"chunk_bytes": 4 * CLASSES * 5}
+"""Tokens."""
 
 
 def compiled(model: nn.Module, compute: str, **options: Any) -> Any:
     """Compile in place with losses in chunks."""
     torch.compiler.reset()
-    return torch.compile(model, backend="zero_infinity", options={"compute": compute, "chunk_loss": True, **options})
+    given = {"compute": compute, "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE, **options}
+    return torch.compile(model, backend="zero_infinity", options=given)
 
 
 def assert_head_within(head: Head, compute: str, x: torch.Tensor, targets: torch.Tensor) -> None:
@@ -194,7 +194,8 @@ def test_a_number_of_tokens_that_is_known_at_run_time_only_leaves_the_loss_whole
 ) -> None:
     head = Head(LOSSES["capped"], bias=True)
     torch.compiler.reset()
-    call = torch.compile(head, backend="zero_infinity", options={"compute": compute, "chunk_loss": True}, dynamic=True)
+    options = {"compute": compute, "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE}
+    call = torch.compile(head, backend="zero_infinity", options=options, dynamic=True)
     with caplog.at_level(logging.INFO, "zinf_compile"):
         for rows in (3, 2, 5):
             head.zero_grad()
@@ -253,7 +254,7 @@ def test_models_that_return_logits_keep_them_bit_by_bit(build: Callable[[], nn.M
     tokens = torch.randint(61, (2, 13))
     expected = model(input_ids=tokens, labels=tokens)
     torch.compiler.reset()
-    model.compile(backend="zero_infinity", options={"compute": "fx", "chunk_loss": True})
+    model.compile(backend="zero_infinity", options={"compute": "fx", "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE})
     with caplog.at_level(logging.INFO, "zinf_compile"):
         found = model(input_ids=tokens, labels=tokens)
     assert torch.equal(found.logits, expected.logits)
@@ -297,7 +298,7 @@ def test_the_dump_shows_each_chunk_and_why_a_loss_is_left_alone() -> None:
     def target(loss: Any) -> Callable[[], tuple[nn.Module, Any]]:
         return lambda: (Head(loss), batch())
 
-    options = {"chunk_loss": True}
+    options = {"chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE}
     text = trace(target(LOSSES["mean"]), options=options)[0].text
     chunks = [(start, min(start + 5, 21)) for start in range(0, 21, 5)]
     shown = [line.split("# ")[1] for line in text.splitlines() if "# logits" in line]
@@ -322,7 +323,7 @@ def test_no_value_of_the_graphs_is_as_large_as_the_logits(compute: str) -> None:
             return super().schedule(graph, kind)
 
     head, (x, targets) = Head(LOSSES["weighted_smoothed"], bias=True), batch()
-    settings = Config(compute=compute, chunk_loss=True)
+    settings = Config(compute=compute, chunk_loss=True, compute_shape=CHUNKS_OF_FIVE)
     torch.compiler.reset()
     call = torch.compile(head, backend=lambda gm, inputs: Recorder(settings).compile(gm, inputs))
     call(x.requires_grad_(), targets).backward()

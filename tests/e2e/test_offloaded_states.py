@@ -23,6 +23,7 @@ from twin_models import Twins
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimizerError
+from zinf_compile.ir.sizes import CHUNK_BUFFERS
 from zinf_compile.optim import state_dict_hooks
 from zinf_compile.optim.chunk_step import ChunkStep
 from zinf_compile.optim.offloaded_states import OffloadedStates
@@ -31,7 +32,6 @@ from zinf_compile.runtime.device.link import HostIsDevice
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS
 from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.keeps_graphs

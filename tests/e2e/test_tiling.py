@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from training import BACKEND, assert_same
 
 import zinf_compile
-from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.cli.trace import trace
 from zinf_compile.config import Config
 from zinf_compile.errors import OptionError
@@ -330,12 +329,10 @@ class Words(nn.Module):
     ("compute", "tile_rows", "tiles", "chunks"), [("fx", 7, 5, 3), pytest.param("inductor", 12, 3, 2, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_loss_in_chunks_over_a_head_in_tiles(
-    tied: bool, compute: str, tile_rows: int, tiles: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_in_chunks_over_a_head_in_tiles(tied: bool, compute: str, tile_rows: int, tiles: int, chunks: int) -> None:
     """Inductor compiles each tile's part of each chunk: of both it has fewer, the last of them shorter too."""
-    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * 29 * math.ceil(21 / chunks + 1))
-    eager, ours = both(lambda: Words(tied=tied), tile=tile_rows * 32, compute=compute, chunk_loss=True)
+    shape = {"chunk_bytes": 4 * 29 * math.ceil(21 / chunks + 1)}
+    eager, ours = both(lambda: Words(tied=tied), tile=tile_rows * 32, compute=compute, chunk_loss=True, compute_shape=shape)
     words = torch.randint(29, (21,), generator=torch.Generator().manual_seed(0))
     for model in (eager, ours):
         (3 * model(words)).backward()
@@ -347,9 +344,9 @@ def test_a_loss_in_chunks_over_a_head_in_tiles(
     assert len(ours.head.weight._zinf_unit.tiles) == tiles
 
 
-def test_no_logits_and_no_whole_head_are_left_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * 29 * 8)
-    found = trace(lambda: (Words(tied=True), (torch.zeros(21, dtype=torch.long),)), options={"tile": 7 * 32, "chunk_loss": True})
+def test_no_logits_and_no_whole_head_are_left_in_the_graph() -> None:
+    options = {"tile": 7 * 32, "chunk_loss": True, "compute_shape": {"chunk_bytes": 4 * 29 * 8}}
+    found = trace(lambda: (Words(tied=True), (torch.zeros(21, dtype=torch.long),)), options=options)
     assert [scheduled.kind for scheduled in found] == ["forward", "backward"]
     forward, backward = (scheduled.text for scheduled in found)
     assert "tiles of" not in forward + backward

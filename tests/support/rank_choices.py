@@ -80,10 +80,8 @@ def look_rows_up(rank: int, size: int, options: dict[str, Any]) -> dict[str, int
 
 
 class Recording(graph_compiler.GraphCompiler):
-    """Logits of more than 9 tokens are large; notes which graphs took their loss in chunks."""
+    """Notes which graphs took their loss in chunks."""
 
-    worth_bytes = 4 * CLASSES * 9
-    chunk_bytes = 4 * CLASSES * 5
     notes: ClassVar[list[bool]] = []
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
@@ -97,7 +95,10 @@ TOKENS_OF_LOSS = {"large on one": ((8, 6, 11), (16, 16, 16)), "small": ((8, 6, 1
 
 
 def chunk_losses(rank: int, size: int, compute: str) -> dict[str, list[bool]]:
-    """Train a head three steps, with other numbers of tokens on each rank, near the mean of eager's gradients."""
+    """Train a head three steps, with other numbers of tokens on each rank, near the mean of eager's gradients.
+
+    Logits of more than 9 tokens are large.
+    """
     noted = {}
     for case, tokens in TOKENS_OF_LOSS.items():
         torch.compiler.reset()
@@ -105,7 +106,8 @@ def chunk_losses(rank: int, size: int, compute: str) -> dict[str, list[bool]]:
         torch.manual_seed(7)
         model = Head(LOSSES["smoothed"], bias=True)
         eager = [copy.deepcopy(model) for _ in range(size)]
-        config = Config.from_options({"compute": compute, "timeout_s": 100})
+        shape = {"worth_bytes": 4 * CLASSES * 9, "chunk_bytes": 4 * CLASSES * 5}
+        config = Config.from_options({"compute": compute, "timeout_s": 100, "compute_shape": shape})
         compiled = torch.compile(model, backend=lambda gm, inputs, config=config: Recording(config).compile(gm, inputs))
         for step, counts in enumerate(zip(tokens[0], tokens[1], strict=True)):
             losses = []

@@ -23,9 +23,10 @@ MAY: dict[str, tuple[str, ...]] = {
     "_frames": (),
     "ir": BASE,
     "config": (*BASE, "ir"),
-    "passes": (*BASE, "ir"),
+    "plan": ("errors", "ir", "config"),
+    "passes": (*BASE, "ir", "plan"),
     "runtime": (*BASE, "ir", "config"),
-    "sharded": (*BASE, "ir", "config", "passes", "runtime"),
+    "sharded": (*BASE, "ir", "config", "plan", "passes", "runtime"),
     "stats": (*BASE, "ir", "runtime", "sharded"),
     "reset": (*BASE, "runtime", "sharded", "optim", "init"),
     "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
@@ -128,6 +129,11 @@ def test_arrows_within_a_house_point_down(house: str) -> None:
     inside = [(a, b) for a, b in ARROWS if _top(a) == _top(b) == house and house not in (a, b)]
     assert inside
     assert not [(a, b) for a, b in inside if _floor(a) < _floor(b)]
+
+
+def test_passes_know_of_plans_as_values_only() -> None:
+    targets = {b for a, b in ARROWS if _top(a) == "passes" and _top(b) == "plan"}
+    assert targets == {"plan.plan"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -6,8 +6,6 @@ import logging
 
 import pytest
 
-from zinf_compile.backend.graph_compiler import GraphCompiler
-
 from .architectures import ARCHITECTURES, WORDS
 from .building import rounded_little
 from .test_compiled import sgd
@@ -28,14 +26,16 @@ CHUNKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) f
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("name", CHUNKED)
-def test_an_architecture_trains_with_its_loss_in_chunks(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * WORDS * 7)
+def test_an_architecture_trains_with_its_loss_in_chunks(name: str, caplog: pytest.LogCaptureFixture) -> None:
     row = ARCHITECTURES[name]
     with caplog.at_level(logging.INFO, "zinf_compile"):
         alive = train_without_fallback(
-            rounded_little(name), as_aot_eager=bool(row.as_aot_eager), fullgraph=not row.breaks, optimizer=sgd, chunk_loss=True
+            rounded_little(name),
+            as_aot_eager=bool(row.as_aot_eager),
+            fullgraph=not row.breaks,
+            optimizer=sgd,
+            chunk_loss=True,
+            chunk_bytes=4 * WORDS * 7,
         )
     assert alive > 0.5
     if name in FAST:

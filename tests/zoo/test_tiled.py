@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from zinf_compile.backend.graph_compiler import GraphCompiler
-
 from .architectures import ARCHITECTURES, WORDS
 from .building import rounded_little
 from .test_compiled import sgd
@@ -24,8 +22,7 @@ TRAINED = [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) f
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
 @pytest.mark.parametrize("name", TRAINED)
-def test_an_architecture_trains_in_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GraphCompiler, "chunk_bytes", 4 * WORDS * 7)
+def test_an_architecture_trains_in_tiles(name: str) -> None:
     row = ARCHITECTURES[name]
     alive = train_without_fallback(
         rounded_little(name),
@@ -33,6 +30,7 @@ def test_an_architecture_trains_in_tiles(name: str, monkeypatch: pytest.MonkeyPa
         fullgraph=not row.breaks,
         optimizer=sgd,
         chunk_loss=True,
+        chunk_bytes=4 * WORDS * 7,
         tile=TILE,
     )
     assert alive > 0.5

@@ -17,6 +17,7 @@ from torch import fx
 
 from zinf_compile._torch import outside_tracing
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import BLOCK_BYTES
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, slot_of
@@ -25,7 +26,6 @@ from zinf_compile.passes.loss._read_logits import Logits, product_behind
 from zinf_compile.passes.loss.chunk_loss import logits_bytes
 from zinf_compile.passes.schedule.look_rows_up import find_lookups, rows_named
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.storage.extent_store import BLOCK_BYTES
 from zinf_compile.sharded.parameter import unit_of
 
 ROWS, CHUNKS = "rows", "chunks"

@@ -29,7 +29,7 @@ from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_a
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
-from zinf_compile.passes.loss.chunk_loss import CHUNK_BYTES, WORTH_BYTES, logits_bytes, may_chunk
+from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import lower, run_by_operator
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
@@ -37,7 +37,7 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
-from zinf_compile.sharded.budget import GraphBudget, bucket_of
+from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.budget_checks import lack_of_second_gradients
 from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -92,12 +92,6 @@ class GraphCompiler:
     backward_ahead = True
     """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
 
-    chunk_bytes = CHUNK_BYTES
-    """Of a chunk's logits, where a loss is computed in chunks. Part of the compute shape: where states live doesn't change it."""
-
-    worth_bytes = WORTH_BYTES
-    """Logits of more bytes in fp32 are computed in chunks, where option `chunk_loss` doesn't say."""
-
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
         self._given = given
@@ -105,8 +99,9 @@ class GraphCompiler:
         self.number = len(_numbers)
         _numbers.append(self.number)
         self._budget: GraphBudget | None = None
-        self._bucket = config.bucket_bytes
-        self._chunk = config.chunk_loss
+        self.shape = config.shape()
+        """What decides bits; where states live doesn't change it."""
+        self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
         self._together = False
         """Whether several ranks decide together which losses are chunked."""
@@ -138,7 +133,8 @@ class GraphCompiler:
         self._together = self.config.chunk_loss is None and context.size > 1
         self._choices = Choices(slots, example_inputs, context, self.config.placement(), first=is_first_variant())
         _tell_tiles(slots, self.number)
-        self._bucket = bucket_of(self.config, slots)
+        self.shape = self.config.shape()
+        self._bucket = self.shape.bucket_of(slots)
         self.unified = context.bridge.unified
         self._budget = self.make_budget(slots, example_inputs, context)
         if self.config.compute == "inductor":
@@ -253,8 +249,8 @@ class GraphCompiler:
     def _loss_settings(self) -> dict[str, Any]:
         choices, together = self._choices, self._together
         return {
-            "chunk": self._chunk,
-            "chunk_bytes": self.chunk_bytes,
+            "chunk": self.shape.chunk_loss,
+            "chunk_bytes": self.shape.chunk_bytes,
             "worth": choices.chunks if together and choices is not None else self._is_worth,
             "rows": None if choices is None else choices.rows,
             "rules": self._rules,
@@ -263,17 +259,17 @@ class GraphCompiler:
     def _decide(self, graph: fx.GraphModule) -> None:
         """Make the open choices about losses and lookups of this graph, with the other ranks."""
         if self._choices is not None:
-            self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.worth_bytes)
+            self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.shape.worth_bytes)
 
     def _is_worth(self, logits: Logits) -> bool:
-        return logits_bytes(fake_value(logits.product)) > self.worth_bytes
+        return logits_bytes(fake_value(logits.product)) > self.shape.worth_bytes
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
         """Return AOTAutograd's decompositions; if a loss may be chunked, without the operators it is matched by."""
         if self.config.compute != "inductor":
             return None
         together = self._choices if self._together else None
-        if not (may_chunk(gm, self._chunk, self.worth_bytes) if together is None else together.may_chunk):
+        if not (may_chunk(gm, self.shape.chunk_loss, self.shape.worth_bytes) if together is None else together.may_chunk):
             return decompositions()
         self._rules = decompositions()
         return {op: rule for op, rule in self._rules.items() if op not in WHOLE}
@@ -323,9 +319,8 @@ class _Measurer(GraphCompiler):
         """Return the budget, under this configuration, of the graph that `like` compiles."""
         captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, anew=True)
         slots = list(captured.slots.values())
-        self._chunk, self._choices, self._together = like._chunk, like._choices, like._together
-        self.chunk_bytes, self.worth_bytes, self.unified = like.chunk_bytes, like.worth_bytes, like.unified
-        self._bucket = bucket_of(self.config, slots)
+        self._choices, self._together, self.unified = like._choices, like._together, like.unified
+        self._bucket = self.shape.bucket_of(slots)
         self._budget = GraphBudget(self.config, slots, inputs, context, measuring=True)
         self._trace(gm, inputs, captured, context)
         return self._budget

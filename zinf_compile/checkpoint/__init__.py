@@ -1,4 +1,4 @@
-"""Full states in and out of a partitioned model; safetensors files, validated when read and replaced atomically when written.
+"""Whole states in and out of a partitioned model, and safetensors files read and written without trust in what they say.
 
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all new
     ones.

@@ -72,7 +72,8 @@ def dump(options: argparse.Namespace) -> str:
     whole = options.ops or options.after  # the effect of a pass shows in its operators
     texts = [s.text if whole else s.summary for s in seen]
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
-    return "\n".join([*map(colored, parts), table(found), f"schedule hash: {schedule_hash(found):016x}"])
+    shape = Config.from_options(given, check_folders=False).shape().text()
+    return "\n".join([*map(colored, parts), table(found), shape, f"schedule hash: {schedule_hash(found):016x}"])
 
 
 def table(found: Sequence[Scheduled]) -> str:
@@ -100,6 +101,8 @@ def report(
         schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
         world           number of ranks
         device          cpu, where the device is host memory, or cuda, which has memory of its own
+        compute_shape   what decides bits, beside the model and its types: bucket_bytes, tile_bytes, piece_numel, chunk_bytes,
+                        worth_bytes, chunk_loss, compute, mode
         options         the options in force, as they are written for torch.compile; defaults included
         traffic         of all graphs: units; by link gathered and reduced (between ranks), read (from a drive, to the host or to
                         a device that is host memory), copied_in (host to device), copied_out (device to host), written (to a
@@ -122,6 +125,7 @@ def report(
         "schedule_hash": f"{schedule_hash(found):016x}",
         "world": world_size,
         "device": device,
+        "compute_shape": dataclasses.asdict(config.shape()),
         "options": {name: value for name, value in in_force.items() if value is not None},
         "traffic": dataclasses.asdict(_total(found)),
         "graphs": [

@@ -10,15 +10,13 @@ import torch
 
 from .formats import StateFormat, format_of
 from .program import ParameterSlot
+from .sizes import BLOCK_BYTES
 from .tiling import Box
 
 ROUNDS_PER_TILE = 4
 
 ROUND_BYTES = 16 << 20
 """Of a parameter that isn't cut into tiles: at most as many a round."""
-
-_BLOCK_BYTES = 4 << 20
-"""In which drives give them."""
 
 
 _FLOAT = format_of(torch.float32)
@@ -57,7 +55,7 @@ def rows_on_their_way(slot: ParameterSlot) -> int:
     most = max(last - first for _, first, last in rounds)
     if not slot.tiles:
         part = most * (slot.bytes // slot.shape[0])
-        return 2 * part + min(slot.bytes, part + 2 * _BLOCK_BYTES)
+        return 2 * part + min(slot.bytes, part + 2 * BLOCK_BYTES)
     tile = max(end - start for (start, end), _ in slot.tiles)
     return (2 * most + tile) * (slot.bytes // slot.shape[0])
 

@@ -155,3 +155,9 @@ class Placement:
 
 ON_DEVICE = Placement()
 """All on the device."""
+
+
+def step_buffers(tier: Tier, *, unified: bool, update_on_device: bool) -> tuple[bool, bool]:
+    """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
+    host = not tier.in_memory or (not unified and tier == Tier.DEVICE and not update_on_device)
+    return host, not unified and tier != Tier.DEVICE and update_on_device

@@ -13,13 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import StagingBuffers
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunks import GRADIENT, MASTER, VALUE, Chunk, part_of
+from .chunks import MASTER, Chunk, part_of
 from .offloaded_states import OffloadedStates
 
 _COMPARED_ELEMENTS = 1 << 18

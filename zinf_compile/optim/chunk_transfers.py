@@ -13,13 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import StoreError
+from zinf_compile.ir.chunk_columns import Column
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.storage.stores import ShardStore, open_store
-from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers, Column
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 
 from .chunks import Chunk

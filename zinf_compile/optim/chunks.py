@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.transfer.chunk_buffers import Column
 from zinf_compile.runtime.transfer.move import UpdateRoute
 from zinf_compile.runtime.units import pieces as chunks
 from zinf_compile.runtime.units.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
@@ -18,9 +18,6 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 MASTER = "master"
 """Name of the state that holds a parameter in higher precision."""
-
-VALUE, GRADIENT = "parameter", "gradient"
-"""Names of the columns beside the states'."""
 
 Kept = Mapping[str, torch.dtype]
 """The states that an optimizer keeps for each element, and their types."""
@@ -57,11 +54,14 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], ro
 
 
 def _columns(unit: Unit, states: Kept, route: UpdateRoute, tier: Tier) -> dict[str, Column]:
-    columns = {name: Column(dtype, *route.needs(tier)) for name, dtype in states.items()}
-    columns[VALUE] = Column(unit.dtype, *route.needs(Tier.DEVICE if unit.backing is None else unit.backing.tier))
-    sides = [route.needs(where) for where in {Tier.DEVICE, unit.placement.grads}]  # a user's own gradient is on the device
-    columns[GRADIENT] = Column(unit.reduce_dtype, any(host for host, _ in sides), any(device for _, device in sides))
-    return columns
+    tiers = StepTiers(
+        params=Tier.DEVICE if unit.backing is None else unit.backing.tier,
+        grads=unit.placement.grads,
+        optimizer=tier,
+        unified=route.link.unified,
+        update_on_device=route.update_on_device,
+    )
+    return chunk_columns(tiers, value=unit.dtype, gradient=unit.reduce_dtype, states=states)
 
 
 def part_of(view: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -15,10 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
+from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import CHUNK_BUFFERS
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.transfer.chunk_buffers import CHUNK_BUFFERS, ChunkBuffer, Column, buffer_bytes
+from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
@@ -28,7 +30,7 @@ from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
-from .chunks import GRADIENT, VALUE, Kept, part_of, plan_chunks
+from .chunks import Kept, part_of, plan_chunks
 from .load_states import reconcile
 from .record import record_of
 from .shard_state import kept_state, shard_state
@@ -316,7 +318,7 @@ class OffloadedStates:
 
     def _check_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]], count: int) -> None:
         context, name = self.context, type(optimizer).__name__
-        host, device = (size * count for size in buffer_bytes(shapes))
+        device, host = (size * count for size in largest_buffer(shapes))
         bytes_of = ((p._zinf_unit.shard_numel, kept) for p, kept in self.kept.items())
         states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == Tier.DEVICE else 0

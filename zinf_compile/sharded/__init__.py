@@ -5,7 +5,7 @@ budget — Whether a captured graph fits within the caps, and how far ahead its 
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — What the user called, as the user writes it, from the function or operator that PyTorch hands to an override.
 calls — What user code calls on partitioned tensors, before autograd sees it.
-caps — Caps on what a rank may hold, in bytes, as options declare them or the process may use them, and what is left within.
+caps — Caps on what a rank may hold, in bytes, as options declare them or as the process may use them, and what it holds.
 data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
@@ -37,13 +37,9 @@ partition — Whole parameters become hollow: rank 0's values, spread over the r
     uses them.
 partition_alike — A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is
     partitioned alike.
-passage — What passes through host memory besides a graph's own schedule: gradients that are read back, blocks that are
-    staged.
 recompile_limit — What happens when Dynamo gives a function up because it compiled it too often.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective
     operations.
-resident — Bytes of a captured graph that stay where they live: shards, reduced gradients, chunks of a step, and states to
-    come.
 save_check — What of a model can't be saved through its `state_dict()`: said at the first step, not hours later at the first
     save.
 shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is

@@ -8,15 +8,15 @@ from typing import NoReturn
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import STAGING_BYTES
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.storage.extent_store import STAGING_BYTES
 from zinf_compile.runtime.system.host_limits import ranks_of_node
+from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import agree_on_memory, find_caps, held_bytes
-from .passage import measure_passage
-from .resident import measure_resident
 from .short_ranks import Lack, refusal_text
 from .shortage import advice_at_birth, gradient_bytes, name_cap
 
@@ -25,25 +25,24 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
-    resident = measure_resident(slots, config.placement(), context, size=context.size)
-    largest = max(slots, key=lambda slot: slot.bytes)
     unified = context.bridge.unified
+    model = model_memory(slots, config.placement(), size=context.size, unified=unified, piece_numel=pieces.PIECE_NUMEL)
+    largest = max(slots, key=lambda slot: slot.bytes)
     cap = min(caps.device, caps.host) if unified else caps.device
-    staging = measure_passage(slots, config.placement(), size=context.size, unified=unified).staging
-    here = resident.device + (largest.bytes + staging if unified else 0)
-    needed = here + held_bytes(context.memory.ledger, here, cap)
+    staging, here = model.staging, model.before_computing(largest.bytes)
+    needed = here.device + held_bytes(context.memory.ledger, here.device, cap)
     if needed > cap:
         raise BudgetError(
-            f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: {resident.device:,} "
+            f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: "
+            f"{model.stays.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
             + advice_at_birth(config.placement(), unified=unified, side=Tier.DEVICE)
         )
-    here = resident.host + largest.bytes + staging
-    host = here + (0 if unified else held_bytes(context.memory.host_ledger, here, caps.host))
+    host = 0 if unified else here.host + held_bytes(context.memory.host_ledger, here.host, caps.host)
     if not unified and host > caps.host:
         raise BudgetError(
-            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {resident.host:,} of "
+            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {model.stays.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
             + advice_at_birth(config.placement(), unified=False, side=Tier.HOST)

@@ -1,10 +1,9 @@
-"""Caps on what a rank may hold, in bytes, as options declare them or the process may use them, and what is left within."""
+"""Caps on what a rank may hold, in bytes, as options declare them or as the process may use them, and what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 
 import torch
 
@@ -70,18 +69,3 @@ def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: InflightLimit | 
     if held() + more > cap:
         gc.collect()
     return held()
-
-
-class Headroom:
-    """What is left within the caps, for what is better with more memory."""
-
-    def __init__(self, device: int, host: int | None) -> None:
-        self._device, self._host = device, host
-
-    def take(self, most: int, device: float, host: float = 0) -> int:
-        """Take as many as there is room for, of what takes so much on the device and in host memory, and return how many."""
-        rows = [(self._device, device + host)] if self._host is None else [(self._device, device), (self._host, host)]
-        count = max(0, min([most, *(int(left / one) for left, one in rows if one)]))
-        self._device -= math.ceil(count * rows[0][1])
-        self._host = None if self._host is None else self._host - math.ceil(count * host)
-        return count

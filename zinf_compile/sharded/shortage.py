@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.tiers import Placement, Tier
+from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Unit
@@ -136,12 +137,10 @@ def advice_at_birth(placement: Placement, *, unified: bool, side: Tier) -> str:
 
 def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
-    found = {Tier.DEVICE: 0, Tier.HOST: 0}
-    for unit in units:
-        parameter, side = unit.parameter(), context.bridge.topology.side(unit.placement.grads)
-        if side is not None and parameter is not None and parameter.requires_grad:
-            found[side] += unit.reduce_format.bytes(unit.shard_numel)
-    return found
+    trained = [unit for unit in units if (parameter := unit.parameter()) is not None and parameter.requires_grad]
+    parts = ((unit.placement.grads, unit.shard_numel, unit.reduce_dtype) for unit in trained)
+    found = resident(parts, unified=context.bridge.unified)
+    return {Tier.DEVICE: found.device, Tier.HOST: found.host}
 
 
 def name_cap(context: Context, side: Tier, works: int) -> str:

@@ -1,0 +1,254 @@
+"""The one formula for memory: bytes of the device and of host memory that the parameters of a graph take.
+
+Everything that is checked against a cap before it is made is counted here: shards, reduced gradients, optimizer states, a chunk
+of the step, and what passes through memory while a graph runs. What is held at the moment is the ledger's to say, not this
+module's. The property test in `tests/e2e/test_memory_model.py` compares both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from zinf_compile.ir.chunk_columns import StepTiers, buffer_bytes, chunk_columns
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, PIECE_ALIGN, Sides, round_up
+from zinf_compile.ir.tiers import Placement, Tier, Topology
+
+from .plan import GraphMemory, GraphPlan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Passing:
+    """What one graph holds for a while where nothing runs ahead, in bytes."""
+
+    full: int
+    """Full units gathered at once, in their own types, in which shards arrive."""
+    widening: float
+    """By how much their own type is wider than the one they are gathered in."""
+    gathered: int
+    """What these take on the device, shards that arrive included; 0 where what is used is held anyway."""
+    rows: int
+    """Rows that are looked up."""
+    left: int
+    """Gradients that one stretch of compute leaves behind, until they are where they live."""
+    reduced: int
+    """These, and those of the stretch before that are still under way."""
+    converted: int
+    """Gradients that are cast to the type in which they are reduced, where nothing else counts them."""
+    largest: str
+    """A parameter among those gathered."""
+    on_device: float
+    """Bytes of the device for each byte of a full unit that is brought ahead."""
+    on_host: float
+    """The same of host memory beside it."""
+    least: Sides
+    """All that passes at once."""
+    unified: bool
+
+    def with_plan(self, plan: GraphPlan) -> Sides:
+        """Return what passes at once where the graph runs ahead."""
+        return Sides(
+            self.least.device + math.ceil(plan.ahead * self.on_device) + plan.reduced + (plan.staging if self.unified else 0),
+            self.least.host + math.ceil(plan.ahead * self.on_host) + plan.staging,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """What one of `size` ranks holds for some parameters, in bytes. `unified`: host memory is the device."""
+
+    placement: Placement
+    size: int
+    unified: bool
+    shards: Sides
+    """Of parameters, but for those on the account already."""
+    gradients: Sides
+    """One reduced gradient of each that is trained."""
+    states: Sides
+    """What Adam keeps, and master copies: a guess, until an optimizer makes its first step."""
+    chunk: Sides
+    """One chunk of the optimizer's step, at most."""
+    leaving: int
+    """Of host memory: one gradient, or a tile's, on its way to a drive."""
+    read: int
+    """Of host memory: two gradients, or tiles', while one is added to the other. A norm reads one."""
+    normed: int
+    """Of a device with memory of its own: one gradient while its norm is taken there."""
+    staging: int
+    """Of host memory: one block that doesn't begin or end at a page."""
+
+    @property
+    def stays(self) -> Sides:
+        """What is there all the time: shards, and gradients between backward and step."""
+        return self.shards.plus(self.gradients)
+
+    @property
+    def later(self) -> Sides:
+        """What comes on top with the first steps: states, and second gradients while they accumulate."""
+        return self.states.plus(self.gradients)
+
+    def before_computing(self, largest: int) -> Sides:
+        """Return what partitioning takes: shards and gradients, one parameter of `largest` bytes whole, and staging."""
+        whole = largest + self.staging
+        return self.stays.plus(Sides(whole, 0) if self.unified else Sides(0, whole))
+
+    def passing(self, graph: GraphMemory) -> Passing:
+        """Return what passes through memory while a graph with these needs runs."""
+        size, swapped = self.size, Topology(self.unified).is_away(self.placement.params)
+        widening = graph.widening if swapped else 1.0
+        full = math.ceil(graph.gathered * widening)
+        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard stays until it is gathered
+        on_host = 0.0 if self.placement.params.in_memory or self.unified else 1 / size
+        cast = graph.cast if swapped and size == 1 else 0
+        moves = size > 1 or swapped
+        gathered = math.ceil(full * on_device) + cast if moves or graph.narrowed else 0
+        rows = graph.rows if moves else 0
+        left, reduced = self._on_their_way(graph.left), self._on_their_way(graph.reduced)
+        converted = 0 if reduced else graph.converted  # in `reduced`, where there is any
+        computing = gathered + rows + reduced + converted
+        if self.unified:
+            least = Sides(max(computing, self.read) + self.staging, 0)
+        else:
+            moving = math.ceil((full + rows) * on_host) + (self.leaving if graph.left else 0)
+            least = Sides(max(computing, self.normed), max(moving, self.read) + self.staging)
+        return Passing(
+            full=full,
+            widening=widening,
+            gathered=gathered,
+            rows=rows,
+            left=left,
+            reduced=reduced,
+            converted=converted,
+            largest=graph.largest,
+            on_device=on_device,
+            on_host=on_host,
+            least=least,
+            unified=self.unified,
+        )
+
+    def _on_their_way(self, gradients: int) -> int:
+        """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
+        away = _gradients_leave(self.placement, unified=self.unified)
+        if self.size == 1:
+            return gradients if away else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if away else gradients
+
+
+def model_memory(
+    slots: Sequence[ParameterSlot],
+    placement: Placement,
+    *,
+    size: int,
+    unified: bool,
+    piece_numel: int,
+    held: Collection[int] = (),
+    moved: Sequence[ParameterSlot] | None = None,
+) -> MemoryModel:
+    """Return the memory model of parameters on each of `size` ranks.
+
+    `held`: those whose shards are on the account already, by `ParameterSlot.index`. `moved`: all that a graph uses, where that
+    is more than `slots`: these were planned for by an earlier graph, and pass through memory here as well.
+    """
+    own = [(slot, placement.of_parameter(dim=len(slot.shape), numel=slot.numel), shard_numel(slot.numel, size)) for slot in slots]
+    trained = [row for row in own if row[0].requires_grad]
+    passing = _passing_gradients(moved if moved is not None else slots, placement, size=size, unified=unified)
+    return MemoryModel(
+        placement=placement,
+        size=size,
+        unified=unified,
+        shards=resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), unified=unified),
+        gradients=resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), unified=unified),
+        states=resident(
+            ((at.optimizer, n, dtype) for slot, at, n in trained for dtype in adam_states(at, slot.dtype).values()),
+            unified=unified,
+        ),
+        chunk=_chunk([row[0] for row in trained], placement, size=size, unified=unified, piece_numel=piece_numel),
+        **passing,
+        staging=_staging(moved if moved is not None else slots, placement, size=size, piece_numel=piece_numel),
+    )
+
+
+def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], *, unified: bool) -> Sides:
+    """Add up shards that stay in memory, each the tier where it lives, its elements and their type; none on a drive does."""
+    topology, sides = Topology(unified), {Tier.DEVICE: 0, Tier.HOST: 0}
+    for tier, numel, dtype in parts:
+        if (side := topology.side(tier)) is not None:
+            sides[side] += format_of(dtype).bytes(numel)
+    return Sides(sides[Tier.DEVICE], sides[Tier.HOST])
+
+
+def shard_numel(numel: int, size: int) -> int:
+    """Return the elements of a shard, padding included."""
+    return math.ceil(numel / size)
+
+
+def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return what Adam keeps of a parameter: two states, and a master copy where there is one."""
+    master = placement.master_of(dtype)
+    kept = dict.fromkeys(("exp_avg", "exp_avg_sq"), master or dtype)
+    return kept if master is None else {"master": master, **kept}
+
+
+def chunk_numel(shards: Sequence[int], piece_numel: int) -> int:
+    """Return the most elements of a chunk of shards of these sizes, gaps included.
+
+    One piece alone may exceed `piece_numel` by its gap, several never do.
+    """
+    return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in shards))
+
+
+def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool, piece_numel: int) -> Sides:
+    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], piece_numel)
+    tiers = StepTiers(
+        params=placement.params,
+        grads=placement.grads,
+        optimizer=placement.optimizer,
+        unified=unified,
+        update_on_device=placement.update_on_device,
+    )
+    sizes = []
+    for slot in trained:
+        own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
+        states = adam_states(own, slot.dtype)
+        columns = chunk_columns(tiers, value=slot.dtype, gradient=own.reduce_dtype_of(slot.dtype), states=states)
+        sizes.append(buffer_bytes(columns.values(), numel))
+    return Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0)).merged(unified)
+
+
+def _gradients_leave(placement: Placement, *, unified: bool) -> bool:
+    return Topology(unified).is_away(placement.grads)
+
+
+def _passing_gradients(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool) -> Mapping[str, int]:
+    """Return what gradients take that leave the device or are read back, by field of `MemoryModel`."""
+    trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
+    if not _gradients_leave(placement, unified=unified):
+        trained = []
+    parts = [(slot, format_of(placement.reduce_dtype_of(slot.dtype)).bytes(_part_numel(slot, size))) for slot in trained]
+    largest = max((count for _, count in parts), default=0)
+    whole = max((count for slot, count in parts if not slot.tiles), default=0)
+    return {
+        "leaving": 0 if placement.grads.in_memory else largest,
+        "read": 2 * largest,
+        "normed": whole if size == 1 and not unified else 0,
+    }
+
+
+def _part_numel(slot: ParameterSlot, size: int) -> int:
+    parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
+    return max(shard_numel(part.numel, size) for part in parts)
+
+
+def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, piece_numel: int) -> int:
+    moving = [slot for slot in slots if slot.shape and slot.numel]
+    on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
+    on_drives += [
+        (slot, placement.reduce_dtype_of(slot.dtype)) for slot in moving if slot.requires_grad and not placement.grads.in_memory
+    ]
+    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), piece_numel)) for slot, dtype in on_drives]
+    return max((min(BLOCK_BYTES, round_up(piece, PAGE)) for piece in pieces), default=0)
