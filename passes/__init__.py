@@ -19,8 +19,8 @@ from zinf_compile.passes.schedule.align_regions import align_regions
 from zinf_compile.passes.schedule.group_units import group_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers
 from zinf_compile.passes.schedule.insert_releases import insert_releases
+from zinf_compile.passes.schedule.insert_row_lookups import insert_row_lookups
 from zinf_compile.passes.schedule.insert_swaps import insert_swaps
-from zinf_compile.passes.schedule.look_rows_up import look_rows_up
 from zinf_compile.passes.schedule.merge_gathers import merge_gathers
 from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.schedule.prefetch import prefetch
@@ -62,7 +62,7 @@ def inference_passes(
     return (
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
         partial(decompose_kept_ops, table=rules or {}),
-        partial(look_rows_up, chosen=rows or (lambda slot: False)),
+        partial(insert_row_lookups, chosen=rows or (lambda slot: False)),
         tile_matmuls,
         tile_pointwise,
     )

@@ -13,10 +13,10 @@ from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, position_of
 from zinf_compile.passes.graph.node_facts import (
     display_name,
     fake_value,
-    left_alone,
     part_of,
     policy_of,
     rows_bytes,
+    skipped_notes,
     slot_behind,
     wire_bytes,
 )
@@ -32,7 +32,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
     never exists whole shows which one it is, and its bytes; and the graph begins with what a pass left alone, and why. With
     `policies`, other operators show what the partitioner is told about them.
     """
-    lines = [f"# {what}" for what in left_alone(gm)] if sizes else []
+    lines = [f"# {what}" for what in skipped_notes(gm)] if sizes else []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue

@@ -12,7 +12,15 @@ from torch.utils.flop_counter import flop_registry
 
 from zinf_compile.ir import compute_ops, ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
-from zinf_compile.passes.graph.node_facts import fake_value, left_alone, module_of, part_of, slot_behind, slot_of, starts_region
+from zinf_compile.passes.graph.node_facts import (
+    fake_value,
+    module_of,
+    part_of,
+    skipped_notes,
+    slot_behind,
+    slot_of,
+    starts_region,
+)
 
 from .blocks import block_of
 from .fold_blocks import Entry, fold
@@ -44,7 +52,7 @@ def summarize(gm: fx.GraphModule, *, world_size: int = 1) -> str:
     Blocks of equal structure are written once. A region's line says how many operators it has, of which block, and the
     floating-point operations of its products, convolutions and attention.
     """
-    lines = [f"# {what}" for what in left_alone(gm)]
+    lines = [f"# {what}" for what in skipped_notes(gm)]
     return "\n".join([*lines, *fold(list(_entries(gm, world_size)))]) + "\n"
 
 

@@ -28,9 +28,9 @@ def new_node(
 
 
 class NodeBuilder:
-    """Puts operators in front of a node, or behind it."""
+    """Inserts operators before a node, or after it."""
 
-    def __init__(self, graph: fx.Graph, place: fx.Node, *, behind: bool = False, stage: str | None = None) -> None:
+    def __init__(self, graph: fx.Graph, place: fx.Node, *, after: bool = False, stage: str | None = None) -> None:
         """Build at `place`.
 
         Without a `stage`, operators are parts of what the node there does and take all its facts over. With one, "is_forward" or
@@ -39,7 +39,7 @@ class NodeBuilder:
         """
         self._graph = graph
         self._place = place
-        self._behind = behind
+        self._after = after
         self._stage = stage
         self._last = place
         self._mode = fake_mode_of(place)
@@ -59,7 +59,7 @@ class NodeBuilder:
         origin = like or self._place
         if name is None and self._stage is not None and isinstance(target, torch._ops.OpOverload):
             name = target._schema.name.split("::")[-1].lstrip("_")
-        with self._graph.inserting_after(self._last) if self._behind else self._graph.inserting_before(self._place):
+        with self._graph.inserting_after(self._last) if self._after else self._graph.inserting_before(self._place):
             self._last = node = new_node(self._graph, self._mode, target, args, {**(kwargs or {}), **named}, name)
         if self._stage is None:
             _take_facts(node, origin)

@@ -93,8 +93,8 @@ def move_region_mark(node: fx.Node, to: fx.Node) -> None:
 def leave_whole(gm: fx.GraphModule, slot: ParameterSlot, reason: str) -> None:
     """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
     what = f"tiles of {slot.name}: {reason}"
-    if what not in left_alone(gm):
-        leave_alone(gm, what)
+    if what not in skipped_notes(gm):
+        note_skipped(gm, what)
 
 
 def mark_tile(node: fx.Node, unit: fx.Node, slot: ParameterSlot) -> None:
@@ -129,13 +129,13 @@ def part_of(node: fx.Node) -> str:
     return str(node.meta.get(_PART, ""))
 
 
-def leave_alone(gm: fx.GraphModule, what: str) -> None:
+def note_skipped(gm: fx.GraphModule, what: str) -> None:
     """Note what a pass might have rewritten and has not, with the reason, for display."""
     gm.meta[_LEFT_ALONE] = (*gm.meta.get(_LEFT_ALONE, ()), what)
 
 
-def left_alone(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Return what passes noted by `leave_alone`."""
+def skipped_notes(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Return what passes noted by `note_skipped`."""
     return tuple(gm.meta.get(_LEFT_ALONE, ()))
 
 

@@ -40,14 +40,14 @@ def decompose_kept_ops(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., 
     parts: list[fx.Node] = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in WHOLE and node.target in table:
-            parts += _take_apart(gm.graph, node, table)
+            parts += _decompose(gm.graph, node, table)
     for part in reversed(parts):
         if not part.users:  # of a result that nobody reads
             gm.graph.erase_node(part)
     return gm
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[..., Any]]) -> list[fx.Node]:
+def _decompose(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[..., Any]]) -> list[fx.Node]:
     sources = node.all_input_nodes
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 

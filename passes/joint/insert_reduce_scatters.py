@@ -63,7 +63,7 @@ def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
     shards = []
     for part, box in zip(parts, slot.tiles, strict=True):
         assert isinstance(part, fx.Node)
-        emit = NodeBuilder(graph, part, behind=True)
+        emit = NodeBuilder(graph, part, after=True)
         tile = emit_tile(unit, box, emit)
         with graph.inserting_after(tile):
             shards.append(_reduce(graph, part, tile))

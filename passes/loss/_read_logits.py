@@ -94,10 +94,10 @@ def read_logits(softmax: fx.Node) -> Logits:
 
 def comes_from_product(node: fx.Node) -> bool:
     """Say whether what a node reads is a head's product, or made of one for each token by itself."""
-    return product_behind(node) is not None
+    return source_product(node) is not None
 
 
-def product_behind(node: fx.Node) -> fx.Node | None:
+def source_product(node: fx.Node) -> fx.Node | None:
     """Return the head's product that a node reads, or reads something of that is made for each token by itself."""
     chain = _chain(node)
     product = input_of(chain[-1] if chain else node)

@@ -135,24 +135,24 @@ def _replace_gradients(
         hidden = _whole(insert, swept.hidden)
         assert hidden is not None
         hidden = _saved(insert.cast(hidden, fake_value(back.hidden).dtype))
-        behind = NodeBuilder(graph, back.hidden, stage="is_backward")
-        rows = behind(aten.mul.Tensor, hidden, behind.view(tangent, []))
-        rows = rows_back(behind, rows, fake_value(back.root).shape, loss.logits.axis)
-        _replace(back.hidden, replay(behind, back.steps, rows, fake_value(back.hidden).shape[1]), replaced)
+        emit = NodeBuilder(graph, back.hidden, stage="is_backward")
+        rows = emit(aten.mul.Tensor, hidden, emit.view(tangent, []))
+        rows = rows_back(emit, rows, fake_value(back.root).shape, loss.logits.axis)
+        _replace(back.hidden, replay(emit, back.steps, rows, fake_value(back.hidden).shape[1]), replaced)
     if back.weight is not None:
         node, transposed = _end_of_weight(back.weight, back.transposed)
         weight = _whole(insert, swept.weight)
         assert weight is not None
         weight = _saved(insert.cast(weight, fake_value(node).dtype))
-        behind = NodeBuilder(graph, node, stage="is_backward")
-        scaled = behind(take_scaled, weight, behind.view(tangent, []))
-        _replace(node, behind(aten.permute.default, scaled, [1, 0]) if transposed else scaled, replaced)
+        emit = NodeBuilder(graph, node, stage="is_backward")
+        scaled = emit(take_scaled, weight, emit.view(tangent, []))
+        _replace(node, emit(aten.permute.default, scaled, [1, 0]) if transposed else scaled, replaced)
     if back.bias is not None:
         bias = _whole(insert, swept.bias)
         assert bias is not None
-        behind = NodeBuilder(graph, back.bias, stage="is_backward")
-        scaled = behind(aten.mul.Tensor, _saved(bias), behind.view(tangent, []))
-        _replace(back.bias, _in_form_of(behind, back.bias, scaled), replaced)
+        emit = NodeBuilder(graph, back.bias, stage="is_backward")
+        scaled = emit(aten.mul.Tensor, _saved(bias), emit.view(tangent, []))
+        _replace(back.bias, _in_form_of(emit, back.bias, scaled), replaced)
     return replaced
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import fx
 
 from zinf_compile.ir.compute_shape import CHUNK_BYTES, WORTH_BYTES
-from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, leave_alone, user_line
+from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, note_skipped, user_line
 
 from ._find import LeftAlone, find_losses
 from ._head_tiles import tiles_of_head
@@ -103,6 +103,6 @@ def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[
 
 def _say(gm: fx.GraphModule, loss: LeftAlone) -> None:
     what = f"chunk_loss leaves {loss.softmax.name} as it is: {loss.reason} ({loss.node.name})"
-    leave_alone(gm, what)
+    note_skipped(gm, what)
     line = user_line(loss.node) or user_line(loss.softmax)
     _log.info("%s%s", what, f"\n{line}" if line else "")

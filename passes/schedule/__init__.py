@@ -4,9 +4,9 @@ align_regions — Hang transfers on few cut points, so that the compute between 
 group_units — Let neighbours in use order move together.
 insert_gathers — Gather each partitioned unit in front of the compute that needs it.
 insert_releases — Release each gathered unit right after its last use.
+insert_row_lookups — Bring the rows that an embedding names, where that moves less than its parameter.
 insert_swaps — Bring the shards of units that live off the device in front of their gathers, and take reduced gradients
     away.
-look_rows_up — Bring the rows that an embedding names, where that moves less than its parameter.
 merge_gathers — Hold a unit from one use to the next where releasing it in between gains nothing.
 narrow_gathers — Move a parameter in the narrower data type in which it is used.
 prefetch — Start each gather ahead of its use.

@@ -56,7 +56,7 @@ def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
             continue
         units: dict[fx.Node, None] = {}
         for source in _compute_inputs(node, derived):
-            for unit in _units_behind(source, derived):
+            for unit in _source_units(source, derived):
                 units[unit] = None
         if units:
             uses.append(Use(node, tuple(units)))
@@ -102,12 +102,12 @@ def _read_full(node: fx.Node, gathered: dict[fx.Node, fx.Node]) -> None:
         node.args, node.kwargs = fx.map_arg(node.args, full), fx.map_arg(node.kwargs, full)
 
 
-def _units_behind(source: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
+def _source_units(source: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     if slot_of(source) is not None:
         return [source]
     if source not in derived:
         return []
-    return [unit for node in source.all_input_nodes for unit in _units_behind(node, derived)]
+    return [unit for node in source.all_input_nodes for unit in _source_units(node, derived)]
 
 
 def _own_views(consumer: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:

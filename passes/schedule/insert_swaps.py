@@ -42,7 +42,7 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
         if node.target is ops.gather_rows and params and _may_leave(node):
             node.args = (*node.args[:2], params[0])
     for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter and _may_leave(node)]:
-        _take_away(gm.graph, reduction, grads)
+        _offload(gm.graph, reduction, grads)
     return gm
 
 
@@ -51,7 +51,7 @@ def _may_leave(node: fx.Node) -> bool:
     return bool(unit.shape and unit.numel)
 
 
-def _take_away(graph: fx.Graph, reduction: fx.Node, tiers: Sequence[str]) -> None:
+def _offload(graph: fx.Graph, reduction: fx.Node, tiers: Sequence[str]) -> None:
     last = reduction
     place = reduction
     while place.next.target is ops.reduce_scatter and group_of(place.next) == group_of(reduction) != LONE_GROUP:

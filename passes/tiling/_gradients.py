@@ -94,9 +94,9 @@ class GradientTiles:
                     return part
                 case _ if _is_elementwise(node):
                     return emit(node.target, *fx.map_arg(node.args, partial(self._operand, node, box, emit)), kwargs=node.kwargs)
-        result, behind = node, NodeBuilder(self._graph, node, behind=True)
+        result, emit = node, NodeBuilder(self._graph, node, after=True)
         for dim, span in enumerate(box):
-            result = slice_of(result, dim, span, behind)
+            result = slice_of(result, dim, span, emit)
         return result
 
     def _operand(self, node: fx.Node, box: Box, emit: NodeBuilder, operand: fx.Node) -> fx.Node:

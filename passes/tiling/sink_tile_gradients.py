@@ -22,7 +22,7 @@ def sink_tile_gradients(gm: fx.GraphModule) -> fx.GraphModule:
     tiles because it mustn't be there as a whole. What others read too stays where it is.
     """
     place = positions(gm.graph)
-    behind: dict[fx.Node, fx.Node] = {}
+    emit: dict[fx.Node, fx.Node] = {}
     for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]:
         grad, unit = reduction.args[:2]
         assert isinstance(grad, fx.Node)
@@ -33,13 +33,13 @@ def sink_tile_gradients(gm: fx.GraphModule) -> fx.GraphModule:
         needed = {source for node in block for source in node.all_input_nodes} - set(block)
         uses = {user for node in derived_from([unit]) | {unit} for user in node.users} - set(block)
         anchor = max(needed | {use for use in uses if use.op == "call_function"}, key=place.__getitem__)
-        last = behind.get(anchor, anchor)
+        last = emit.get(anchor, anchor)
         if last.op == "placeholder":  # in front of all that is computed
             last = next(node for node in reversed(gm.graph.nodes) if node.op == "placeholder")
         for node in block:
             last.append(node)
             last = node
-        behind[anchor] = last
+        emit[anchor] = last
     return gm
 
 

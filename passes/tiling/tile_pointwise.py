@@ -74,8 +74,8 @@ class _Parts:
         source, emit, sums = source_of(total), NodeBuilder(self._graph, total), []
         for span in sorted(self._chains.spans[source]):
             part = self._part(source, span, emit)
-            behind = NodeBuilder(self._graph, part, behind=True)
-            sums.append(behind(total.target, part, *total.args[1:], kwargs=total.kwargs, like=total))
+            after = NodeBuilder(self._graph, part, after=True)
+            sums.append(after(total.target, part, *total.args[1:], kwargs=total.kwargs, like=total))
         return emit(aten.cat.default, sums, -1)
 
     def assemble(self, whole: fx.Node) -> fx.Node:

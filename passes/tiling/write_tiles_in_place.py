@@ -104,7 +104,7 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
     for part in parts:
         for node in part.values:
             product = node.target in INTO or node.target in _GROWN
-            before, emit = node.prev, NodeBuilder(graph, node, behind=not product)
+            before, emit = node.prev, NodeBuilder(graph, node, after=not product)
             if memory is None:
                 options = {"dtype": value.dtype, "device": value.device}
                 memory = emit(aten.empty_strided.default, [*value.shape], [*value.stride()], kwargs=options, name="whole")

@@ -19,7 +19,7 @@ from zinf_compile.cli.trace import trace
 from zinf_compile.errors import StoreWarning
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import ROUND_BYTES, rounds_of_rows, rows_on_their_way
-from zinf_compile.passes.schedule.look_rows_up import look_rows_up as look_rows_up_pass
+from zinf_compile.passes.schedule.insert_row_lookups import insert_row_lookups
 
 W, X = unit(8, 2), torch.empty(3, 2)
 INDICES = torch.zeros(3, dtype=torch.int64)
@@ -27,9 +27,9 @@ INDICES = torch.zeros(3, dtype=torch.int64)
 
 def test_docstring_example() -> None:
     gm = graph_of("y = embedding(w, i)\nreturn (y,)\n", w=W, i=INDICES)
-    before, after = example_of(look_rows_up_pass)
+    before, after = example_of(insert_row_lookups)
     assert (before, after) == (lines_of("y = embedding(w, i)"), lines_of("y = gather_rows(w, i)"))
-    assert "gather_rows(w, i)" in text_of(look_rows_up_pass(gm, chosen=lambda slot: True))
+    assert "gather_rows(w, i)" in text_of(insert_row_lookups(gm, chosen=lambda slot: True))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_docstring_example() -> None:
 def test_a_parameter_that_is_read_whole_too_is_gathered_whole(text: str) -> None:
     lines = [line for line in text.splitlines() if not line.startswith("z")]
     gm = graph_of("\n".join(lines) + "\nreturn (y,)\n", w=W, i=INDICES)
-    assert "gather_rows" not in text_of(look_rows_up_pass(gm, chosen=lambda slot: True))
+    assert "gather_rows" not in text_of(insert_row_lookups(gm, chosen=lambda slot: True))
 
 
 def test_a_table_that_is_not_cut_moves_in_rounds_of_bounded_size() -> None:

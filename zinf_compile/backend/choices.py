@@ -22,9 +22,9 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, slot_of
 from zinf_compile.passes.loss._find import find_losses
-from zinf_compile.passes.loss._read_logits import Logits, product_behind
+from zinf_compile.passes.loss._read_logits import Logits, source_product
 from zinf_compile.passes.loss.chunk_loss import logits_bytes
-from zinf_compile.passes.schedule.look_rows_up import find_lookups, rows_named
+from zinf_compile.passes.schedule.insert_row_lookups import find_lookups, rows_named
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.parameter import unit_of
 
@@ -136,7 +136,7 @@ def _losses(graph: fx.Graph) -> dict[int, float]:
 
 def _head_behind(softmax: fx.Node) -> ParameterSlot | None:
     """Return the head whose logits a log-softmax reads, whether or not it can be chunked."""
-    product = product_behind(softmax)
+    product = source_product(softmax)
     operands = product.all_input_nodes if product is not None else []
     return next((slot for operand in reversed(operands) if (slot := _parameter_behind(operand)) is not None), None)
 

@@ -25,7 +25,7 @@ from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
-from zinf_compile.passes.graph.node_facts import fake_value, leave_alone, left_alone
+from zinf_compile.passes.graph.node_facts import fake_value, note_skipped, skipped_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
@@ -222,9 +222,9 @@ class GraphCompiler:
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cut the joint graph into forward and backward."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        for what in left_alone(joint):
-            if what not in left_alone(forward):
-                leave_alone(forward, what)
+        for what in skipped_notes(joint):
+            if what not in skipped_notes(forward):
+                note_skipped(forward, what)
         return forward, backward
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:

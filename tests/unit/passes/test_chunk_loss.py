@@ -15,7 +15,7 @@ from tracing import traced
 
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
-from zinf_compile.passes.graph.node_facts import left_alone, starts_region
+from zinf_compile.passes.graph.node_facts import skipped_notes, starts_region
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
 from zinf_compile.passes.loss._loop import Tile
 from zinf_compile.passes.loss.chunk_loss import ROWS, choose_chunks, chunk_loss, may_chunk
@@ -190,7 +190,7 @@ def test_numbers_are_those_of_whole_logits_within_rounding(name: str, bias: bool
     for sweep, settings in SWEEPS.items():
         gm = chunk_loss(copied(joint), enabled=True, chunk_bytes=CHUNK_BYTES, **settings)
         gm.graph.lint()
-        assert not left_alone(gm)
+        assert not skipped_notes(gm)
         products = [n for n in gm.graph.nodes if n.name.startswith("logits")]
         assert len(products) > 1 or name == "last_token", "there are several chunks"
         found = run(gm, head, x, targets)
@@ -228,7 +228,7 @@ def test_what_cannot_be_chunked_comes_back_unchanged_and_is_named(name: str, cap
     before = text_of(joint)
     with caplog.at_level(logging.INFO, "zinf_compile"):
         assert text_of(chunk_loss(joint, enabled=True, chunk_bytes=CHUNK_BYTES)) == before
-    (said,) = left_alone(joint)
+    (said,) = skipped_notes(joint)
     assert reason in said
     assert said in caplog.text
     assert "losses.py" in caplog.text, "the user's line is shown"
@@ -238,7 +238,7 @@ def test_what_cannot_be_chunked_comes_back_unchanged_and_is_named(name: str, cap
 def test_half_precision_that_may_lose_small_gradients_is_left_alone() -> None:
     gm = graph_of(BEFORE, x=torch.empty(4, 2).half(), w=unit(6, 2, dtype=torch.float16), y=torch.zeros(4, dtype=torch.long))
     assert text_of(chunk_loss(gm, enabled=True)) == BEFORE.lstrip()
-    assert "it is of torch.float16" in left_alone(gm)[0]
+    assert "it is of torch.float16" in skipped_notes(gm)[0]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_near_misses_are_unchanged(changed: tuple[str, str]) -> None:
     text = BEFORE.replace(*changed)
     gm = graph_of(text, x=torch.empty(6, 2), w=unit(6, 2), y=torch.zeros(6, dtype=torch.long))
     assert text_of(chunk_loss(gm, enabled=True)) == text.lstrip()
-    assert left_alone(gm)
+    assert skipped_notes(gm)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_gradients_that_are_changed_on_their_way(changed: tuple[str, str]) -> No
         assert "take_scaled = take_scaled(dweight, r)" in after
     else:
         assert after == before
-        assert left_alone(gm)
+        assert skipped_notes(gm)
 
 
 def test_small_logits_are_left_as_they_are_by_default_and_all_with_false() -> None:
@@ -288,7 +288,7 @@ def test_small_logits_are_left_as_they_are_by_default_and_all_with_false() -> No
     before = text_of(large)
     assert text_of(chunk_loss(copied(large), enabled=False)) == before
     assert text_of(chunk_loss(large)) != before
-    assert not left_alone(gm)
+    assert not skipped_notes(gm)
 
 
 def test_chunks_are_printed_with_their_bytes() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tracing import traced
 
 from zinf_compile.passes import graph_passes, run_passes, verify
-from zinf_compile.passes.graph.node_facts import left_alone
+from zinf_compile.passes.graph.node_facts import skipped_notes
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 
 
@@ -90,7 +90,7 @@ def test_same_numbers(use: str, rows: int) -> None:
         gm = copied(graphs[kind])
         before = results(copied(gm))
         after = tile_matmuls(cut(gm, rows * 4 * torch.Size(shape[1:]).numel()))
-        assert not left_alone(after)
+        assert not skipped_notes(after)
         assert "tile(" in text_of(after)
         for one, other in zip(before, results(after), strict=True):
             if isinstance(one, torch.Tensor):
@@ -104,7 +104,7 @@ def test_an_embedding_tied_to_the_head(tile_bytes: int, rows: int, looked_up: in
     graphs = traced(With(lambda w, i: F.linear(F.embedding(i, w, padding_idx=3), w), 6, 4), words)
     before = results(copied(graphs["joint"]))
     after = tile_matmuls(cut(graphs["joint"], tile_bytes))
-    assert not left_alone(after)
+    assert not skipped_notes(after)
     text = text_of(after)
     assert text.count("gather_rows(w, ") == rows
     assert text.count(" embedding(") == looked_up
@@ -138,7 +138,7 @@ def test_what_is_no_product_stays_and_says_why(case: str) -> None:
     after = tile_matmuls(cut(graph, 2 * 16))
     assert "tile(" not in text_of(after)
     assert text_of(after) == before
-    assert reason in str(left_alone(after))
+    assert reason in str(skipped_notes(after))
 
 
 def test_a_product_with_itself() -> None:
@@ -146,7 +146,7 @@ def test_a_product_with_itself() -> None:
     before = results(copied(graph))
     after = tile_matmuls(cut(graph, 2 * 16))
     assert "mm(t, w)" in text_of(after)
-    assert "takes it more than once, or with another" in str(left_alone(after))
+    assert "takes it more than once, or with another" in str(skipped_notes(after))
     for one, other in zip(before, results(after), strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)

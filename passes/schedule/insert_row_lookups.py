@@ -17,7 +17,7 @@ from zinf_compile.passes.graph.node_facts import hinted_numel, parameters
 aten = torch.ops.aten
 
 
-def look_rows_up(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], bool]) -> fx.GraphModule:
+def insert_row_lookups(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], bool]) -> fx.GraphModule:
     """Replace the lookups in a parameter that the graph uses for nothing else, where it is `chosen`.
 
         before:  y = embedding(w, i)
