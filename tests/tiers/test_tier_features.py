@@ -243,7 +243,6 @@ def test_inference_alone_takes_no_room_for_gradients(away: Compile) -> None:
     pair.each(infer)
     meter = Meter(None)
     meter.read(pair.models[1])
-    gc.collect()  # the account is the process's: gradients of earlier tests' models are in it until they are collected
     ledger = context_of(pair.models[1]).memory.ledger.now()
     assert ledger["grads"] == 0
     for _ in range(2):
