@@ -51,6 +51,9 @@ no_override = torch._C._disabled_torch_function_impl
 rebuild_tensor = torch._utils._rebuild_tensor_v2
 """What pickled tensors name: files with it are loaded by any PyTorch, also with `weights_only=True`."""
 
+without_python_dispatcher = torch._C._DisablePythonDispatcher
+"""Context in which calling an operator lets go of the GIL, as it does outside of tracing; the class has no public name."""
+
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
 """What Dynamo captures `parameter.data = value` as: from 2.15 on as an operator of its own."""
 

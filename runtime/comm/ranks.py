@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zinf_compile._torch import level_group_names
+from zinf_compile._torch import level_group_names, without_python_dispatcher
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.ir.program import digest_of
 
@@ -268,9 +268,13 @@ class Ranks:
         return RuntimeError(f"rank {self.rank} of {self.size} failed while {what}: {error}")
 
     def patiently(self, exchange: Callable[[], object], what: str) -> None:
-        """Call what waits for other ranks; raise `RankMismatchError`, which names `what`, where one doesn't answer."""
+        """Call what waits for other ranks; raise `RankMismatchError`, which names `what`, where one doesn't answer.
+
+        While AOTAutograd traces, PyTorch's Python dispatcher holds the GIL until gloo has taken the exchange; gloo takes it under
+        a lock that its thread may hold while it waits for the GIL, to free the tensors of the exchange before.
+        """
         try:
-            with self._waiting():
+            with self._waiting(), without_python_dispatcher():
                 exchange()
         except (RuntimeError, dist.DistError) as error:
             raise self.failed(what, error) from error

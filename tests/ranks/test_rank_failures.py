@@ -9,6 +9,7 @@ import torch
 from models import Mlp, vectors
 from rank_endings import endings_of
 from rank_failures import errors_of, lone_ending, ordinary_ending
+from rank_traced import exchanges
 from ranks import run_ranks
 from training import BACKEND
 
@@ -115,3 +116,10 @@ def test_several_ranks_without_a_process_group(monkeypatch: pytest.MonkeyPatch) 
         torch.compile(model, backend=BACKEND)(*vectors(0))
     assert type(model.first.weight) is torch.nn.Parameter
     assert torch.equal(model.first.weight, before)
+
+
+def test_ranks_agree_while_a_graph_is_traced() -> None:
+    """Without `without_python_dispatcher` in `Ranks.patiently` they stood still within a few hundred exchanges."""
+    count = 2000
+    own = count * (count - 1) / 2
+    assert run_ranks(exchanges, 2, count) == [[own, own + count]] * 2
