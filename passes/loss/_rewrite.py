@@ -118,6 +118,7 @@ def _replace_readers(
         if reader.node.target in NLL:
             assert picked is not None
             weights, reduction = reader.node.args[2:4]
+            # output 1, the total weight, is read by the backward alone
             for user in [user for user in reader.node.users if user.args[1] == 0]:
                 value = values.nll(picked, weights, reduction)  # type: ignore[arg-type]
                 _replace(user, _in_form_of(insert, user, value), replaced)

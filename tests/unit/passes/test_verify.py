@@ -139,7 +139,7 @@ ILLEGAL = {
         'r = reduce_scatter(x, w); s = swap_in(r, "host", "device"); g = all_gather(s); v = wait(g); release(v)',
         "s swaps r in, which is not a parameter",
     ),
-    "a swap in that leads away": (
+    "a swap in that leads further from the device": (
         's = swap_in(w, "device", "host"); t = swap_in(s, "host", "device"); g = all_gather(t); v = wait(g); release(v)',
         "s moves from device to host, which is no nearer to the device",
     ),
@@ -192,7 +192,7 @@ ILLEGAL = {
         'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); q = swap_out(r, "device", "nvme"); return (o, q)',
         "r is swapped out and used besides",
     ),
-    "a gradient far away read by compute": (
+    "an offloaded gradient read by compute": (
         'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); a = relu(o); return (a,)',
         "a reads o, a reduced gradient, which may only leave the graph",
     ),
