@@ -172,7 +172,7 @@ def limited_frame() -> str | None:
 
 
 def packs_for_recomputation() -> bool:
-    """Say whether torch.utils.checkpoint is packing the tensors that its recomputed forward saves."""
+    """Return whether torch.utils.checkpoint is packing the tensors that its recomputed forward saves."""
     frame = sys._getframe(2)
     return frame is not None and any(
         f is not None and f.f_code.co_name == "pack_hook" and f.f_code.co_filename == checkpoint.__file__
@@ -181,17 +181,17 @@ def packs_for_recomputation() -> bool:
 
 
 def keeps_autograd_graph() -> bool:
-    """Say whether the running backward may run again (`retain_graph=True`); True outside of one. It has no public name."""
+    """Return whether the running backward may run again (`retain_graph=True`); True outside of one. It has no public name."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def inside_ddp() -> bool:
-    """Say whether a DistributedDataParallel module's forward is running."""
+    """Return whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def is_first_variant() -> bool:
-    """Say whether this is the function's first compilation by Dynamo, not a recompilation for other inputs."""
+    """Return whether this is the function's first compilation by Dynamo, not a recompilation for other inputs."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and compile_id.frame_compile_id == 0
 
@@ -228,7 +228,7 @@ def aot_settings(*, backward_ahead: bool) -> Iterator[None]:
 
 
 def is_buffer(placeholder: torch.fx.Node) -> bool:
-    """Say whether an input of a Dynamo graph is a buffer of a module."""
+    """Return whether an input of a Dynamo graph is a buffer of a module."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return "_buffers['" in str(name() if callable(name) else name)
@@ -309,7 +309,7 @@ def inductor_processes() -> int:
 
 
 def caches_compiled_regions() -> bool:
-    """Say whether Inductor's caches on disk are enabled."""
+    """Return whether Inductor's caches on disk are enabled."""
     from torch._inductor import config as inductor_config  # noqa: PLC0415
 
     return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
@@ -353,7 +353,7 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Say whether `torch.compile` was called on the model or on a module of it, in place or not.
+    """Return whether `torch.compile` was called on the model or on a module of it, in place or not.
 
     Neither leaves a public trace: `Module.compile` a compiled `_call_impl`, `torch.compile(module)` a wrapper with `_orig_mod`.
     """
