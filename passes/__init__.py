@@ -96,8 +96,8 @@ def graph_passes(
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
-    `params` are the tiers that a shard passes on its way to the device, `grads` those that a gradient passes from it; both are
-    empty for states on the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
+    `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
+    the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
     gathered units, and for gathered units together with those being swapped in.
     """
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)

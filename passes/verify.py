@@ -181,7 +181,7 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
         previous = latest.get(kind)
         if previous is not None and group_of(previous) == group:
             if previous is not node.prev:
-                broken.append(f"{node.name} stands apart from its group {group}")
+                broken.append(f"{node.name} isn't adjacent to the others of its group {group}")
             if is_collective(node) and wire_type(previous) != wire_type(node):
                 broken.append(f"{node.name} is of {wire_type(node)}, others of its group {group} aren't")
         elif (kind, group) in closed:

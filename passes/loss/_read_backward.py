@@ -31,7 +31,7 @@ class Backward:
     """The product that computes the gradient of the head's input; None if that isn't wanted."""
     weight: fx.Node | None = None
     transposed: bool = False
-    """Whether `weight` computes the transposed gradient, one column per class."""
+    """True if `weight` computes the transposed gradient, with one column per class."""
     bias: fx.Node | None = None
 
 

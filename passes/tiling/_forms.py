@@ -53,13 +53,13 @@ class Form:
                 dims_ = tuple(self.dims[position] for position in order)
                 return dataclasses.replace(self, dims=dims_, chain=chain)
             case aten.select.int, (int() as dim, int() as index) if rank > 2:
-                taken = self.dims[dim % rank]
-                first, last = next(((a, b) for d, a, b in self.windows if d == taken), (0, self.slot.shape[taken]))
+                selected = self.dims[dim % rank]
+                first, last = next(((a, b) for d, a, b in self.windows if d == selected), (0, self.slot.shape[selected]))
                 return dataclasses.replace(
                     self,
-                    dims=tuple(d for d in self.dims if d != taken),
-                    fixed=(*self.fixed, (taken, first + index % (last - first))),
-                    windows=tuple(window for window in self.windows if window[0] != taken),
+                    dims=tuple(d for d in self.dims if d != selected),
+                    fixed=(*self.fixed, (selected, first + index % (last - first))),
+                    windows=tuple(window for window in self.windows if window[0] != selected),
                     chain=chain,
                 )
             case aten.slice.Tensor, (int() as dim, int() as start, int() as end) if start >= 0:
@@ -93,8 +93,8 @@ class Form:
             args: tuple[Any, ...] = (node, *step.args[1:])
             if step.target is aten.select.int:
                 (dim,) = integers(step.args[1:2])
-                taken = dims.pop(dim % len(dims))
-                args = (node, dim, dict(self.fixed)[taken] - box[taken][0])
+                selected = dims.pop(dim % len(dims))
+                args = (node, dim, dict(self.fixed)[selected] - box[selected][0])
             elif step.target in MOVES:
                 before = Form(self.unit, self.slot, tuple(dims)).step(step)
                 assert before is not None, "steps of a chain have a form"

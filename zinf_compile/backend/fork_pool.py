@@ -93,7 +93,7 @@ def _become_worker(jobs: Sequence[Job]) -> None:
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()  # returns only if the parent was killed: a parent that lives kills its workers
+    parent.join()  # returns only if the parent was killed: otherwise the parent kills its workers
     os._exit(1)
 
 

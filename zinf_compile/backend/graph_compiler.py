@@ -106,7 +106,7 @@ class GraphCompiler:
         self._together = False
         """True if several ranks exchange sizes to decide which losses are chunked."""
         self.unified = True
-        """Whether the device is host memory."""
+        """True if the device is host memory."""
         self._binder: Binder | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
@@ -355,7 +355,7 @@ def _reject_wrappers() -> None:
 
 def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients by itself: "
+        f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
         "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "
         "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
         "zinf_compile.hf.adopt(accelerator) right after making theirs"

@@ -133,10 +133,10 @@ class MemoryModel:
 
     def _on_their_way(self, gradients: int) -> int:
         """Return the bytes of full gradients in transfer: with several ranks and tiers also of their shards."""
-        away = _gradients_leave(self.placement, unified=self.unified)
+        offloaded = _gradients_leave(self.placement, unified=self.unified)
         if self.size == 1:
-            return gradients if away else 0
-        return math.ceil(gradients * (1 + 1 / self.size)) if away else gradients
+            return gradients if offloaded else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if offloaded else gradients
 
 
 def model_memory(

@@ -108,11 +108,11 @@ ILLEGAL = {
     ),
     "a group torn apart": (
         "g = all_gather(w, 0); v = wait(g); h = all_gather(u, 0); f = wait(h); release(v); release(f)",
-        "h stands apart from its group 0",
+        "h isn't adjacent to the others of its group 0",
     ),
     "reductions of one group torn apart": (
         "r = reduce_scatter(x, w, 0); a = relu(x); s = reduce_scatter(a, u, 0)",
-        "s stands apart from its group 0",
+        "s isn't adjacent to the others of its group 0",
     ),
     "a group of two types": (
         "g = all_gather(w, 0); h = all_gather(u, 0, dtype=torch.bfloat16); v = wait(g); f = wait(h); release(v); release(f)",
@@ -199,7 +199,7 @@ ILLEGAL = {
     "swaps of one group torn apart": (
         's = swap_in(w, "nvme", "device", 0); a = relu(x); t = swap_in(u, "nvme", "device", 0)\n'
         "g = all_gather(s, 0); h = all_gather(t, 0); v = wait(g); f = wait(h); release(v); release(f)",
-        "t stands apart from its group 0",
+        "t isn't adjacent to the others of its group 0",
     ),
 }
 
