@@ -1,4 +1,4 @@
-"""Rules of a legal schedule. `run_passes` checks them; imports nothing from the passes that make schedules."""
+"""Rules of a legal schedule. `run_passes` and the backend check them; imports nothing from the passes that make schedules."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class UnsupportedModelError(ZinfError, ValueError):
 
 
 class CheckpointError(ZinfError, ValueError):
-    """A checkpoint lacks tensors of the model, or is damaged; the message names every such tensor."""
+    """A checkpoint doesn't fit the model, or is damaged; the message names every tensor concerned."""
 
 
 class CompilationError(ZinfError, RuntimeError):
