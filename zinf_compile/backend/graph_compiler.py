@@ -104,9 +104,9 @@ class GraphCompiler:
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
         self._together = False
-        """True if several ranks exchange sizes to decide which losses are chunked."""
+        """Whether several ranks decide together which losses are chunked."""
         self.unified = True
-        """True if the device is host memory."""
+        """Whether the device is host memory."""
         self._binder: Binder | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""

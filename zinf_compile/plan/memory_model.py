@@ -47,11 +47,11 @@ class Passing:
     on_host: float
     """Host bytes per byte of a prefetched full unit."""
     least: Sides
-    """Peak of the sum."""
+    """All that passes at once."""
     unified: bool
 
     def with_plan(self, plan: GraphPlan) -> Sides:
-        """Return the peak if the graph runs ahead as planned."""
+        """Return what passes at once where the graph runs ahead."""
         return Sides(
             self.least.device + math.ceil(plan.ahead * self.on_device) + plan.reduced + (plan.staging if self.unified else 0),
             self.least.host + math.ceil(plan.ahead * self.on_host) + plan.staging,
@@ -60,7 +60,7 @@ class Passing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Memory of one of `size` ranks for some parameters, in bytes. `unified`: the device is host memory."""
+    """What one of `size` ranks holds for some parameters, in bytes. `unified`: host memory is the device."""
 
     placement: Placement
     size: int
@@ -98,11 +98,11 @@ class MemoryModel:
         return self.stays.plus(Sides(whole, 0) if self.unified else Sides(0, whole))
 
     def passing(self, graph: GraphMemory) -> Passing:
-        """Return the transient memory of a graph with these needs."""
+        """Return what passes through memory while a graph with these needs runs."""
         size, swapped = self.size, Topology(self.unified).is_away(self.placement.params)
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
-        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard is freed after its gather
+        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard stays until it is gathered
         on_host = 0.0 if self.placement.params.in_memory or self.unified else 1 / size
         cast = graph.cast if swapped and size == 1 else 0
         moves = size > 1 or swapped
@@ -132,11 +132,11 @@ class MemoryModel:
         )
 
     def _on_their_way(self, gradients: int) -> int:
-        """Return the bytes of full gradients in transfer: with several ranks and tiers also of their shards."""
-        offloaded = _gradients_leave(self.placement, unified=self.unified)
+        """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
+        away = _gradients_leave(self.placement, unified=self.unified)
         if self.size == 1:
-            return gradients if offloaded else 0
-        return math.ceil(gradients * (1 + 1 / self.size)) if offloaded else gradients
+            return gradients if away else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if away else gradients
 
 
 def model_memory(
@@ -174,7 +174,7 @@ def model_memory(
 
 
 def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], *, unified: bool) -> Sides:
-    """Sum the memory of shards, each given as (tier, elements, data type). Shards on a drive take none."""
+    """Add up shards that stay in memory, each the tier where it lives, its elements and their type; none on a drive does."""
     topology, sides = Topology(unified), {Tier.DEVICE: 0, Tier.HOST: 0}
     for tier, numel, dtype in parts:
         if (side := topology.side(tier)) is not None:
@@ -225,7 +225,7 @@ def _gradients_leave(placement: Placement, *, unified: bool) -> bool:
 
 
 def _passing_gradients(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool) -> Mapping[str, int]:
-    """Return the memory of gradients that leave the device or are read back, by field of `MemoryModel`."""
+    """Return what gradients take that leave the device or are read back, by field of `MemoryModel`."""
     trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
     if not _gradients_leave(placement, unified=unified):
         trained = []
