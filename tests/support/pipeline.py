@@ -106,8 +106,8 @@ def apply(gm: fx.GraphModule, passes: Any, *, complete: bool) -> None:
 
 
 def _calls(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
-    """Return all that decides what a run of the graph computes: its nodes in order, each with its function and arguments."""
-    return [(node, node.target, node.args, node.kwargs) for node in gm.graph.nodes]
+    """Return all that decides what a run of the graph computes: its nodes in order, their functions, arguments and types."""
+    return [(node, node.target, node.args, node.kwargs, id(node.meta.get("val"))) for node in gm.graph.nodes]
 
 
 def assert_every_prefix(graphs: dict[str, fx.GraphModule], name: str) -> None:
