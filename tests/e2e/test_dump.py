@@ -33,7 +33,7 @@ from zinf_compile.runtime.system import host_limits
 OPTIONS = {"bucket": "4KiB", "compute": "fx"}
 
 
-@pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compute", ["fx", more("inductor")])
 def test_dump_has_the_schedule_of_a_real_run_on_one_rank(compute: str) -> None:
     options = OPTIONS | {"compute": compute}
     dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=options))

@@ -52,8 +52,10 @@ def test_what_is_on_its_way_is_bounded_by_the_tile() -> None:
     assert rows_on_their_way(slot) == (2 * 4 + 16) * 8 * 4
 
 
-def test_one_process(tmp_path: Path) -> None:
-    assert look_up_anywhere(0, 1, str(tmp_path)) == 5 * 5 * len(SHAPES)
+@pytest.mark.parametrize("every", [False, more(True)])
+def test_one_process(every: bool, tmp_path: Path) -> None:
+    looked_up = 5 * 5 * len(SHAPES)
+    assert look_up_anywhere(0, 1, str(tmp_path), every=every) == (looked_up if every else looked_up // 2)
 
 
 @pytest.mark.slow

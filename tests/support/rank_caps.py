@@ -15,7 +15,7 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.units import pieces
 
-OPTIONS = {"compute": "fx", "master": "float32", "tile": 128, "bucket": 512, "timeout_s": 20}
+OPTIONS = {"compute": "fx", "master": "float32", "tile": 256, "bucket": 512, "timeout_s": 20}
 EXTRA = 1 << 13
 
 

@@ -73,8 +73,16 @@ def test_a_chunk_has_memory_for_what_is_brought_to_be_updated() -> None:
     assert model(slots, optimizer="nvme", update="device").chunk == Sides(2 * page, 2 * page)
 
 
-@given(st.lists(st.integers(0, 5 * PIECE_ALIGN), max_size=12), st.integers(1, 4 * PIECE_ALIGN))
-def test_no_chunk_is_larger_than_counted(shards: list[int], piece_numel: int) -> None:
+@st.composite
+def shards_and_pieces(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Draw elements of shards and of a piece; a shard has no more than some hundred pieces."""
+    piece_numel = draw(st.integers(1, 4 * PIECE_ALIGN))
+    return draw(st.lists(st.integers(0, min(5 * PIECE_ALIGN, 200 * piece_numel)), max_size=12)), piece_numel
+
+
+@given(shards_and_pieces())
+def test_no_chunk_is_larger_than_counted(drawn: tuple[list[int], int]) -> None:
+    shards, piece_numel = drawn
     for chunk in cut_chunks(shards, piece_numel=piece_numel):
         assert chunk_end(chunk) <= chunk_numel(shards, piece_numel)
 
