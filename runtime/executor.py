@@ -12,10 +12,10 @@ from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
-from zinf_compile.runtime.transfer.swap import SwapHandle, swap_in, swap_out
-from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.swap import SwapHandle, swap_in, swap_out
+from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context

@@ -1,12 +1,12 @@
-"""What a register holds while a transfer is under way; `SwapHandle` stands with the hop that makes it, in `transfer.swap`."""
+"""What a register holds while a transfer is under way; `SwapHandle` stands with the hop that makes it, in `units.swap`."""
 
 from __future__ import annotations
 
 import torch
 
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context

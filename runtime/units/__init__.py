@@ -17,6 +17,8 @@ shard_layout — How a unit lies in memory, and how it is cut into the spans of 
 shard_values — This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them
     piece by piece.
 steps_taken — The optimizer steps that units went through: noted at each step, added up where ranks compare them.
+swap — One hop of a unit's shard towards its device, or of a gradient's away from it.
+tiled_gradient — The gradient of a unit that is computed, reduced and taken away tile by tile.
 twin — A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, nothing is sent.
 unit — A partitioned parameter, as the runtime knows it: this rank's shard, how to make it whole, and its tiles.
 whole — A unit's shards to its flat whole and back, in one call on the lane of gathers. Collective operations.

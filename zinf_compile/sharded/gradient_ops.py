@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import offload
+from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .call_names import call_name

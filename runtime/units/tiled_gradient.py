@@ -9,12 +9,12 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.backing import HostBacking
-from zinf_compile.runtime.units.nvme_shards import All
-from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from zinf_compile.runtime.units.unit import Tile, Unit
 
+from .backing import HostBacking
+from .nvme_shards import All
+from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from .swap import copy_out, swap_out, write_out
+from .unit import Tile, Unit
 
 MOST_LEAVING = 2
 """Tiles' shards on their way from the device, of one unit."""

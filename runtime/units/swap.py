@@ -1,4 +1,4 @@
-"""One hop of a shard towards its device, or of a gradient's away from it."""
+"""One hop of a unit's shard towards its device, or of a gradient's away from it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
-from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.transfer.move import Location, Route, move
 
-from .move import Location, Route, move
+from .backing import HostBacking, ShardBacking
+from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
+from .unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
