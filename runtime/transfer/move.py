@@ -1,26 +1,38 @@
-"""One hop of a shard between two tiers, and the hops of a piece between where it lives and where it is updated."""
+"""One hop of a shard between two tiers, and the hops of a piece between where it lives and where it is updated.
+
+Called by units, the optimizer's chunks and the loading of values; knows tensors and places, no unit and no schedule.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.ir.tiers import Tier, step_buffers
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
-from zinf_compile.runtime.lanes.lanes import Lane, Pending
+from zinf_compile.runtime.lanes.lanes import Done, Lane, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.context import Context
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a piece of a state lives between two steps: in memory (`tensor`), or on a drive."""
+    """Where a shard, or a piece of one, is: in memory (`tensor`), or on a drive, read to and written from host memory."""
 
     tensor: torch.Tensor | None = None
     on_device: bool = True
     read: Callable[[torch.Tensor], Pending] | None = None
     write: Callable[[torch.Tensor], Pending] | None = None
+
+
+def on_host(tensor: torch.Tensor) -> Location:
+    """Return the location of host memory."""
+    return Location(tensor, on_device=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +45,29 @@ class StagingBuffers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """What a hop goes by: the link to the device, and the lane on which what has to wait for something goes on to a drive."""
+    """The link to the device, and the lane on which a write to a drive waits for what comes before it."""
 
     link: DeviceLink
     submit: Callable[[Callable[[], None]], Pending]
+
+
+def route_of(context: Context) -> Route:
+    """Return the route of a rank's shards and gradients: on the lane of swaps."""
+    return Route(context.bridge, lambda job: context.lanes.start(context.lanes.swap, job))
 
 
 def move(src: Location, dst: Location, *, by: Route, after: Pending | None = None, room: InflightLimit | None = None) -> Pending:
     """Start one hop of a shard, or of a piece of one, once `after` is over; return what to wait for.
 
     Between host memory and the device's own, or between host memory and a drive; never both. The source stays as it is until
-    then. `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
+    then. Within one memory the copy is made before `move` returns, and none is where both ends are the same.
+
+    `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
     """
     source = src.tensor if src.tensor is not None else dst.tensor
     assert source is not None, "one end is memory"
+    if src.tensor is not None and dst.tensor is not None and not crosses(src, dst, by.link):
+        return _copy(src.tensor, dst.tensor, after)
     size = source.nbytes
     if room is not None:
         room.acquire(size)
@@ -68,6 +89,19 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
             room.release(size)
         raise
     return copying
+
+
+def crosses(src: Location, dst: Location, link: DeviceLink) -> bool:
+    """Say whether two locations in memory are on two sides of the link."""
+    return src.on_device != dst.on_device and link.topology.host_apart
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+    if after is not None:
+        after.wait()
+    if source.data_ptr() != into.data_ptr():
+        into.copy_(source)
+    return Done()
 
 
 class _Write:
@@ -113,22 +147,27 @@ class UpdateRoute:
         """On which what was copied from the device goes on to a drive."""
         self._by = Route(link, self._submit)
 
+    @property
+    def device_apart(self) -> bool:
+        """Whether pieces are updated in the memory of a device that has its own."""
+        return self.update_on_device and self.link.topology.host_apart
+
     def needs(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
-        return step_buffers(tier, unified=self.link.unified, update_on_device=self.update_on_device)
+        return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
     def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
-            if self.link.unified or place.on_device == self.update_on_device:
+            if not crosses(place, self._updated, self.link):
                 return place.tensor, None
             room = rooms.device if self.update_on_device else rooms.host
             assert room is not None
             return room, move(place, Location(room, on_device=self.update_on_device), by=self._by)
         assert rooms.host is not None
-        host = Location(rooms.host, on_device=False)
+        host = on_host(rooms.host)
         reading = move(place, host, by=self._by)
-        if self.link.unified or not self.update_on_device:
+        if not self.device_apart:
             return rooms.host, reading
         assert rooms.device is not None
         return rooms.device, move(host, Location(rooms.device), by=self._by, after=reading)
@@ -137,17 +176,18 @@ class UpdateRoute:
         """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
         source = Location(piece, on_device=self.update_on_device)
         if place.tensor is not None:
-            if piece.data_ptr() == place.tensor.data_ptr():
-                return None
-            if self.link.unified or place.on_device == self.update_on_device:
-                place.tensor.copy_(piece)
-                return None
-            return move(source, place, by=self._by)
-        if self.link.unified or not self.update_on_device:
+            pending = move(source, place, by=self._by)
+            return pending if crosses(source, place, self.link) else None
+        if not self.device_apart:
             return move(source, place, by=self._by)
         assert rooms.host is not None
-        host = Location(rooms.host, on_device=False)
+        host = on_host(rooms.host)
         return move(host, place, by=self._by, after=move(source, host, by=self._by))
+
+    @property
+    def _updated(self) -> Location:
+        """The side on which pieces are updated."""
+        return Location(on_device=self.update_on_device)
 
     def _submit(self, job: Callable[[], None]) -> Pending:
         assert self._lane is not None, "who keeps pieces says on which lane"

@@ -15,8 +15,8 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
-from .backing import NvmeBacking
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def fetch(unit: Unit) -> torch.Tensor:
     Raises `BudgetError` where that exceeds a cap, `StepFailedError` where the step failed that was to update it.
     """
     context = unit.context
-    if not context.bridge.unified:
+    if context.bridge.topology.host_apart:
         if unit.resident is None:
             _reserve(unit, context.memory.host_ledger)
         _reserve(unit, context.memory.ledger)
@@ -46,13 +46,13 @@ def fetch(unit: Unit) -> torch.Tensor:
 def fetch_to_host(unit: Unit) -> torch.Tensor:
     """Return the value flat in host memory, to be read and dropped: its backing, where that is host memory. Raises as `fetch`."""
     context = unit.context
-    if context.bridge.unified:
+    if not context.bridge.topology.host_apart:
         return fetch(unit)
     if unit.resident is not None:
         return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
     _reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-    unit.read(host).wait()
+    move(unit.location(), on_host(host), by=route_of(context)).wait()
     return host
 
 
@@ -75,7 +75,7 @@ class PinnedValue:
         self._unit, self._version = unit, _version(unit)
         context, backing = unit.context, unit.backing
         value = fetch(unit)
-        if isinstance(backing, NvmeBacking) and context.bridge.unified:
+        if backing is not None and context.bridge.topology.reads_at_once(backing.tier):
             beside = max(largest_bytes(context), context.memory.reservations.passing)
             if not context.memory.has_room(context.memory.ledger, beside):
                 value = map_copy(value, unit.placement.nvme[0])

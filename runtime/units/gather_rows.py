@@ -10,6 +10,7 @@ import torch
 from zinf_compile.ir.row_rounds import Round, rounds_of_rows
 from zinf_compile.runtime.lanes.lanes import wait_for_all
 from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import NvmeBacking
 
@@ -145,7 +146,7 @@ class _Round:
         if not blocks:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
-        if not context.bridge.unified:
+        if context.bridge.topology.host_apart:
             return context.memory.staged_buffer(size, unit.dtype), blocks
         context.memory.make_room(context.memory.ledger, unit.format.bytes(size))
         buffer = context.bridge.host_buffer(size, unit.dtype)
@@ -163,7 +164,8 @@ class _Round:
             for first, last in blocks:
                 inside = max(first - shift, start), min(last - shift, end)
                 if range(*self._rows_within(ids, inside)):
-                    reads.append(backing.read_block(first, buffer[first - base : last - base]))
+                    part = on_host(buffer[first - base : last - base])
+                    reads.append(move(backing.block(first), part, by=route_of(self._context)))
         finally:
             wait_for_all(read.wait for read in reads)
         return buffer[start + shift - base : end + shift - base]
@@ -182,8 +184,8 @@ class _Round:
         body = whole.index_select(0, (ids[lo:hi] - first).to(own.device)).view(-1)
         picked = torch.cat([*edges[0], body, *edges[1]]) if edges[0] or edges[1] else body
         if picked.device != self._unit.device:
-            self._context.lanes.meter.moved("host to device", picked.nbytes)
-            picked = picked.to(self._unit.device)
+            host, picked = picked, self._context.bridge.device_buffer(picked.numel(), picked.dtype)
+            move(on_host(host), Location(picked), by=route_of(self._context)).wait()
         self._context.memory.ledger.track("gathered", picked)
         return picked
 

@@ -82,22 +82,12 @@ class NvmeShards:
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 
     def read(self, index: int, into: torch.Tensor, start: int = 0) -> Pending:
-        """Start to read a shard into host memory of its size, or of one between two of its cuts, which begins at `start`."""
+        """Start to read a shard into host memory of its size, or the pieces of it that begin at `start`."""
         return self._all(index, into, start, write=False)
 
     def write(self, index: int, source: torch.Tensor, start: int = 0) -> Pending:
-        """Start to write a shard from host memory, or what of it begins at `start`."""
+        """Start to write a shard from host memory, or the pieces of it that begin at `start`."""
         return self._all(index, source, start, write=True)
-
-    def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
-        """Start to read the piece that begins at element `start`."""
-        reading = self.store.read(self._key(index, self._number(index, start)), into)
-        return self._meter.follow(READ, into.nbytes, reading)
-
-    def write_piece(self, index: int, start: int, source: torch.Tensor) -> Pending:
-        """Start to write the piece that begins at element `start`."""
-        writing = self.store.write(self._key(index, self._number(index, start)), source)
-        return self._meter.follow(WRITTEN, source.nbytes, writing)
 
     def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
@@ -119,17 +109,16 @@ class NvmeShards:
         transfer = self.store.write if write else self.store.read
         parts: list[Pending] = []
         try:
-            for piece, (start, end) in enumerate(self._pieces[index]):
-                if offset <= start < offset + flat.numel():
-                    parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
+            first = bisect.bisect_left(self._pieces[index], (offset, offset))
+            for piece, (start, end) in enumerate(self._pieces[index][first:], first):
+                if start >= offset + flat.numel():
+                    break
+                parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
         except BaseException:
             All(parts).wait()
             raise
         whole = parts[0] if len(parts) == 1 else All(parts)
         return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole)
-
-    def _number(self, index: int, start: int) -> int:
-        return bisect.bisect_left(self._pieces[index], (start, start))
 
     def _key(self, index: int, piece: int) -> str:
         part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""

@@ -10,6 +10,7 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
@@ -60,7 +61,8 @@ class OffloadedGradient:
         context, size = self.unit.context, format_of(self.dtype).bytes(self.numel)
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.wait_written()
-            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)
+            buffer = context.memory.staged_buffer(self.numel, self.dtype)
+            self._reading = buffer, self._read(buffer, 0)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -78,7 +80,7 @@ class OffloadedGradient:
         self._reading = None
         self.spoiled = ""
         self._changes.clear()
-        self.backing.write(shard).wait()
+        self._write(shard, 0)
         self.version += 1
 
     def load_part(self, tile: Tile) -> torch.Tensor:
@@ -93,18 +95,26 @@ class OffloadedGradient:
         if resident is not None:
             return resident[start:end]
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        self.backing.read(buffer, start).wait()
+        self._read(buffer, start).wait()
         self.apply(buffer)
         return buffer
 
     def store_part(self, tile: Tile, part: torch.Tensor) -> None:
         """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
-        self.backing.write(part, tile.span.place).wait()
+        self._write(part, tile.span.place)
 
     def stored(self) -> None:
         """All parts were replaced."""
         self._changes.clear()
         self.version += 1
+
+    def _read(self, into: torch.Tensor, start: int) -> Pending:
+        place = self.backing.location(start, start + into.numel())
+        return move(place, on_host(into), by=route_of(self.unit.context))
+
+    def _write(self, source: torch.Tensor, start: int) -> None:
+        place = self.backing.location(start, start + source.numel())
+        move(on_host(source), place, by=route_of(self.unit.context)).wait()
 
     def change(self, change: InPlace) -> None:
         """Note a change; where the shard is in host memory, make it."""

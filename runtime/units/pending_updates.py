@@ -107,7 +107,7 @@ class Updates(Generic[U]):
             kept = [span for span in spans if span not in landing.missing]
         if not landing.missing:
             return unit.backing.read(into, first)
-        return All([*(unit.backing.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
+        return All([*(unit.backing.read(into[start - first : end - first], start) for start, end in kept), landing])
 
     def wait(self, unit: U | None = None) -> None:
         """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from zinf_compile.errors import StepFailedError
-from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from . import pieces
 from .backing import ShardBacking
@@ -98,15 +99,16 @@ class DeviceShard(_Counted):
         return self.shard
 
     def fetch(self, start: int, end: int) -> Fetch:
-        """See `ShardValues.fetch`."""
-        return self.shard[start:end].cpu
+        """See `ShardValues.fetch`; memory of the CPU is changed where it is, also that of a simulated device."""
+        piece = self.shard[start:end]
+        if piece.device.type == "cpu":
+            return lambda: piece
+        return _brought(self.unit, Location(piece), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         place = self.shard[start : start + piece.numel()]
-        if place.data_ptr() != piece.data_ptr():
-            place.copy_(piece)
-        return Done()
+        return move(Location(piece, on_device=place.device.type == "cpu"), Location(place), by=route_of(self.unit.context))
 
 
 class BackedShard(_Counted):
@@ -122,18 +124,11 @@ class BackedShard(_Counted):
         if self.backing.resident is not None:
             piece = self.backing.resident[start:end]
             return lambda: piece
-        buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        reading = self.backing.read(buffer, start)
-
-        def arrive() -> torch.Tensor:
-            reading.wait()
-            return buffer
-
-        return arrive
+        return _brought(self.unit, self.backing.location(start, end), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        return self.backing.write(piece, start)
+        return _kept(self.unit, piece, self.backing, start)
 
 
 class ParameterShard:
@@ -164,7 +159,9 @@ class ParameterShard:
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         backing = self.unit.backing
-        return DeviceShard(self.unit, self.unit.shard).write(start, piece) if backing is None else backing.write(piece, start)
+        if backing is None:
+            return DeviceShard(self.unit, self.unit.shard).write(start, piece)
+        return _kept(self.unit, piece, backing, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
@@ -199,7 +196,7 @@ class OffloadedGradientShard(_Counted):
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         self.unit.wait_updated()  # a step may still have to read the old one
-        return self._away.backing.write(piece, start)
+        return _kept(self.unit, piece, self._away.backing, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
@@ -213,6 +210,23 @@ class OffloadedGradientShard(_Counted):
         """See `ShardValues.changed`."""
         super().changed(operator)
         self._away.stored()
+
+
+def _brought(unit: Unit, source: Location, numel: int, dtype: torch.dtype) -> Fetch:
+    """Start to bring elements to host memory of their own."""
+    buffer = unit.context.memory.staged_buffer(numel, dtype)
+    reading = move(source, on_host(buffer), by=route_of(unit.context))
+
+    def arrive() -> torch.Tensor:
+        reading.wait()
+        return buffer
+
+    return arrive
+
+
+def _kept(unit: Unit, piece: torch.Tensor, backing: ShardBacking, start: int) -> Pending:
+    """Start to keep a piece of host memory from element `start` of a backing on."""
+    return move(on_host(piece), backing.location(start, start + piece.numel()), by=route_of(unit.context))
 
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.transfer.move import Location, Route, move
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import HostBacking, ShardBacking
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
@@ -44,14 +44,14 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
             context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
             host = bridge.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
-        return SwapHandle(unit, host, move(Location(read=unit.read), Location(host, on_device=False), by=_route(context)))
+        return SwapHandle(unit, host, move(unit.location(), on_host(host), by=route_of(context)))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
     device = bridge.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
-    return SwapHandle(unit, device, move(Location(source, on_device=False), Location(device), by=_route(context), after=after))
+    return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
 
 
 def swap_out(
@@ -71,7 +71,7 @@ def swap_out(
         if stays:
             away.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
-            away.arrive(move(Location(shard), Location(host, on_device=False), by=_route(context), after=reduction))
+            away.arrive(move(Location(shard), on_host(host), by=route_of(context), after=reduction))
         return away, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_pool is None:  # its tier is the host
@@ -86,8 +86,7 @@ def swap_out(
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
     """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
     with context.lanes.meter.waiting():
-        source, target = Location(shard), Location(host, on_device=False)
-        return move(source, target, by=_route(context), after=reduction, room=context.memory.inflight_gradients)
+        return move(Location(shard), on_host(host), by=route_of(context), after=reduction, room=context.memory.inflight_gradients)
 
 
 def write_out(
@@ -100,13 +99,8 @@ def write_out(
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Written(shard), host_memory
     with context.lanes.meter.waiting():
-        place = Location(write=lambda source: backing.write(source, start))
-        room = context.memory.inflight_gradients
-        return move(Location(shard, on_device=False), place, by=_route(context), after=before, room=room)
-
-
-def _route(context: Context) -> Route:
-    return Route(context.bridge, lambda job: context.lanes.start(context.lanes.swap, job))
+        place, room = backing.location(start, start + shard.numel()), context.memory.inflight_gradients
+        return move(on_host(shard), place, by=route_of(context), after=before, room=room)
 
 
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:

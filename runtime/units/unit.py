@@ -16,8 +16,9 @@ from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
-from .backing import ShardBacking
+from .backing import NvmeBacking, ShardBacking
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
@@ -165,23 +166,29 @@ class Unit(DenseLayout):
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
         self.check_whole()
-        assert self.backing is not None, "what is on the device needs no reading"
+        assert isinstance(self.backing, NvmeBacking), "what is in memory needs no reading"
         return self.backing.read(into, start) if self.updates is None else self.updates.read(self, into, start)
+
+    def location(self) -> Location:
+        """Return where the shard is, as it is after its last step."""
+        if self.backing is None:
+            return Location(self.shard)
+        return Location(read=self.read) if self.resident is None else on_host(self.resident)
 
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy of what is elsewhere."""
         self.check_whole()
         if self.backing is None:
             return self.shard
-        bridge = self.context.bridge
-        host = self.backing.resident
+        link, by = self.context.bridge, route_of(self.context)
+        host = self.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
-            self.read(host).wait()
-        if bridge.unified:
+            move(self.location(), on_host(host), by=by).wait()
+        if not link.topology.host_apart:
             return host
-        shard = bridge.device_buffer(self.shard_numel, self.dtype)
-        bridge.to_device(host, shard, None).wait()
+        shard = link.device_buffer(self.shard_numel, self.dtype)
+        move(on_host(host), Location(shard), by=by).wait()
         return shard
 
     def blank(self) -> torch.Tensor:
@@ -199,13 +206,16 @@ class Unit(DenseLayout):
             return Done()
         if self.updates is not None:
             self.updates.replace(self)
-        bridge = self.context.bridge
-        if not bridge.unified:
-            host = self.backing.resident
-            host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
-            bridge.to_host(shard, host, None).wait()
-            shard = host
-        return self.backing.write(shard)
+        link, by = self.context.bridge, route_of(self.context)
+        place, source = self.backing.location(0, self.shard_numel), Location(shard)
+        if place.tensor is None and link.topology.host_apart:
+            host = on_host(link.host_buffer(self.shard_numel, self.dtype))
+            move(source, host, by=by).wait()
+            source = host
+        moving = move(source, place, by=by)
+        if crosses(source, place, link):
+            moving.wait()
+        return moving
 
     @property
     def valid(self) -> int:
@@ -357,6 +367,12 @@ class Tile(DenseLayout):
     def read(self, into: torch.Tensor) -> Pending:
         """See `Unit.read`."""
         return self.unit.read(into, self.span.place)
+
+    def location(self) -> Location:
+        """See `Unit.location`."""
+        if self.backing is None:
+            return Location(self.shard)
+        return Location(read=self.read) if self.resident is None else on_host(self.resident)
 
     def forget_whole(self) -> None:
         """Drop the tensor that `whole` returned."""

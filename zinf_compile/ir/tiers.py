@@ -72,6 +72,11 @@ class Topology:
 
     unified: bool
 
+    @property
+    def host_apart(self) -> bool:
+        """Whether host memory lies beside a device that has memory of its own: shards are copied between the two."""
+        return not self.unified
+
     def hops(self, tier: Tier) -> tuple[Tier, ...]:
         """Return the tiers that a shard passes on its way to the device, both ends included; none where it is there."""
         if tier.in_memory:
@@ -91,6 +96,11 @@ class Topology:
     def reads_at_once(self, tier: Tier) -> bool:
         """Say whether one hop from a drive ends on the device."""
         return not tier.in_memory and self.unified
+
+    def step_buffers(self, tier: Tier, *, update_on_device: bool) -> tuple[bool, bool]:
+        """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
+        host = not tier.in_memory or (self.host_apart and tier == Tier.DEVICE and not update_on_device)
+        return host, self.host_apart and tier != Tier.DEVICE and update_on_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,9 +165,3 @@ class Placement:
 
 ON_DEVICE = Placement()
 """All on the device."""
-
-
-def step_buffers(tier: Tier, *, unified: bool, update_on_device: bool) -> tuple[bool, bool]:
-    """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
-    host = not tier.in_memory or (not unified and tier == Tier.DEVICE and not update_on_device)
-    return host, not unified and tier != Tier.DEVICE and update_on_device

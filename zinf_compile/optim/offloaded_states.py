@@ -22,7 +22,6 @@ from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
-from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
@@ -270,12 +269,10 @@ class OffloadedStates:
         if name == VALUE:
             if unit.backing is None:
                 return Location(unit.shard[start:end])
-            return _location_in(unit.backing, start, end)
+            return unit.backing.location(start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
-            return (
-                Location(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
-            )
+            return Location(grad.local().view(-1)[start:end]) if grad.away is None else grad.away.backing.location(start, end)
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
@@ -346,16 +343,6 @@ def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> b
     """
     on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
     return on_drives and (unified or not placement.update_on_device)
-
-
-def _location_in(backing: ShardBacking, start: int, end: int) -> Location:
-    if backing.resident is not None:
-        return Location(backing.resident[start:end], on_device=False)
-    assert isinstance(backing, NvmeBacking), "what isn't in memory is on a drive"
-    return Location(
-        read=lambda into: backing.read_piece(start, into),
-        write=lambda source: backing.write_piece(start, source),
-    )
 
 
 def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:

@@ -208,7 +208,7 @@ def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int,
         params=placement.params,
         grads=placement.grads,
         optimizer=placement.optimizer,
-        unified=unified,
+        topology=Topology(unified),
         update_on_device=placement.update_on_device,
     )
     sizes = []
