@@ -184,6 +184,15 @@ class UpdateRoute:
         host = on_host(rooms.host)
         return move(host, place, by=self._by, after=move(source, host, by=self._by))
 
+    def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a piece from where it is updated to host memory, and wait for it."""
+        move(Location(piece, on_device=self.update_on_device), on_host(into), by=self._by).wait()
+
+    def copy_in(self, source: torch.Tensor, piece: torch.Tensor) -> None:
+        """Copy a tensor on either side to a piece where it is updated, and wait for it."""
+        on_device = source.device.type != "cpu"
+        move(Location(source, on_device=on_device), Location(piece, on_device=self.update_on_device), by=self._by).wait()
+
     @property
     def _updated(self) -> Location:
         """The side on which pieces are updated."""

@@ -44,7 +44,7 @@ class ChunkTransfers:
         on_drive: bool,
         buffers_for: Callable[[Sequence[tuple[Mapping[str, Column], int]]], int],
     ) -> None:
-        self.chunks, self.context, self._route = chunks, context, route
+        self.chunks, self.context, self.route = chunks, context, route
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
         self.store = self._lay_out(placement) if on_drive else None
@@ -71,9 +71,10 @@ class ChunkTransfers:
         """Return the states of a chunk that live on drives, in the buffer where they are updated."""
         if self.store is None:
             return {}
-        rooms, route = self.rooms(number, buffer), self._route
-        on_device = route.update_on_device and not route.link.unified
-        return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self.chunks[number].states}
+        rooms, route = self.rooms(number, buffer), self.route
+        return {
+            name: _there(rooms[name].device if route.device_apart else rooms[name].host) for name in self.chunks[number].states
+        }
 
     def buffer_for(self, number: int) -> ChunkBuffer:
         """Return the buffer of a chunk; for a newly assigned one, start reading the states written before."""
@@ -94,7 +95,7 @@ class ChunkTransfers:
         """Start writing the states of a chunk from its buffer."""
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name, value in self.state_views(number, buffer).items():
-            pending = self._route.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
+            pending = self.route.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
         self._written.add(number)
@@ -123,7 +124,7 @@ class ChunkTransfers:
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
         chunk, rooms = self.chunks[number], self.rooms(number, buffer)
         for name in chunk.states:
-            _, pending = self._route.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
+            _, pending = self.route.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
             if pending is not None:
                 buffer.under_way.append(pending)
 

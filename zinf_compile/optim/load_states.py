@@ -87,7 +87,7 @@ def write_changed_copies(states: StateTable) -> None:
         for _, name, copy, piece in mine:
             there = part_of(views[name], piece)
             if not copy.same_bytes(piece.start, piece.end, there):
-                there.copy_(copy.flat[piece.start : piece.end])
+                states.transfers.route.copy_in(copy.flat[piece.start : piece.end], there)
                 changed = True
         if changed:
             states.transfers.write(number, buffer)
@@ -141,5 +141,5 @@ def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
                             f"{value.numel()} elements; accepted: one for each element of the parameter, "
                             f"{list(parameter._zinf_unit.shape)}"
                         )
-                    part_of(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
+                    states.transfers.route.copy_in(value.reshape(-1)[piece.start : piece.end], part_of(views[name], piece))
             states.transfers.write(number, buffer)

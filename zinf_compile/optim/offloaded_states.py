@@ -333,7 +333,7 @@ class OffloadedStates:
             for parameter, piece in self.chunks[number].pieces:
                 entry = self.table.entries.get(parameter)
                 for name, copy in entry.copies.items() if entry is not None else ():
-                    copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
+                    self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
 
 
 def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:
