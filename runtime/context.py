@@ -51,7 +51,7 @@ class Context:
         self.memory = Memory(
             device,
             gather_memory,
-            unified=self.bridge.unified,
+            topology=self.bridge.topology,
             staging_bytes=STAGING_BYTES,
             host_buffer=self.bridge.host_buffer,
             waiting=self._waiting_for_memory,

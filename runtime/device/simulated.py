@@ -51,8 +51,7 @@ class SimulatedDevice:
     Its buffers are counted, and so is what crosses each link, at a speed that can be set.
     """
 
-    topology = Topology(unified=False)
-    unified = False
+    topology = Topology(host_apart=True)
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
         self.links = {

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.tiers import Topology
 
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
@@ -19,7 +20,7 @@ from .reservations import InflightLimit, Reservations
 class Memory:
     """The accounts of a rank's memory, on the device and on the host beside it, and what is reserved of it.
 
-    `unified`: the host's memory is the device's. `waiting` is entered while compute waits for memory, `drives_used` says whether
+    `waiting` is entered while compute waits for memory, `drives_used` says whether
     anything moves to and from drives.
     """
 
@@ -28,7 +29,7 @@ class Memory:
         device: torch.device,
         gather_memory: GatherMemory,
         *,
-        unified: bool,
+        topology: Topology,
         staging_bytes: int,
         host_buffer: Callable[[int, torch.dtype], torch.Tensor],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
@@ -36,7 +37,7 @@ class Memory:
     ) -> None:
         self.ledger = Ledger()
         """What is held on the device."""
-        self.host_ledger = self.ledger if unified else Ledger()
+        self.host_ledger = Ledger() if topology.host_apart else self.ledger
         """What is held in host memory; the same account where that is the device."""
         self.gather_memory = gather_memory
         """Where gathers of the schedule arrive, on the CPU."""

@@ -37,7 +37,7 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
         return DeviceShard(unit, on_device(unit, dtype, "staging"))
     if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
-        return DeviceShard(unit, shard) if context.bridge.unified else BackedShard(unit, HostBacking(shard), dtype)
+        return BackedShard(unit, HostBacking(shard), dtype) if context.bridge.topology.host_apart else DeviceShard(unit, shard)
     return BackedShard(unit, backing_like(unit, dtype, "staging"), dtype)
 
 
@@ -75,7 +75,7 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
     if not context.memory.has_room(ledger, size):
         gc.collect()
     if not context.memory.has_room(ledger, size):
-        option = "host_memory (for each rank of a node)" if on_host and not context.bridge.unified else "device_memory"
+        option = "host_memory (for each rank of a node)" if on_host and context.bridge.topology.host_apart else "device_memory"
         raise BudgetError(
             f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
             f"{context.memory.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.sizes import CHUNK_BUFFERS
-from zinf_compile.ir.tiers import Placement, Tier
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
+from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
@@ -57,7 +57,7 @@ class OffloadedStates:
         self.kept = dict(zip(parameters, kept, strict=True))
         self._route = UpdateRoute(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
         self._forward = True
-        self._defers = may_defer(placement, kept, unified=context.bridge.unified)
+        self._defers = may_defer(placement, kept, context.bridge.topology)
         self._first: list[int] = []
         self._ahead: set[int] = set()
         """Chunks whose states were prefetched for the next step."""
@@ -166,7 +166,7 @@ class OffloadedStates:
                     for number in self._first:
                         self.transfers.buffer_for(number)
                         self._ahead.add(number)
-            elif not self._route.link.unified:
+            elif self._route.link.topology.host_apart:
                 self.transfers.drain()
 
     def reconcile(self, optimizer: Optimizer) -> None:
@@ -232,7 +232,7 @@ class OffloadedStates:
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Allocate a state that the optimizer has newly created."""
         unit = parameter._zinf_unit
-        device = unit.device if self.tier == Tier.DEVICE or self._route.link.unified else torch.device("cpu")
+        device = unit.device if self._route.link.topology.side(self.tier) == Tier.DEVICE else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
@@ -320,11 +320,11 @@ class OffloadedStates:
         states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == Tier.DEVICE else 0
         on_host = states if self.tier == Tier.HOST else 0
-        if context.bridge.unified:
-            check_states(context, on_device=True, states=on_device + on_host, slots=host, name=name)
-        else:
-            check_states(context, on_device=True, states=on_device, slots=device, name=name)
-            check_states(context, on_device=False, states=on_host, slots=host, name=name)
+        topology = context.bridge.topology
+        held, buffers = topology.counted(Sides(on_device, on_host)), topology.counted(Sides(device, host))
+        check_states(context, on_device=True, states=held.device, slots=buffers.device, name=name)
+        if topology.host_apart:
+            check_states(context, on_device=False, states=held.host, slots=buffers.host, name=name)
 
     def _refresh(self, number: int, buffer: ChunkBuffer) -> None:
         """Let callers who hold a state see what a chunk's update has made of it."""
@@ -336,13 +336,13 @@ class OffloadedStates:
                     self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
 
 
-def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:
+def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
     """Say whether updates of parameters and states at this placement may be deferred: all on drives.
 
     User code may read values in memory through an alias made before the step, without waiting.
     """
     on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
-    return on_drives and (unified or not placement.update_on_device)
+    return on_drives and not (topology.host_apart and placement.update_on_device)
 
 
 def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:

@@ -36,7 +36,7 @@ def _problems(context: Context) -> list[tuple[str, str]]:
         return []
     largest = max(away, key=lambda unit: unit.bytes)
     ledgers = [context.memory.ledger]
-    if not context.bridge.unified and largest.resident is None:
+    if context.bridge.topology.host_apart and largest.resident is None:
         ledgers.append(context.memory.host_ledger)
     return [
         (largest.name, f"model.state_dict() can be read, and the model saved through it, only with a higher cap: {short}")
