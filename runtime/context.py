@@ -37,7 +37,7 @@ class Context:
     """Let go of: see `close_context`."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: DeviceLink | None = None
+        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, link: DeviceLink | None = None
     ) -> None:
         self.group = group
         self.device = device
@@ -45,15 +45,15 @@ class Context:
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
         gather_memory = GatherMemory()
-        self.bridge: DeviceLink = player or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
-        self.bridge.attach(self.lanes.meter)
+        self.link: DeviceLink = link or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
+        self.link.attach(self.lanes.meter)
         self._engine: Engine | None = None
         self.memory = Memory(
             device,
             gather_memory,
-            topology=self.bridge.topology,
+            topology=self.link.topology,
             staging_bytes=STAGING_BYTES,
-            host_buffer=self.bridge.host_buffer,
+            host_buffer=self.link.host_buffer,
             waiting=self._waiting_for_memory,
             drives_used=lambda: self._engine is not None,
         )
@@ -188,10 +188,10 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
             "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
         )
-    player = simulated_link(device)
-    key = (group, str(device), player)
+    link = simulated_link(device)
+    key = (group, str(device), link)
     if key not in _contexts:
-        _contexts[key] = Context(group, device, timeout_s=timeout_s, player=player)
+        _contexts[key] = Context(group, device, timeout_s=timeout_s, link=link)
     context = _contexts[key]
     if context.size > 1 and timeout_s != context.ranks.timeout_s:
         raise OptionError(

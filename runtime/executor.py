@@ -117,9 +117,9 @@ def _swap_in(step: SwapIn, run: Run) -> None:
 
 def _swap_out(step: SwapOut, run: Run) -> None:
     grad = run.registers[step.grad]
-    take_out: Any = swap_out if grad.together is None else grad.together.take_out
-    away, leaving = take_out(grad.unit, grad.shard, step.dst, grad.reduction)
-    run.registers[step.out] = ReduceHandle(grad.unit, away, leaving, grad.together)
+    swap: Any = swap_out if grad.together is None else grad.together.swap_out
+    shard, leaving = swap(grad.unit, grad.shard, step.dst, grad.reduction)
+    run.registers[step.out] = ReduceHandle(grad.unit, shard, leaving, grad.together)
 
 
 def _gather(step: Gather, run: Run) -> None:
@@ -169,7 +169,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     if group.size == 1:
         for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.stays:
-                value, shard = registers[grad], whole.room(unit, step.dtype)  # type: ignore[arg-type]
+                value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
                     shard.copy_(unit.flat(value))
                 del value
@@ -180,7 +180,7 @@ def _reduce(step: Reduce, run: Run) -> None:
         return
     grads = _full_gradients(step, members, registers, context)
     shards = [
-        grad.new_empty(unit.shard_numel) if whole is None else whole.room(unit, grad.dtype)  # type: ignore[arg-type]
+        grad.new_empty(unit.shard_numel) if whole is None else whole.reduce_buffer(unit, grad.dtype)  # type: ignore[arg-type]
         for unit, grad, whole in zip(members, grads, together, strict=True)
     ]
     parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
@@ -254,7 +254,7 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
     whole = run.gradient_of(tile)
     if run.context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
-        run.registers[step.out] = tile.logical(whole.room(tile, tile.dtype))
+        run.registers[step.out] = tile.logical(whole.reduce_buffer(tile, tile.dtype))
     else:
         run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
 

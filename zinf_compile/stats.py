@@ -38,7 +38,7 @@ def stats(model: nn.Module) -> dict[str, Any]:
     if context is None:
         return {}
     ledgers = {Tier.DEVICE: context.memory.ledger, Tier.HOST: context.memory.host_ledger}
-    accounts = {side: ledgers[side] for side in context.bridge.topology.sides}
+    accounts = {side: ledgers[side] for side in context.link.topology.sides}
     return {
         "steps": context.lanes.meter.steps,
         "links": context.lanes.meter.report(),
@@ -91,11 +91,11 @@ def _is_trained(unit: Unit) -> bool:
 
 
 def _tier(tier: Tier, context: Context) -> Tier:
-    return context.bridge.topology.side(tier) or tier
+    return context.link.topology.side(tier) or tier
 
 
 def _updated_on(placement: Placement, context: Context) -> str:
-    return _NAMES[context.bridge.topology.updated_on(placement)]
+    return _NAMES[context.link.topology.updated_on(placement)]
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:

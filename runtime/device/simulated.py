@@ -83,19 +83,19 @@ class SimulatedDevice:
         return self.links["to host"].copy(source, into, after)
 
 
-_players: list[DeviceLink] = []
+_simulated: list[DeviceLink] = []
 
 
 @contextlib.contextmanager
 def simulating(device: DeviceLink) -> Iterator[DeviceLink]:
     """Context in which the CPU plays `device` for every model that is partitioned."""
-    _players.append(device)
+    _simulated.append(device)
     try:
         yield device
     finally:
-        _players.remove(device)
+        _simulated.remove(device)
 
 
 def simulated_link(device: torch.device) -> DeviceLink | None:
     """Return what plays the device, inside `simulating`."""
-    return _players[-1] if device.type == "cpu" and _players else None
+    return _simulated[-1] if device.type == "cpu" and _simulated else None

@@ -72,12 +72,12 @@ class ScratchFile:
 
 def check_room(folders: Sequence[str], size: int) -> None:
     """Raise `StoreError` where `size` bytes are more than are free in all folders together, as far as they say."""
-    free = sum(dict(free_rooms(folders)).values())
+    free = sum(dict(free_space(folders)).values())
     if size > free:
         raise _no_room(folders, errno.ENOSPC, size, free)
 
 
-def free_rooms(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
+def free_space(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
     """Return for each folder its filesystem and the bytes free there."""
     filesystems = [look_up(folder) for folder in folders]  # of 0 bytes: one that counts nothing, such as a tmpfs without a limit
     return [((f.mount_point, f.source), f.free_bytes if f.total_bytes else sys.maxsize) for f in filesystems]

@@ -53,7 +53,7 @@ class Route:
 
 def route_of(context: Context) -> Route:
     """Return the route of a rank's shards and gradients: on the lane of swaps."""
-    return Route(context.bridge, lambda job: context.lanes.start(context.lanes.swap, job))
+    return Route(context.link, lambda job: context.lanes.start(context.lanes.swap, job))
 
 
 def move(src: Location, dst: Location, *, by: Route, after: Pending | None = None, room: InflightLimit | None = None) -> Pending:
@@ -156,23 +156,23 @@ class UpdateRoute:
         """Say whether pieces that live on a tier need room on the host, and on the device."""
         return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
-    def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
+    def bring(self, place: Location, staging: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
             if not crosses(place, self._updated, self.link):
                 return place.tensor, None
-            room = rooms.device if self.update_on_device else rooms.host
-            assert room is not None
-            return room, move(place, Location(room, on_device=self.update_on_device), by=self._by)
-        assert rooms.host is not None
-        host = on_host(rooms.host)
+            buffer = staging.device if self.update_on_device else staging.host
+            assert buffer is not None
+            return buffer, move(place, Location(buffer, on_device=self.update_on_device), by=self._by)
+        assert staging.host is not None
+        host = on_host(staging.host)
         reading = move(place, host, by=self._by)
         if not self.device_apart:
-            return rooms.host, reading
-        assert rooms.device is not None
-        return rooms.device, move(host, Location(rooms.device), by=self._by, after=reading)
+            return staging.host, reading
+        assert staging.device is not None
+        return staging.device, move(host, Location(staging.device), by=self._by, after=reading)
 
-    def keep(self, place: Location, piece: torch.Tensor, rooms: StagingBuffers) -> Pending | None:
+    def keep(self, place: Location, piece: torch.Tensor, staging: StagingBuffers) -> Pending | None:
         """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
         source = Location(piece, on_device=self.update_on_device)
         if place.tensor is not None:
@@ -180,8 +180,8 @@ class UpdateRoute:
             return pending if crosses(source, place, self.link) else None
         if not self.device_apart:
             return move(source, place, by=self._by)
-        assert rooms.host is not None
-        host = on_host(rooms.host)
+        assert staging.host is not None
+        host = on_host(staging.host)
         return move(host, place, by=self._by, after=move(source, host, by=self._by))
 
     def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:

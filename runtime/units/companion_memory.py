@@ -21,8 +21,8 @@ from .shard_values import BackedShard, DeviceShard, ShardValues
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]
-_Shelves = tuple[NvmeGradientPool, dict[int, int]]
-_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, _Shelves]] = process_wide(weakref.WeakKeyDictionary())
+_Pool = tuple[NvmeGradientPool, dict[int, int]]
+_pools: weakref.WeakKeyDictionary[Context, dict[_Key, _Pool]] = process_wide(weakref.WeakKeyDictionary())
 """By a row of units that were partitioned together and a data type: the pool with a place for each, and its number there."""
 
 
@@ -37,7 +37,7 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
         return DeviceShard(unit, on_device(unit, dtype, "staging"))
     if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
-        return BackedShard(unit, HostBacking(shard), dtype) if context.bridge.topology.host_apart else DeviceShard(unit, shard)
+        return BackedShard(unit, HostBacking(shard), dtype) if context.link.topology.host_apart else DeviceShard(unit, shard)
     return BackedShard(unit, backing_like(unit, dtype, "staging"), dtype)
 
 
@@ -75,7 +75,7 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
     if not context.memory.has_room(ledger, size):
         gc.collect()
     if not context.memory.has_room(ledger, size):
-        option = "host_memory (for each rank of a node)" if on_host and context.bridge.topology.host_apart else "device_memory"
+        option = "host_memory (for each rank of a node)" if on_host and context.link.topology.host_apart else "device_memory"
         raise BudgetError(
             f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
             f"{context.memory.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
@@ -86,17 +86,17 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
 def _pool_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int, int]]:
     """Return the pool of all units that were partitioned together with this one: few files for many tensors."""
     context, family = unit.context, _root(unit.family)
-    known = _shelves.setdefault(context, {})
+    known = _pools.setdefault(context, {})
     found = known.get((family, dtype))
     if found is None or _root(unit.serial) not in found[1]:
         row = {_root(u.serial): u for u in context.units if _root(u.family) == family and u.backing is not None}
         members = [row[serial] for serial in sorted(row)]
-        places = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
+        specs = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
         assert unit.backing is not None, "on the device a shard needs no backing"
         pool = NvmeGradientPool(
             folders,
-            places,
+            specs,
             context.engine,
             context.lanes.meter,
             context.memory.staging,

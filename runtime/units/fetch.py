@@ -32,7 +32,7 @@ def fetch(unit: Unit) -> torch.Tensor:
     Raises `BudgetError` where that exceeds a cap, `StepFailedError` where the step failed that was to update it.
     """
     context = unit.context
-    if context.bridge.topology.host_apart:
+    if context.link.topology.host_apart:
         if unit.resident is None:
             _reserve(unit, context.memory.host_ledger)
         _reserve(unit, context.memory.ledger)
@@ -46,7 +46,7 @@ def fetch(unit: Unit) -> torch.Tensor:
 def fetch_to_host(unit: Unit) -> torch.Tensor:
     """Return the value flat in host memory, to be read and dropped: its backing, where that is host memory. Raises as `fetch`."""
     context = unit.context
-    if not context.bridge.topology.host_apart:
+    if not context.link.topology.host_apart:
         return fetch(unit)
     if unit.resident is not None:
         return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
@@ -75,7 +75,7 @@ class PinnedValue:
         self._unit, self._version = unit, _version(unit)
         context, backing = unit.context, unit.backing
         value = fetch(unit)
-        if backing is not None and context.bridge.topology.reads_at_once(backing.tier):
+        if backing is not None and context.link.topology.reads_at_once(backing.tier):
             beside = max(largest_bytes(context), context.memory.reservations.passing)
             if not context.memory.has_room(context.memory.ledger, beside):
                 value = map_copy(value, unit.placement.nvme[0])

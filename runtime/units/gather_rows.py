@@ -71,10 +71,10 @@ class _Round:
         self._unit, self._context = unit, unit.context
         self._columns = unit.shape[1]
         self._wanted = wanted
-        self._stretch = unit.spans[part.tile]
+        self._shard_span = unit.spans[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
         self._here = self._part_of(self._context.rank)
-        self._shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
+        self._shift = self._shard_span.place - self._shard_span.part_of(self._context.rank)[0]
         """From an element's number in the flat unit to its place in this rank's shard."""
 
     def run(self, what: str) -> torch.Tensor:
@@ -100,7 +100,7 @@ class _Round:
 
     def _part_of(self, rank: int) -> Span:
         """Return which elements of the round a rank has, as of the flat unit; an empty span where none."""
-        start, end = self._stretch.part_of(rank)
+        start, end = self._shard_span.part_of(rank)
         start = max(start, self._span[0])
         return start, max(start, min(end, self._span[1]))
 
@@ -146,10 +146,10 @@ class _Round:
         if not blocks:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
-        if context.bridge.topology.host_apart:
+        if context.link.topology.host_apart:
             return context.memory.staged_buffer(size, unit.dtype), blocks
         context.memory.make_room(context.memory.ledger, unit.format.bytes(size))
-        buffer = context.bridge.host_buffer(size, unit.dtype)
+        buffer = context.link.host_buffer(size, unit.dtype)
         context.memory.ledger.track("gathered", buffer)
         return buffer, blocks
 
@@ -184,7 +184,7 @@ class _Round:
         body = whole.index_select(0, (ids[lo:hi] - first).to(own.device)).view(-1)
         picked = torch.cat([*edges[0], body, *edges[1]]) if edges[0] or edges[1] else body
         if picked.device != self._unit.device:
-            host, picked = picked, self._context.bridge.device_buffer(picked.numel(), picked.dtype)
+            host, picked = picked, self._context.link.device_buffer(picked.numel(), picked.dtype)
             move(on_host(host), Location(picked), by=route_of(self._context)).wait()
         self._context.memory.ledger.track("gathered", picked)
         return picked

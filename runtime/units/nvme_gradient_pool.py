@@ -22,7 +22,7 @@ class NvmeGradientPool:
     def __init__(
         self,
         paths: Sequence[str],
-        places: Sequence[ShardSpec],
+        specs: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
@@ -31,10 +31,10 @@ class NvmeGradientPool:
         tier: Tier = Tier.NVME,
     ) -> None:
         self._kind, self._tier = kind, tier
-        self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
+        self._paths, self._specs, self._engine, self._meter, self._staging = paths, specs, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shards()
-        self._free: list[list[NvmeShards]] = [[first] for _ in places]
+        self._free: list[list[NvmeShards]] = [[first] for _ in specs]
 
     def take(self, index: int) -> NvmeShards:
         """Return the `NvmeShards` in which the place of unit `index` is free; it is taken from then on."""
@@ -51,4 +51,4 @@ class NvmeGradientPool:
             self._free[index].append(shards)
 
     def _new_shards(self) -> NvmeShards:
-        return NvmeShards(self._paths, self._kind, self._places, self._engine, self._meter, self._staging, tier=self._tier)
+        return NvmeShards(self._paths, self._kind, self._specs, self._engine, self._meter, self._staging, tier=self._tier)

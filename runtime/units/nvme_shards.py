@@ -56,7 +56,7 @@ class NvmeShards:
         self,
         paths: Sequence[str],
         kind: str,
-        places: Sequence[ShardSpec],
+        specs: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
@@ -66,14 +66,14 @@ class NvmeShards:
         self.kind = kind
         self.tier = tier
         self._meter = meter
-        self.places = tuple(places)
-        self._pieces = [cut_pieces(place.numel, piece_numel=pieces.PIECE_NUMEL, cuts=place.cuts) for place in places]
+        self.specs = tuple(specs)
+        self._pieces = [cut_pieces(spec.numel, piece_numel=pieces.PIECE_NUMEL, cuts=spec.cuts) for spec in specs]
         self.store = open_store(
             tier,
             paths,
             [
-                (self._key(index, piece), format_of(place.dtype).bytes(end - start))
-                for index, place in enumerate(places)
+                (self._key(index, piece), format_of(spec.dtype).bytes(end - start))
+                for index, spec in enumerate(specs)
                 for piece, (start, end) in enumerate(self._pieces[index])
             ],
             engine,
@@ -91,7 +91,7 @@ class NvmeShards:
 
     def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
-        step = format_of(self.places[index].dtype).numel_within(self.store.block_bytes)
+        step = format_of(self.specs[index].dtype).numel_within(self.store.block_bytes)
         return [
             (begin, min(begin + step, end))
             for start, end in self._pieces[index]
@@ -101,7 +101,7 @@ class NvmeShards:
 
     def read_block(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the block that begins at element `start`."""
-        piece = bisect.bisect(self._pieces[index], start, key=lambda stretch: stretch[0]) - 1
+        piece = bisect.bisect(self._pieces[index], start, key=lambda span: span[0]) - 1
         offset = format_of(into.dtype).bytes(start - self._pieces[index][piece][0])
         return self._meter.follow(READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset))
 
@@ -122,4 +122,4 @@ class NvmeShards:
 
     def _key(self, index: int, piece: int) -> str:
         part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""
-        return f"{self.kind} {self.places[index].name} (unit {index}{part})"
+        return f"{self.kind} {self.specs[index].name} (unit {index}{part})"

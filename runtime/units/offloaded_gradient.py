@@ -145,6 +145,6 @@ class OffloadedGradient:
 def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:
     """Return a place for a gradient on drives, which is free again when it is dropped."""
     shards = pool.take(index)
-    away = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
-    weakref.finalize(away, pool.give_back, index, shards).atexit = False
-    return away
+    offloaded = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
+    weakref.finalize(offloaded, pool.give_back, index, shards).atexit = False
+    return offloaded

@@ -186,30 +186,30 @@ class OffloadedGradientShard(_Counted):
 
     resident: torch.Tensor | None = None
 
-    def __init__(self, unit: Unit, away: OffloadedGradient) -> None:
-        self.unit, self.dtype, self._away = unit, away.dtype, away
+    def __init__(self, unit: Unit, gradient: OffloadedGradient) -> None:
+        self.unit, self.dtype, self._gradient = unit, gradient.dtype, gradient
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
-        return lambda: self._away.load_piece(start, end)
+        return lambda: self._gradient.load_piece(start, end)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         self.unit.wait_updated()  # a step may still have to read the old one
-        return _kept(self.unit, piece, self._away.backing, start)
+        return _kept(self.unit, piece, self._gradient.backing, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
-        self._away.spoiled = why
+        self._gradient.spoiled = why
 
     def restored(self) -> None:
         """See `ShardValues.restored`."""
-        self._away.spoiled = ""
+        self._gradient.spoiled = ""
 
     def changed(self, operator: str) -> None:
         """See `ShardValues.changed`."""
         super().changed(operator)
-        self._away.stored()
+        self._gradient.stored()
 
 
 def _brought(unit: Unit, source: Location, numel: int, dtype: torch.dtype) -> Fetch:

@@ -33,7 +33,7 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
     if unit.backing is None:
         return SwapHandle(unit, unit.shard)
-    context, bridge = unit.context, unit.context.bridge
+    context, link = unit.context, unit.context.link
     resident = unit.resident
     if not Tier(src).in_memory:
         if resident is not None:
@@ -42,13 +42,13 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
             context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-            host = bridge.host_buffer(unit.shard_numel, unit.dtype)
+            host = link.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
         return SwapHandle(unit, host, move(unit.location(), on_host(host), by=route_of(context)))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-    device = bridge.device_buffer(unit.shard_numel, unit.dtype)
+    device = link.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
     return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
@@ -58,29 +58,29 @@ def swap_out(
     unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
 ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the hop; return where the gradient's shard then is."""
-    context, bridge = unit.context, unit.context.bridge
+    context, link = unit.context, unit.context.link
     if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
     if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
-        host = bridge.host_buffer(shard.numel(), shard.dtype)
+        host = link.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
-        away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        offloaded = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == Tier.HOST
         if stays:
-            away.arrive(copy_out(context, shard, host, reduction))
+            offloaded.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
-            away.arrive(move(Location(shard), on_host(host), by=route_of(context), after=reduction))
-        return away, Done()
+            offloaded.arrive(move(Location(shard), on_host(host), by=route_of(context), after=reduction))
+        return offloaded, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_pool is None:  # its tier is the host
         return shard, reduction
     unit.wait_updated()  # its last gradient may still be in the place of this one
     numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
-    away = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
-    away.arrive(write_out(away.backing, context, shard, reduction))
-    return away, Done()
+    offloaded = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    offloaded.arrive(write_out(offloaded.backing, context, shard, reduction))
+    return offloaded, Done()
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
@@ -106,7 +106,7 @@ def write_out(
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
     place: torch.Tensor | OffloadedGradient = shard
-    for dst in unit.context.bridge.topology.hops(unit.placement.grads)[-2::-1]:
+    for dst in unit.context.link.topology.hops(unit.placement.grads)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
     return place, reduction
 

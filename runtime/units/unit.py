@@ -180,7 +180,7 @@ class Unit(DenseLayout):
         self.check_whole()
         if self.backing is None:
             return self.shard
-        link, by = self.context.bridge, route_of(self.context)
+        link, by = self.context.link, route_of(self.context)
         host = self.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
@@ -193,7 +193,7 @@ class Unit(DenseLayout):
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
-        return self.shard if self.backing is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
+        return self.shard if self.backing is None else self.context.link.device_buffer(self.shard_numel, self.dtype)
 
     def save(self, shard: torch.Tensor) -> None:
         """Keep what `blank` returned."""
@@ -206,7 +206,7 @@ class Unit(DenseLayout):
             return Done()
         if self.updates is not None:
             self.updates.replace(self)
-        link, by = self.context.bridge, route_of(self.context)
+        link, by = self.context.link, route_of(self.context)
         place, source = self.backing.location(0, self.shard_numel), Location(shard)
         if place.tensor is None and link.topology.host_apart:
             host = on_host(link.host_buffer(self.shard_numel, self.dtype))

@@ -134,7 +134,7 @@ class GraphCompiler:
         _tell_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
-        self.topology = context.bridge.topology
+        self.topology = context.link.topology
         self._budget = self.make_budget(slots, example_inputs, context)
         if self.config.compute == "inductor":
             prepare(captured.device)

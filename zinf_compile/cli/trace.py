@@ -121,7 +121,7 @@ def trace(
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
-    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_player(device)):
+    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_simulated_link(device)):
         result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
@@ -231,7 +231,7 @@ def _skip_compilation(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[
 
 
 @cache
-def _player(device: str) -> DeviceLink:
+def _simulated_link(device: str) -> DeviceLink:
     return HostIsDevice(GatherMemory()) if device == "cpu" else SimulatedDevice()
 
 

@@ -81,7 +81,7 @@ class Topology:
             return (tier, Tier.DEVICE) if self.host_apart and tier != Tier.DEVICE else ()
         return (tier, Tier.HOST, Tier.DEVICE) if self.host_apart else (tier, Tier.DEVICE)
 
-    def is_away(self, tier: Tier) -> bool:
+    def is_offloaded(self, tier: Tier) -> bool:
         """Say whether what lives there has to be brought to the device."""
         return bool(self.hops(tier))
 
@@ -170,11 +170,11 @@ class Placement:
 
     def streams_values(self, topology: Topology) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""
-        return topology.is_away(self.params) or topology.is_away(self.grads) or topology.updated_on(self) != Tier.DEVICE
+        return topology.is_offloaded(self.params) or topology.is_offloaded(self.grads) or topology.updated_on(self) != Tier.DEVICE
 
     def streams(self, topology: Topology) -> bool:
         """Say whether anything has to be brought there, or back."""
-        return self.streams_values(topology) or topology.is_away(self.optimizer)
+        return self.streams_values(topology) or topology.is_offloaded(self.optimizer)
 
 
 ON_DEVICE = Placement()

@@ -105,7 +105,7 @@ def _move_to_tier(states: StateTable, optimizer: Optimizer) -> None:
         if not names:
             continue
         state = dict(optimizer.state[parameter])
-        leaves = unit.context.bridge.topology.side(unit.placement.optimizer) == Tier.HOST
+        leaves = unit.context.link.topology.side(unit.placement.optimizer) == Tier.HOST
         for name in names:
             value = shard_state(state[name], unit, name, optimizer)
             state[name] = kept_state(_on_host(value, unit) if leaves else value, unit)

@@ -55,9 +55,9 @@ class OffloadedStates:
         self.tier = placement.optimizer
         self.context = context
         self.kept = dict(zip(parameters, kept, strict=True))
-        self._route = UpdateRoute(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
+        self._route = UpdateRoute(context.link, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
         self._forward = True
-        self._defers = may_defer(placement, kept, context.bridge.topology)
+        self._defers = may_defer(placement, kept, context.link.topology)
         self._first: list[int] = []
         self._ahead: set[int] = set()
         """Chunks whose states were prefetched for the next step."""
@@ -210,12 +210,12 @@ class OffloadedStates:
         piece: Piece,
         name: str,
         value: torch.Tensor,
-        rooms: StagingBuffers,
+        staging: StagingBuffers,
         optimizer: Optimizer,
     ) -> Pending | None:
         """Start writing back one updated column of a piece."""
         with self.context.lanes.meter.waiting():
-            return self._route.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
+            return self._route.keep(self._location(parameter, piece, name, optimizer), value, _cut(staging, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing a chunk's updated states to their drive."""
@@ -249,7 +249,7 @@ class OffloadedStates:
         if not buffer.filled:
             buffer.filled = True
             buffer.brought = {}
-            rooms = self.transfers.rooms(number, buffer)
+            staging = self.transfers.staging(number, buffer)
             for parameter, piece in self.chunks[number].pieces:
                 if parameter not in self.gradients:
                     continue
@@ -258,13 +258,13 @@ class OffloadedStates:
                     present = self.table.present(parameter, optimizer)
                     names += [name for name in self.kept[parameter] if name in present]
                 for name in names:
-                    place = self._place(parameter, piece, name, optimizer)
-                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(rooms[name], piece))
+                    place = self._location(parameter, piece, name, optimizer)
+                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(staging[name], piece))
                     if pending is not None:
                         buffer.under_way.append(pending)
         return buffer
 
-    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
+    def _location(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
         if name == VALUE:
             if unit.backing is None:
@@ -272,7 +272,11 @@ class OffloadedStates:
             return unit.backing.location(start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
-            return Location(grad.local().view(-1)[start:end]) if grad.away is None else grad.away.backing.location(start, end)
+            return (
+                Location(grad.local().view(-1)[start:end])
+                if grad.offloaded is None
+                else grad.offloaded.backing.location(start, end)
+            )
         whole = self._making.get((parameter, name))
         if whole is None:
             whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
@@ -293,9 +297,9 @@ class OffloadedStates:
         """Wait for all gradients to reach their tier; raise before any update if a transfer failed."""
         for parameter in self.kept:
             grad = parameter.grad
-            if isinstance(grad, ShardedGradient) and grad.away is not None:
+            if isinstance(grad, ShardedGradient) and grad.offloaded is not None:
                 try:
-                    grad.away.wait_written()
+                    grad.offloaded.wait_written()
                 except StoreError as error:
                     raise StepFailedError(
                         f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
@@ -305,7 +309,7 @@ class OffloadedStates:
     def _buffers_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks fit in memory; raise `BudgetError` if not even one does."""
         self._check_gradients()  # in-flight gradients would be counted on the device
-        most = min(self.context.memory.reservations.slots or CHUNK_BUFFERS, len(shapes))
+        most = min(self.context.memory.reservations.chunk_buffers or CHUNK_BUFFERS, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
                 self._check_budget(optimizer, shapes, count)
@@ -320,7 +324,7 @@ class OffloadedStates:
         states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == Tier.DEVICE else 0
         on_host = states if self.tier == Tier.HOST else 0
-        topology = context.bridge.topology
+        topology = context.link.topology
         held, buffers = topology.counted(Sides(on_device, on_host)), topology.counted(Sides(device, host))
         check_states(context, on_device=True, states=held.device, slots=buffers.device, name=name)
         if topology.host_apart:
@@ -345,5 +349,5 @@ def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) ->
     return on_drives and not (topology.host_apart and placement.update_on_device)
 
 
-def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:
-    return StagingBuffers(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
+def _cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:
+    return StagingBuffers(*(None if buffer is None else part_of(buffer, piece) for buffer in (staging.host, staging.device)))

@@ -29,7 +29,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
         unit = p._zinf_unit
-        topology, master = unit.context.bridge.topology, unit.placement.master_of(unit.dtype)
+        topology, master = unit.context.link.topology, unit.placement.master_of(unit.dtype)
         converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
         streams = master or converts or unit.placement.streams(topology)
         if (not p.requires_grad and p.grad is None) or not streams:

@@ -100,7 +100,7 @@ class MemoryModel:
 
     def passing(self, graph: GraphMemory) -> Passing:
         """Return what passes through memory while a graph with these needs runs."""
-        size, swapped = self.size, self.topology.is_away(self.placement.params)
+        size, swapped = self.size, self.topology.is_offloaded(self.placement.params)
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
         on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard stays until it is gathered
@@ -134,10 +134,10 @@ class MemoryModel:
 
     def _on_their_way(self, gradients: int) -> int:
         """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
-        away = self.topology.is_away(self.placement.grads)
+        offloaded = self.topology.is_offloaded(self.placement.grads)
         if self.size == 1:
-            return gradients if away else 0
-        return math.ceil(gradients * (1 + 1 / self.size)) if away else gradients
+            return gradients if offloaded else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if offloaded else gradients
 
 
 def model_memory(
@@ -227,7 +227,7 @@ def _passing_gradients(
 ) -> Mapping[str, int]:
     """Return what gradients take that leave the device or are read back, by field of `MemoryModel`."""
     trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
-    if not topology.is_away(placement.grads):
+    if not topology.is_offloaded(placement.grads):
         trained = []
     parts = [(slot, format_of(placement.reduce_dtype_of(slot.dtype)).bytes(_part_numel(slot, size))) for slot in trained]
     largest = max((count for _, count in parts), default=0)

@@ -25,7 +25,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
-    topology = context.bridge.topology
+    topology = context.link.topology
     model = model_memory(slots, config.placement(), size=context.size, topology=topology, piece_numel=pieces.PIECE_NUMEL)
     largest = max(slots, key=lambda slot: slot.bytes)
     cap = caps.device if topology.host_apart else min(caps.device, caps.host)
@@ -58,7 +58,7 @@ def _blocks(staging: int) -> str:
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
     """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
     claims = context.memory.reservations
-    on_device = on_device or not context.bridge.topology.host_apart
+    on_device = on_device or not context.link.topology.host_apart
     ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
     if cap is None:
         return
