@@ -107,8 +107,8 @@ def check_against_ledgers(widths: Sequence[int], dtype: torch.dtype, options: Ma
         staging = max(expected.staging + plan.staging for _, plan in plans) if side == len(ledgers) - 1 else 0
         assert peak["params"] == expected.shards[side]
         assert peak["gathered"] <= gathered + 1
-        assert peak["bounced"] <= staging
+        assert peak["bounce"] <= staging
         read = (expected.read, expected.normed)[len(ledgers) > 1] if side == 0 else expected.read
-        assert peak["grads"] + peak["staged"] <= 2 * expected.gradients[side] + max(*reduced, read, passes) + chunks[side]
+        assert peak["grads"] + peak["staging"] <= 2 * expected.gradients[side] + max(*reduced, read, passes) + chunks[side]
         assert ledger.total()[1] <= expected.stays[side] + expected.later[side] + count * expected.chunk[side] + passes
     del compiled, model, optimizer
