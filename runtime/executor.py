@@ -278,4 +278,4 @@ PERFORM: dict[type, Callable[[Any, Run], None]] = {
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,
 }
-"""How each kind of step is performed, but for a region, which the loop calls itself. (A `match` would cost as much again.)"""
+"""The function of each kind of step, but for a region, which the loop calls itself. (A `match` would cost as much again.)"""

@@ -1,4 +1,4 @@
-"""Between host memory and a device's own."""
+"""The link between host memory and a device's own: buffers on both sides, and copies."""
 
 from __future__ import annotations
 

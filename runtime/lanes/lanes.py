@@ -27,10 +27,10 @@ class Pending(Protocol):
 
 
 class Lane(Protocol):
-    """Where transfers are performed in order."""
+    """Performs transfers in order."""
 
     log: Spans | None
-    """Where a lane of the CPU notes when each transfer submitted from now on started and ended; None: nowhere."""
+    """Log of start and end of each transfer submitted from now on, of lanes of the CPU; None: none is kept."""
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Start `transfer` after everything submitted before it."""

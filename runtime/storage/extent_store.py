@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 """To reserve space that other processes reserve some of at the same time."""
 
 _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
-"""Those whose files a forked child must let go of: the space is free once the store's own process has ended."""
+"""Stores whose files a forked child must close, so that the space is free once the store's own process has ended."""
 
 PathLike = str | os.PathLike[str]
 

@@ -1,4 +1,4 @@
-"""Where the bytes of each extent lie: blocks, dealt out over one file per device."""
+"""The layout of extents: blocks, dealt out over one file per device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block:
     number: int
     """Counts the blocks of all extents of the layout."""
     start: int
-    """Of its first byte within the extent."""
+    """Offset of its first byte within the extent."""
     size: int
     device: int
     offset: int
@@ -45,7 +45,7 @@ class Extent:
 
 
 class Layout:
-    """The places of all extents, fixed from the start.
+    """The layout of all extents, fixed from the start.
 
     An extent is cut into blocks of `block_bytes`, the last one shorter; each is padded to `alignment`. Of several devices each
     is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once; one that
@@ -68,7 +68,7 @@ class Layout:
             raise StoreRequestError(f"shares={list(shares)} are not positive numbers, one for each path")
         self.block_bytes = block_bytes
         self.file_bytes = [0] * len(shares)
-        """What each device's file must hold."""
+        """Bytes of each device's file."""
         self._filesystems = [filesystem for filesystem, _ in free] if free else list(range(len(shares)))
         self._left = dict(free) if free else dict.fromkeys(self._filesystems, sys.maxsize)
         self._spare = {filesystem: left // _SPARE_PART for filesystem, left in self._left.items()}

@@ -1,4 +1,4 @@
-"""Stretches of files on their way into memory: from the page cache where they are in it, past it from the drive otherwise.
+"""Reads of file ranges into host memory: from the page cache where they are in it, else past it from the drive.
 
 What the kernel reads for a process that follows it through a file comes at half the rate of a drive that is asked for several
 megabytes at a time, and pushes out of memory what others have there.
@@ -36,7 +36,7 @@ class FileRead:
         self._buffer: torch.Tensor | None = None
         self._direct: Request | None = None
         self._skip, self._count = offset % file.alignment, 0
-        """Of what is read past the page cache, what comes before the bytes asked for, and how many of these are in it."""
+        """Bytes that are read before those asked for, past the page cache, and bytes asked for that are read so."""
         self._keeps = is_cached(fd, offset, size)
         if not self._keeps and not file.direct:
             with contextlib.suppress(OSError):  # an advice
@@ -67,7 +67,7 @@ class FileRead:
 
 
 def is_cached(fd: int, offset: int, size: int) -> bool:
-    """Say whether all of a stretch of a file is in the page cache; of a file of somebody else's the kernel doesn't tell."""
+    """Say whether all of a range of a file is in the page cache; of a file of somebody else's the kernel doesn't tell."""
     if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
         return False
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE

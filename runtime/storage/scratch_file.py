@@ -1,4 +1,4 @@
-"""Files that have no name: the kernel frees them when the last process that holds them ends, however it ends."""
+"""Files without a name: the kernel frees them when the last process that holds them ends, however it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .engine import File
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
-"""What `O_TMPFILE` fails with where the filesystem, or the kernel, doesn't know it."""
+"""Errors of `O_TMPFILE` where the filesystem, or the kernel, doesn't know it."""
 
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
 """Of <linux/fs.h>, 64-bit."""

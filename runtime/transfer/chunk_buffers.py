@@ -18,7 +18,7 @@ from .move import StagingBuffers
 
 
 class ChunkBuffer:
-    """Room for one chunk."""
+    """Memory for one chunk."""
 
     def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
         self._host, self._device = host, device
@@ -48,7 +48,7 @@ class ChunkBuffer:
         return staging
 
     def drain(self) -> None:
-        """Wait until nothing moves to or from the buffer; where that failed, what it holds counts for nothing."""
+        """Wait until nothing moves to or from the buffer; where that failed, its content is invalid."""
         try:
             wait_for_all(transfer.wait for transfer in self.under_way)
         except Exception:
@@ -58,7 +58,7 @@ class ChunkBuffer:
 
 
 class ChunkBuffers:
-    """Hands out buffers to chunks. The chunks used last keep theirs until the room is needed."""
+    """Hands out buffers to chunks. The chunks used last keep theirs until it is needed."""
 
     def __init__(
         self, chunks: Sequence[tuple[Mapping[str, Column], int]], link: DeviceLink, *, pinned: bool, most: int = CHUNK_BUFFERS
@@ -79,7 +79,7 @@ class ChunkBuffers:
         return len(self._buffers)
 
     def begin(self) -> None:
-        """A step begins: what an earlier one brought of parameters and gradients counts no more."""
+        """Begin a step: parameters and gradients of an earlier one are no longer valid."""
         for buffer in self._buffers:
             buffer.filled, buffer.held = False, False
 

@@ -144,7 +144,7 @@ class UpdateRoute:
         self.link = link
         self.update_on_device = update_on_device
         self._lane = lane
-        """On which what was copied from the device goes on to a drive."""
+        """The lane on which pieces copied from the device go on to a drive."""
         self._by = Route(link, self._submit)
 
     @property

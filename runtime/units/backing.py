@@ -1,4 +1,7 @@
-"""Where a shard lives that isn't on its device."""
+"""The backings of shards that are off their device.
+
+Each says where a range of the shard is, as a `Location` for `transfer.move`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room for tensors that are partitioned like a parameter, on the tier where that parameter lives."""
+"""Memory for tensors that are partitioned like a parameter, on the tier of that parameter."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .unit import Unit
 _Key = tuple[int, torch.dtype]
 _Pool = tuple[NvmeGradientPool, dict[int, int]]
 _pools: weakref.WeakKeyDictionary[Context, dict[_Key, _Pool]] = process_wide(weakref.WeakKeyDictionary())
-"""By a row of units that were partitioned together and a data type: the pool with a place for each, and its number there."""
+"""Pools by row of units that were partitioned together and data type, with the number of each unit's place."""
 
 
 def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues:
-    """Return room for a shard like a unit's, content undefined, on the unit's tier.
+    """Return memory for a shard like a unit's, content undefined, on the unit's tier.
 
     One that is not `lasting`, an intermediate result, is in host memory where that has room within the cap. Raises `BudgetError`
     where memory has none.

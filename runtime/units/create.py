@@ -1,4 +1,4 @@
-"""New units for parameters that are about to be partitioned, with room for their shards and gradients where these will live."""
+"""New units for parameters that are about to be partitioned, with memory for their shards and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .unit import Unit, make_shards
 
 
 def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> list[Unit]:
-    """Reserve all room, in memory and on drives, then return a unit for each parameter, its shard undefined.
+    """Reserve all memory and all space on drives, then return a unit for each parameter, its shard undefined.
 
     Raises `OptionError` where one would be cut into more tiles than a graph should have.
 

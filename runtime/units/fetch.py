@@ -1,6 +1,6 @@
-"""The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
+"""The whole value of a unit that lives off the device, for eager code of a single process, within the caps.
 
-`zinf_compile.sharded.offloaded_value` calls this. Nothing here is part of a schedule.
+`zinf_compile.sharded.offloaded_storage` calls this. Nothing here is part of a schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 _largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = process_wide(weakref.WeakKeyDictionary())
-"""Of each context: how many units it had, and the bytes of the largest of them."""
+"""By context: its number of units, and the bytes of the largest."""
 
 
 def fetch(unit: Unit) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up."""
+"""Lookups in a tiled parameter: its rows, from the ranks and tiers that have them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexEr
 
 
 class _Round:
-    """What moves of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
+    """The transfer of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
 
     def __init__(self, unit: Unit, part: Round, wanted: torch.Tensor) -> None:
         self._unit, self._context = unit, unit.context

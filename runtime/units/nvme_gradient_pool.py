@@ -1,4 +1,4 @@
-"""Room on drives for gradients, laid out for a row of units at a time."""
+"""Space on drives for gradients, reserved for a row of units at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .nvme_shards import NvmeShards, ShardSpec
 
 
 class NvmeGradientPool:
-    """Room on drives for the gradients of a row of units.
+    """Space on drives for the gradients of a row of units.
 
     One `NvmeShards` is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
     """

@@ -1,4 +1,7 @@
-"""Shards of a row of units on drives, each in pieces."""
+"""Shards of a row of units on drives, each in pieces.
+
+`NvmeBacking` is one of them. Knows no unit.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ from .pieces import cut_pieces
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """What one shard takes."""
+    """Size and type of one shard."""
 
     name: str
-    """Of its parameter, for messages."""
+    """The parameter's name, for messages."""
     numel: int
     dtype: torch.dtype
     cuts: tuple[int, ...] = ()
-    """Where it is cut into pieces besides, as it is read and written in parts."""
+    """Further borders of pieces, where parts are read and written by themselves."""
 
 
 class All:

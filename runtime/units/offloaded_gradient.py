@@ -1,4 +1,4 @@
-"""Gradients that live off their device: where they go, and what is done to them without bringing them back at once."""
+"""Gradients that live off their device, and changes of them that are made when they are next read."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class OffloadedGradient:
         self._reading: tuple[torch.Tensor, Pending] | None = None
 
     def arrive(self, pending: Pending) -> None:
-        """Note what is over when the shard is in its backing."""
+        """Note the transfer to the shard's backing."""
         self._arriving = pending
 
     @property
     def arriving(self) -> Pending:
-        """What is over when the shard is in its backing."""
+        """The transfer to the shard's backing."""
         return self._arriving or Done()
 
     def wait_written(self) -> None:

@@ -1,4 +1,7 @@
-"""Updates of shards that are still to come when the next forward asks for them."""
+"""Updates of shards that a deferred step makes beside the next forward.
+
+Readers of a unit wait here, or are handed the values as they are updated. Knows no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from .backing import NvmeBacking, ShardBacking
 from .nvme_shards import All
 
 Span = tuple[int, int]
-"""A stretch [start, end) of a shard, in elements."""
+"""A range [start, end) of a shard, in elements."""
 
 _PAGE = 4096
 
 
 class Updated(Protocol):
-    """What is updated: a `Unit`."""
+    """A `Unit`, as far as it is updated."""
 
     backing: ShardBacking | None
 
@@ -34,7 +37,7 @@ U = TypeVar("U", bound=Updated)
 
 
 class Updates(Generic[U]):
-    """What a step has still to update, span by span; who reads a shard meanwhile gets it as it is afterwards.
+    """Spans that a step has still to update. Readers of a shard get its updated values.
 
     One thread updates and calls `updated`; any thread may read and wait. After a failure all waits are over: the first one to
     return raises it, and so does each read that it cut short.
@@ -51,9 +54,9 @@ class Updates(Generic[U]):
         self._spoiled: weakref.WeakSet[U] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
         self._worker: WorkerWaits | None = None
-        """Of the thread that updates."""
+        """Waits of the thread that updates."""
         self.spared_bytes = 0
-        """That reads would have taken from drives: they were handed what was just updated."""
+        """Bytes that were handed to readers when they were updated, and not read from drives."""
 
     def updated(self, unit: U, start: int, end: int, value: torch.Tensor) -> None:
         """Make a span count; its write to the unit's backing has begun. `value` may change once this returns."""
@@ -133,7 +136,7 @@ class Updates(Generic[U]):
             self._told = self._told or (self._failure is not None and not self._spoiled)
 
     def abandon(self, failure: Callable[[], Exception]) -> None:
-        """In a forked child: whatever the thread that updates was about to do, it is not here."""
+        """In a forked child: fail, since the thread that updates is not here."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         if self._left:

@@ -1,4 +1,7 @@
-"""This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them piece by piece."""
+"""Access to this rank's shard of a tensor that is partitioned like a parameter, piece by piece.
+
+Called by eager operators on shards; each hop goes through `transfer.move`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One hop of a unit's shard towards its device, or of a gradient's away from it."""
+"""Hops of a unit's shard to its device, and of a gradient to its tier, as a schedule asks for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a unit that is computed, reduced and taken away tile by tile."""
+"""The gradient of a unit that is computed, reduced and offloaded tile by tile."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class TileGradients:
         self._shard: torch.Tensor | OffloadedGradient | None = None
         self._pending: list[Pending] = []
         self._leaving: collections.deque[Pending] = collections.deque()
-        """What was begun last to free memory of the device."""
+        """The last transfers that free memory of the device."""
         placement, topology = unit.placement, unit.context.link.topology
         self.stays = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
-        """On the device, where it is reduced."""
+        """Whether it stays on the device, where it is reduced."""
 
     def reduce_buffer(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device for a tile's reduced shard."""
@@ -46,7 +46,7 @@ class TileGradients:
         if self._shard is None:
             self._shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
             unit.context.memory.ledger.track("grads", self._shard)
-        assert isinstance(self._shard, torch.Tensor), "what stays is never away"
+        assert isinstance(self._shard, torch.Tensor), "a gradient that stays is on the device"
         return tile.part(self._shard)
 
     def reduced(self, pending: Pending) -> None:

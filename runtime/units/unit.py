@@ -1,4 +1,4 @@
-"""A partitioned parameter, as the runtime knows it: this rank's shard, how to make it whole, and its tiles."""
+"""A partitioned parameter on one rank: its shard, its tiles, and its whole value."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Unit(DenseLayout):
         self.gradient_pool: tuple[NvmeGradientPool, int] | None = None
         """Where gradients go whose tier is a drive: the unit's number there."""
         self.chosen: dict[str, bool] = {}
-        """What ranks decided about its transfers, see `choices`; graphs follow it."""
+        """Decisions of all ranks about its transfers, see `choices`; graphs follow them."""
         self.updates: Updates[Unit] | None = None
         """The step that may still have to update the shard."""
         self.steps_digest = 0
@@ -84,17 +84,17 @@ class Unit(DenseLayout):
 
     @property
     def shard_group(self) -> ShardGroup:
-        """Over which ranks it is cut, and which have copies."""
+        """The ranks over which it is cut, and those with copies."""
         return self._shard_group or self.context.ranks.shard_group  # of a unit that was emptied its closed context refuses
 
     @property
     def ranks(self) -> Ranks:
-        """What those ranks compare, exchange and share."""
+        """Comparisons and exchanges among those ranks."""
         return self.context.ranks.of(self.shard_group)
 
     @property
     def gathers(self) -> Collectives:
-        """What gathers it from those ranks, on the lane of gathers."""
+        """Collectives of those ranks, for the lane of gathers."""
         return self.context.collectives(self.shard_group)[0]
 
     @property
@@ -115,12 +115,12 @@ class Unit(DenseLayout):
 
     @property
     def reduce_format(self) -> StateFormat:
-        """How its gradient is sent, added up and kept."""
+        """The format in which its gradient is sent, added up and kept."""
         return format_of(self.reduce_dtype)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where in the shard a tile's ends and the next one's begins."""
+        """The borders, in the shard, between tiles."""
         return tuple(span.place for span in self.spans[1:])
 
     @property
@@ -224,7 +224,7 @@ class Unit(DenseLayout):
 
     @property
     def held(self) -> list[tuple[int, int]]:
-        """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
+        """The ranges [start, end) of the flat parameter whose elements this rank has, one for each tile."""
         return [span.part_of(self.shard_group.rank) for span in self.spans]
 
     @functools.cached_property
@@ -291,7 +291,7 @@ def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.
 
 
 class Tile(DenseLayout):
-    """What a schedule moves of a unit in one go. Where its shard is, and whatever is done to it, is the unit's."""
+    """A part of a unit that a schedule moves by itself. Its shard is part of the unit's, in the same backing."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         box = unit.boxes[number]
