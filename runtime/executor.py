@@ -42,7 +42,7 @@ class Run:
         self.leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
 
     def gradient_of(self, tile: Tile) -> TileGradients:
-        """Return the gradient that a tile's is a part of."""
+        """Return the gradient of all tiles of a unit."""
         if tile.unit not in self.tiled:
             self.tiled[tile.unit] = TileGradients(tile.unit, leaves_for=self.leaves_for)
         return self.tiled[tile.unit]
@@ -99,7 +99,7 @@ def _wait(step: Wait, run: Run) -> None:
 
 
 def _release(step: Release, run: Run) -> None:
-    """The register is freed after the step: the ledger notices when the memory goes."""
+    """Do nothing: the register is freed after the step, and the ledger notices."""
 
 
 def _gather_rows(step: GatherRows, run: Run) -> None:
@@ -215,7 +215,7 @@ def _reduce(step: Reduce, run: Run) -> None:
 
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:
-    """Return what a reduction sends, flat and in its type, once there is room for it on the way; that room is taken."""
+    """Return the flat gradients that a reduction sends, in its type, within the limit of those under way."""
     held = format_of(step.dtype).bytes(sum(unit.numel for unit in members))
     values = [registers[grad] for grad, *_ in step.members]
     converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast

@@ -129,7 +129,7 @@ class ThreadLane:
         return job
 
     def close(self) -> None:
-        """Let the queue run empty and end the thread."""
+        """Perform the transfers that are queued, and end the thread."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=5.0)

@@ -59,8 +59,8 @@ def route_of(context: Context) -> Route:
 def move(src: Location, dst: Location, *, by: Route, after: Pending | None = None, room: InflightLimit | None = None) -> Pending:
     """Start one hop of a shard, or of a piece of one, once `after` is over; return what to wait for.
 
-    Between host memory and the device's own, or between host memory and a drive; never both. The source stays as it is until
-    then. Within one memory the copy is made before `move` returns, and none is where both ends are the same.
+    Between host memory and the device's own, or between host memory and a drive; never both. The source may not
+    change until then. Within one memory the copy is made before `move` returns, and none is where both ends are the same.
 
     `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
     """
@@ -138,7 +138,7 @@ class _Arrive:
 
 
 class UpdateRoute:
-    """The hops of a piece to where it is updated, on the host or the device, and back; what is there already stays in place."""
+    """The hops of a piece to the side where it is updated, and back. A piece that lives there is updated in place."""
 
     def __init__(self, link: DeviceLink, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
         self.link = link
@@ -153,7 +153,7 @@ class UpdateRoute:
         return self.update_on_device and self.link.topology.host_apart
 
     def needs(self, tier: Tier) -> tuple[bool, bool]:
-        """Say whether pieces that live on a tier need room on the host, and on the device."""
+        """Say whether pieces that live on a tier need buffers on the host, and on the device."""
         return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
     def bring(self, place: Location, staging: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
@@ -173,7 +173,7 @@ class UpdateRoute:
         return staging.device, move(host, Location(staging.device), by=self._by, after=reading)
 
     def keep(self, place: Location, piece: torch.Tensor, staging: StagingBuffers) -> Pending | None:
-        """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
+        """Start to bring an updated piece back to its place; wait for the result before its memory changes again."""
         source = Location(piece, on_device=self.update_on_device)
         if place.tensor is not None:
             pending = move(source, place, by=self._by)

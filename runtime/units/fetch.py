@@ -65,7 +65,7 @@ def blank(unit: Unit) -> torch.Tensor:
 
 
 class PinnedValue:
-    """The value of a unit at an address that stays, for who reads memory through a pointer.
+    """The value of a unit at a fixed address, for readers through a pointer.
 
     In memory where the caps leave room for that beside one more value and what graphs gather; else in a file on the unit's
     drive. `current` brings what later steps made of it to the same address.
@@ -90,7 +90,7 @@ class PinnedValue:
         return self._value
 
     def changed(self, value: torch.Tensor) -> None:
-        """Take over what was just written to the unit's backing."""
+        """Take over a value that was just written to the unit's backing."""
         self._value.copy_(value)
         self._version = _version(self._unit)
 
@@ -105,7 +105,7 @@ def largest_bytes(context: Context) -> int:
 
 
 def shortage(unit: Unit, ledger: Ledger) -> str:
-    """Say what a value lacks of an account's cap; empty where it fits."""
+    """Describe by how much a value exceeds a cap; empty where it fits."""
     context = unit.context
     if context.memory.has_room(ledger, unit.bytes):
         return ""
@@ -133,6 +133,6 @@ def _reserve(unit: Unit, ledger: Ledger) -> None:
 
 
 def _version(unit: Unit) -> int:
-    """Return how often the unit's parameter was changed."""
+    """Return the version of the unit's parameter."""
     parameter = unit.parameter()
     return -1 if parameter is None else parameter._version

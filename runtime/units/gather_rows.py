@@ -99,19 +99,19 @@ class _Round:
         return rows.view(-1, self._columns)
 
     def _part_of(self, rank: int) -> Span:
-        """Return which elements of the round a rank has, as of the flat unit; an empty span where none."""
+        """Return the elements of the round that a rank has, as a span of the flat unit; empty where none."""
         start, end = self._shard_span.part_of(rank)
         start = max(start, self._span[0])
         return start, max(start, min(end, self._span[1]))
 
     def _rows_within(self, ids: torch.Tensor, span: Span) -> Span:
-        """Return which of these rows, in order, have elements in a span."""
+        """Return the range of these rows that have elements in a span."""
         if span[0] == span[1]:
             return 0, 0
         return _between(ids, span[0] // self._columns, -(-span[1] // self._columns))
 
     def _place(self, rank: int) -> Span:
-        """Return where, among the wanted rows, the elements come that a rank has: one after the other."""
+        """Return the range, among the elements of the wanted rows, of those that a rank has."""
         span = self._part_of(rank)
         first, last = self._rows_within(self._wanted, span)
         if first == last:
@@ -121,7 +121,7 @@ class _Round:
         return first * self._columns + before, last * self._columns - behind
 
     def _ask(self) -> list[torch.Tensor]:
-        """Exchange which rows each rank wants; return those that each wants of this one."""
+        """Exchange the rows that each rank wants; return those that each wants of this one."""
         context = self._context
         mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(context.size)]
         if context.size == 1:
@@ -171,7 +171,7 @@ class _Round:
         return buffer[start + shift - base : end + shift - base]
 
     def _pick(self, own: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return on the device, one after the other, what this rank has of some rows."""
+        """Return this rank's elements of some rows, one after the other, on the device."""
         (start, end), columns = self._here, self._columns
         first = -(-start // columns)  # rows from here on, and up to `last`, are here whole
         last = max(first, end // columns)

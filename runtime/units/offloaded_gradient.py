@@ -32,7 +32,7 @@ class OffloadedGradient:
         self.numel = numel
         self.dtype = dtype
         self.spoiled = ""
-        """Why its values are incomplete: a change ended in its middle."""
+        """The reason why its values are incomplete: a change ended in its middle."""
         self.version = 0
         """Counts the changes."""
         self._changes: list[InPlace] = []
@@ -49,7 +49,7 @@ class OffloadedGradient:
         return self._arriving or Done()
 
     def wait_written(self) -> None:
-        """Return when the shard is in its backing; raise what went wrong on the way, or in the middle of a change."""
+        """Wait until the shard is in its backing; raise the error of the transfer, or of a change that ended in its middle."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
         if self._arriving is not None:
@@ -57,7 +57,7 @@ class OffloadedGradient:
             self._arriving = None
 
     def prepare(self, *, early: bool = False) -> None:
-        """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
+        """Start to read the shard for the next `load`; with `early`, only where memory is left for it."""
         context, size = self.unit.context, format_of(self.dtype).bytes(self.numel)
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.wait_written()
@@ -104,7 +104,7 @@ class OffloadedGradient:
         self._write(part, tile.span.place)
 
     def stored(self) -> None:
-        """All parts were replaced."""
+        """Note that all parts were replaced."""
         self._changes.clear()
         self.version += 1
 
@@ -132,7 +132,7 @@ class OffloadedGradient:
         self.noted()(part)
 
     def noted(self) -> InPlace:
-        """Return the changes noted so far as one: what is noted later is none of it."""
+        """Return the changes noted so far as one function; later ones don't count."""
         changes = tuple(self._changes)
 
         def apply(part: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class OffloadedGradient:
 
 
 def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:
-    """Return a place for a gradient on drives, which is free again when it is dropped."""
+    """Return a gradient with space on drives, which is freed when the gradient is dropped."""
     shards = pool.take(index)
     offloaded = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
     weakref.finalize(offloaded, pool.give_back, index, shards).atexit = False

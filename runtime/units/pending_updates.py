@@ -59,7 +59,7 @@ class Updates(Generic[U]):
         """Bytes that were handed to readers when they were updated, and not read from drives."""
 
     def updated(self, unit: U, start: int, end: int, value: torch.Tensor) -> None:
-        """Make a span count; its write to the unit's backing has begun. `value` may change once this returns."""
+        """Note an updated span; its write to the unit's backing has begun. `value` may change once this returns."""
         with self._lock:
             self._worker = worker() or self._worker
             self._left[unit].discard((start, end))
@@ -79,7 +79,7 @@ class Updates(Generic[U]):
             self._changed.notify_all()
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Nothing more will be updated; `failure` makes the error that says so."""
+        """End all waits with an error, which `failure` makes."""
         with self._lock:
             self._failure = failure
             self._spoiled.update(self._spans)
@@ -89,7 +89,7 @@ class Updates(Generic[U]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold no unit any longer: all are updated."""
+        """Let go of all units: they are updated."""
         with self._lock:
             assert not self._left, "all spans were updated"
             self._spans.clear()
@@ -113,23 +113,23 @@ class Updates(Generic[U]):
         return All([*(unit.backing.read(into[start - first : end - first], start) for start, end in kept), landing])
 
     def wait(self, unit: U | None = None) -> None:
-        """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
+        """Wait until a unit, or all of them, are updated; raise the failure where nobody was told."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
             self._raise_once()
 
     def units(self) -> list[U]:
-        """Return those that are to be updated."""
+        """Return the units that are to be updated."""
         with self._lock:
             return list(self._spans)
 
     def tell(self) -> None:
-        """Raise why they won't be updated, where nobody was told."""
+        """Raise the failure, where nobody was told."""
         with self._lock:
             self._raise_once()
 
     def replace(self, unit: U) -> None:
-        """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
+        """Wait until a unit is no longer updated: its value is about to be replaced, so a failure doesn't count."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left)
             self._spoiled.discard(unit)

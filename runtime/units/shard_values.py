@@ -22,7 +22,7 @@ from .pieces import cut_pieces
 from .unit import Unit
 
 Fetch = Callable[[], torch.Tensor]
-"""Returns a piece that is on its way, once it is there."""
+"""Waits for a piece, and returns it."""
 
 
 class ShardValues(Protocol):
@@ -33,7 +33,7 @@ class ShardValues(Protocol):
 
     @property
     def changes(self) -> int:
-        """A checksum of what was changed in place so far; equal on all ranks that did the same."""
+        """A checksum of all changes in place; equal on ranks that made the same ones."""
 
     @property
     def resident(self) -> torch.Tensor | None:
@@ -49,7 +49,7 @@ class ShardValues(Protocol):
         """Note that an operator has changed the shard in place."""
 
     def spoil(self, why: str) -> None:
-        """Note that a change ended in its middle: from now on `fetch` raises `StepFailedError`, until `restored`."""
+        """Mark the values incomplete: a change ended in its middle. `fetch` raises `StepFailedError` until `restored`."""
 
     def restored(self) -> None:
         """Note that every element was overwritten."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SwapHandle:
-    """A unit's shard on its way: where it will be once `pending` is over."""
+    """A swap in of a unit: `shard` is filled once `pending` is over."""
 
     __slots__ = ("pending", "shard", "unit")
 
@@ -30,7 +30,7 @@ class SwapHandle:
 
 
 def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -> SwapHandle:
-    """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
+    """Start the hop from tier `src` to `dst`, after an `earlier` one. A unit that lives nearer than planned skips hops."""
     if unit.backing is None:
         return SwapHandle(unit, unit.shard)
     context, link = unit.context, unit.context.link
@@ -57,7 +57,7 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
 def swap_out(
     unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
 ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-    """Start the hop; return where the gradient's shard then is."""
+    """Start the hop of a gradient to tier `dst`; return its shard there."""
     context, link = unit.context, unit.context.link
     if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
@@ -84,7 +84,7 @@ def swap_out(
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
-    """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
+    """Start to copy a gradient from the device to the host memory where it stays, within the limit of those under way."""
     with context.lanes.meter.waiting():
         return move(Location(shard), on_host(host), by=route_of(context), after=reduction, room=context.memory.inflight_gradients)
 
@@ -92,7 +92,7 @@ def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reductio
 def write_out(
     backing: ShardBacking, context: Context, shard: torch.Tensor | OffloadedGradient, reduction: Pending, *, start: int = 0
 ) -> Pending:
-    """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
+    """Start to write a gradient to a drive, from element `start` of its backing on, once it is in host memory."""
     before = reduction
     if isinstance(shard, OffloadedGradient):
         host_memory = shard.backing.resident
@@ -104,7 +104,7 @@ def write_out(
 
 
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-    """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
+    """Start all hops of a gradient to its tier, as the schedule does; return its shard there."""
     place: torch.Tensor | OffloadedGradient = shard
     for dst in unit.context.link.topology.hops(unit.placement.grads)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
