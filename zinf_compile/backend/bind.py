@@ -44,7 +44,7 @@ class Binder:
         self._context = context
         self._placement = placement
         self._lack = lack
-        self._path_in = context.bridge.topology.hops(placement.params)
+        self._path_in = context.link.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""

@@ -58,7 +58,7 @@ def _columns(unit: Unit, states: Kept, route: UpdateRoute, tier: Tier) -> dict[s
         params=Tier.DEVICE if unit.backing is None else unit.backing.tier,
         grads=unit.placement.grads,
         optimizer=tier,
-        unified=route.link.unified,
+        topology=route.link.topology,
         update_on_device=route.update_on_device,
     )
     return chunk_columns(tiers, value=unit.dtype, gradient=unit.reduce_dtype, states=states)

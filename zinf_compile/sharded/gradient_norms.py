@@ -93,7 +93,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
     local = []
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
-            if each is not None and not (each.unit.tiles and each.away is not None):  # else its parts are brought one by one
+            if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are brought one by one
                 each.prepare(early=each is following)
         norms = []
         for valid in gradient.valid_parts():

@@ -11,7 +11,7 @@ from zinf_compile._frames import calling_methods
 from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import offload
+from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .call_names import call_name

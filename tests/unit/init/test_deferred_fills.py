@@ -22,7 +22,8 @@ from transformer_models import bert, gpt2, llama, t5
 import zinf_compile
 from zinf_compile.errors import StoreError
 from zinf_compile.init.deferred_fills import DeferredFills
-from zinf_compile.runtime.units.backing import NvmeBacking
+from zinf_compile.init.shard_writer import Piece, PieceWriter
+from zinf_compile.runtime.units.unit import Unit
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -115,13 +116,13 @@ def test_what_fails_to_fill_a_value_leaves_what_it_was(tier: str, tmp_path: Path
 @pytest.mark.parametrize("build", [gpt2, lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])], ids=["again", "once"])
 def test_each_piece_is_written_once(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: collections.Counter[tuple[int, int]] = collections.Counter()
-    write = NvmeBacking.write_piece
+    write = PieceWriter.write
 
-    def count(self: NvmeBacking, start: int, source: torch.Tensor) -> Any:
-        written[self._index, start] += 1
-        return write(self, start, source)
+    def count(self: PieceWriter, unit: Unit, piece: Piece, make: Callable[[torch.Tensor], object]) -> None:
+        written[unit.serial, piece.first] += 1
+        write(self, unit, piece, make)
 
-    monkeypatch.setattr(NvmeBacking, "write_piece", count)
+    monkeypatch.setattr(PieceWriter, "write", count)
     made_on_meta(build, params="nvme", nvme=tmp_path)
     assert len(written) > 4
     assert set(written.values()) == {1}

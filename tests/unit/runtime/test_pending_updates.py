@@ -51,7 +51,7 @@ def update(updates: Updates, unit: Any, *spans: tuple[int, int]) -> None:
     """Do what a step does: write, then say so."""
     for start, end in spans:
         value = torch.full((end - start,), 2.0)
-        unit.backing.write_piece(start, value).wait()
+        unit.backing.write(value, start).wait()
         updates.updated(unit, start, end, value)
 
 
