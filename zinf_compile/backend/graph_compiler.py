@@ -104,7 +104,7 @@ class GraphCompiler:
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
         self._together = False
-        """Whether several ranks decide together which losses are chunked."""
+        """True if several ranks exchange sizes to decide which losses are chunked."""
         self.topology = Topology(host_apart=False)
         self._binder: Binder | None = None
         self._rules: dict[Any, Any] = {}

@@ -47,11 +47,11 @@ class Passing:
     on_host: float
     """Host bytes per byte of a prefetched full unit."""
     least: Sides
-    """All that passes at once."""
+    """Peak of the sum."""
     topology: Topology
 
     def with_plan(self, plan: GraphPlan) -> Sides:
-        """Return what passes at once where the graph runs ahead."""
+        """Return the peak if the graph runs ahead as planned."""
         staging = self.topology.counted(Sides(0, plan.staging)).device
         return Sides(
             self.least.device + math.ceil(plan.ahead * self.on_device) + plan.reduced + staging,
@@ -61,7 +61,7 @@ class Passing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What one of `size` ranks holds for some parameters, in bytes."""
+    """Memory of one of `size` ranks for some parameters, in bytes."""
 
     placement: Placement
     size: int
@@ -99,11 +99,11 @@ class MemoryModel:
         return self.stays.plus(self.topology.counted(Sides(0, whole)))
 
     def passing(self, graph: GraphMemory) -> Passing:
-        """Return what passes through memory while a graph with these needs runs."""
+        """Return the transient memory of a graph with these needs."""
         size, swapped = self.size, self.topology.is_offloaded(self.placement.params)
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
-        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard stays until it is gathered
+        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard is freed after its gather
         on_host = 1 / size if self.topology.passes_host(self.placement.params) else 0.0
         cast = graph.cast if swapped and size == 1 else 0
         moves = size > 1 or swapped
@@ -133,7 +133,7 @@ class MemoryModel:
         )
 
     def _on_their_way(self, gradients: int) -> int:
-        """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
+        """Return the bytes of full gradients in transfer: with several ranks and tiers also of their shards."""
         offloaded = self.topology.is_offloaded(self.placement.grads)
         if self.size == 1:
             return gradients if offloaded else 0
@@ -175,7 +175,7 @@ def model_memory(
 
 
 def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], topology: Topology) -> Sides:
-    """Add up shards that stay in memory, each the tier where it lives, its elements and their type; none on a drive does."""
+    """Sum the memory of shards, each given as (tier, elements, data type). Shards on a drive take none."""
     sides = {Tier.DEVICE: 0, Tier.HOST: 0}
     for tier, numel, dtype in parts:
         if (side := topology.side(tier)) is not None:
@@ -225,7 +225,7 @@ def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int,
 def _passing_gradients(
     slots: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology
 ) -> Mapping[str, int]:
-    """Return what gradients take that leave the device or are read back, by field of `MemoryModel`."""
+    """Return the memory of gradients that leave the device or are read back, by field of `MemoryModel`."""
     trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
     if not topology.is_offloaded(placement.grads):
         trained = []
