@@ -17,7 +17,6 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.stores import open_store
 
-from . import pieces
 from .pieces import cut_pieces
 
 
@@ -47,7 +46,7 @@ class All:
 
 
 class NvmeShards:
-    """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
+    """Keeps one kind of state of some units: extents for each shard, in pieces of `piece_numel` elements.
 
     All space is reserved before the constructor returns. The files are freed with the object.
     """
@@ -61,13 +60,14 @@ class NvmeShards:
         meter: Meter,
         staging: BufferPool,
         *,
+        piece_numel: int,
         tier: Tier = Tier.NVME,
     ) -> None:
         self.kind = kind
         self.tier = tier
         self._meter = meter
         self.places = tuple(places)
-        self._pieces = [cut_pieces(place.numel, piece_numel=pieces.PIECE_NUMEL, cuts=place.cuts) for place in places]
+        self._pieces = [cut_pieces(place.numel, piece_numel=piece_numel, cuts=place.cuts) for place in places]
         self.store = open_store(
             tier,
             paths,

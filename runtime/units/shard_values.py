@@ -11,7 +11,6 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 
-from . import pieces
 from .backing import ShardBacking
 from .offloaded_gradient import OffloadedGradient
 from .pieces import cut_pieces
@@ -217,4 +216,4 @@ class OffloadedGradientShard(_Counted):
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:
     """Return the pieces [start, end) in which shards like this unit's are brought."""
-    return cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts)
+    return cut_pieces(unit.shard_numel, piece_numel=unit.placement.piece_numel, cuts=unit.cuts)

@@ -26,7 +26,6 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
@@ -91,7 +90,6 @@ class GraphBudget:
             self._placement,
             size=context.size,
             unified=context.bridge.unified,
-            piece_numel=pieces.PIECE_NUMEL,
             held=born,
             moved=slots,
         )

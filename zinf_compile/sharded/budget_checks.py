@@ -13,7 +13,6 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import agree_on_memory, find_caps, held_bytes
@@ -26,7 +25,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     unified = context.bridge.unified
-    model = model_memory(slots, config.placement(), size=context.size, unified=unified, piece_numel=pieces.PIECE_NUMEL)
+    model = model_memory(slots, config.placement(), size=context.size, unified=unified)
     largest = max(slots, key=lambda slot: slot.bytes)
     cap = min(caps.device, caps.host) if unified else caps.device
     staging, here = model.staging, model.before_computing(largest.bytes)

@@ -29,7 +29,7 @@ def slot(index: int, *shape: int, dtype: torch.dtype = torch.float32, trained: b
 
 
 def model(slots: list[ParameterSlot], *, size: int = 1, unified: bool = False, **placement: object) -> MemoryModel:
-    return model_memory(slots, Placement(**placement), size=size, unified=unified, piece_numel=8192)  # type: ignore[arg-type]
+    return model_memory(slots, Placement(**placement, piece_numel=8192), size=size, unified=unified)  # type: ignore[arg-type]
 
 
 def graph(**needs: object) -> GraphMemory:
@@ -60,7 +60,7 @@ def test_a_master_copy_counts_with_states_and_widens_gradients() -> None:
 
 
 def test_what_is_held_already_counts_its_gradient_only() -> None:
-    found = model_memory([slot(0, 8), slot(1, 4)], Placement(), size=1, unified=True, piece_numel=8192, held={0})
+    found = model_memory([slot(0, 8), slot(1, 4)], Placement(piece_numel=8192), size=1, unified=True, held={0})
     assert (found.shards, found.gradients) == (Sides(16, 0), Sides(48, 0))
 
 
