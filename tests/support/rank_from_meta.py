@@ -1,4 +1,4 @@
-"""Models born partitioned, beside the same built whole; on one process or on one of several ranks."""
+"""Models made partitioned, beside the same built whole; on one process or on one of several ranks."""
 
 from __future__ import annotations
 

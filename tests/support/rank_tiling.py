@@ -201,13 +201,13 @@ def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
             return Wide()
 
     torch.manual_seed(5)
-    born = check(zinf_compile.partition(on_meta(), **options), "from a seed")
+    made = check(zinf_compile.partition(on_meta(), **options), "from a seed")
     torch.manual_seed(5)
     with zinf_compile.partitioned(**options):
         built = Wide()
     check(built, "built on the CPU")
     checkpoint = Path(folder) / "saved"
-    zinf_compile.save_safetensors(born, checkpoint)
+    zinf_compile.save_safetensors(made, checkpoint)
     loaded = check(zinf_compile.partition(on_meta(), checkpoint=checkpoint, **options), "from a checkpoint")
     changed = {name: value + 1 for name, value in expected.items()}
     zinf_compile.load_full_state_dict(loaded, changed if rank == 0 else None)

@@ -17,7 +17,7 @@ from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import agree_on_memory, find_caps, held_bytes
 from .short_ranks import Lack, refusal_text
-from .shortage import advice_at_birth, gradient_bytes, name_cap
+from .shortage import advice_for_shards, gradient_bytes, name_cap
 
 
 def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Context) -> None:
@@ -36,7 +36,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"{model.stays.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_at_birth(config.placement(), unified=unified, side=Tier.DEVICE)
+            + advice_for_shards(config.placement(), unified=unified, side=Tier.DEVICE)
         )
     host = 0 if unified else here.host + held_bytes(context.memory.host_ledger, here.host, caps.host)
     if not unified and host > caps.host:
@@ -44,7 +44,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {model.stays.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_at_birth(config.placement(), unified=False, side=Tier.HOST)
+            + advice_for_shards(config.placement(), unified=False, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
