@@ -253,7 +253,7 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
     tile = run.units[step.unit]
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
     whole = run.gradient_of(tile)
-    if run.context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
+    if tile.shard_group.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
         run.registers[step.out] = tile.logical(whole.reduce_buffer(tile, tile.dtype))
     else:
         run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)

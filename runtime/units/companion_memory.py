@@ -100,6 +100,7 @@ def _pool_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int
             context.engine,
             context.lanes.meter,
             context.memory.staging,
+            piece_numel=unit.placement.piece_numel,
             kind="tensor partitioned like",
             tier=unit.backing.tier,
         )

@@ -65,6 +65,7 @@ def _make_backings(specs: Sequence[ShardSpec], context: Context, placement: Plac
             context.engine,
             context.lanes.meter,
             context.memory.staging,
+            piece_numel=placement.piece_numel,
             tier=placement.params,
         )
         return [NvmeBacking(shards, index) for index in range(len(specs))]
@@ -84,7 +85,13 @@ def _make_gradient_pools(
     if placement.grads.in_memory or not trained:
         return [None] * len(parameters)
     pool = NvmeGradientPool(
-        placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging, tier=placement.grads
+        placement.nvme,
+        trained,
+        context.engine,
+        context.lanes.meter,
+        context.memory.staging,
+        piece_numel=placement.piece_numel,
+        tier=placement.grads,
     )
     numbers = iter(range(len(trained)))
     return [(pool, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -56,8 +56,8 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexError:
-    context = unit.context
-    here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {context.rank})" if context.rank in ranks else ""
+    me = unit.shard_group.rank
+    here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {me})" if me in ranks else ""
     return IndexError(
         f"index out of range in self: {unit.name} has {unit.shape[0]} rows, and indices lie beyond them on rank "
         f"{', '.join(map(str, ranks))}{here}"
@@ -68,13 +68,13 @@ class _Round:
     """The transfer of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
 
     def __init__(self, unit: Unit, part: Round, wanted: torch.Tensor) -> None:
-        self._unit, self._context = unit, unit.context
+        self._unit, self._context, self._group = unit, unit.context, unit.shard_group
         self._columns = unit.shape[1]
         self._wanted = wanted
         self._shard_span = unit.spans[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
-        self._here = self._part_of(self._context.rank)
-        self._shift = self._shard_span.place - self._shard_span.part_of(self._context.rank)[0]
+        self._here = self._part_of(self._group.rank)
+        self._shift = self._shard_span.place - self._shard_span.part_of(self._group.rank)[0]
         """From an element's number in the flat unit to its place in this rank's shard."""
 
     def run(self, what: str) -> torch.Tensor:
@@ -89,10 +89,10 @@ class _Round:
             requests = self._ask()
             own = self._read(window, blocks, torch.cat(requests)) if blocks else window
             sent = [self._pick(own, ids) for ids in requests]
-            received = [rows[slice(*self._place(peer))] for peer in range(context.size)]
-            count = sum(part.nbytes for peer, part in enumerate(received) if peer != context.rank)
+            received = [rows[slice(*self._place(peer))] for peer in range(self._group.size)]
+            count = sum(part.nbytes for peer, part in enumerate(received) if peer != self._group.rank)
             with moving([context.lanes.meter], "from ranks", count):
-                context.gathers.exchange(sent, received)
+                unit.gathers.exchange(sent, received)
             context.lanes.meter.moved("from ranks", count)
 
         context.finish(context.lanes.start(context.lanes.gather, move), what)
@@ -122,16 +122,16 @@ class _Round:
 
     def _ask(self) -> list[torch.Tensor]:
         """Exchange the rows that each rank wants; return those that each wants of this one."""
-        context = self._context
-        mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(context.size)]
-        if context.size == 1:
+        size, gathers = self._group.size, self._unit.gathers
+        mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(size)]
+        if size == 1:
             return mine
         device = self._unit.device
-        counts = torch.empty(context.size, dtype=torch.int64, device=device)
+        counts = torch.empty(size, dtype=torch.int64, device=device)
         own = torch.tensor([ids.numel() for ids in mine], device=device)
-        context.gathers.exchange(list(own.split(1)), list(counts.split(1)))
+        gathers.exchange(list(own.split(1)), list(counts.split(1)))
         requests = [torch.empty(count, dtype=torch.int64, device=device) for count in counts.tolist()]
-        context.gathers.exchange([ids.to(device) for ids in mine], requests)
+        gathers.exchange([ids.to(device) for ids in mine], requests)
         return [ids.cpu() for ids in requests]
 
     def _make_window(self) -> tuple[torch.Tensor, list[Span]]:

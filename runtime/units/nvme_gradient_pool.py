@@ -27,10 +27,11 @@ class NvmeGradientPool:
         meter: Meter,
         staging: BufferPool,
         *,
+        piece_numel: int,
         kind: str = "gradient of",
         tier: Tier = Tier.NVME,
     ) -> None:
-        self._kind, self._tier = kind, tier
+        self._kind, self._tier, self._piece_numel = kind, tier, piece_numel
         self._paths, self._specs, self._engine, self._meter, self._staging = paths, specs, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shards()
@@ -51,4 +52,13 @@ class NvmeGradientPool:
             self._free[index].append(shards)
 
     def _new_shards(self) -> NvmeShards:
-        return NvmeShards(self._paths, self._kind, self._specs, self._engine, self._meter, self._staging, tier=self._tier)
+        return NvmeShards(
+            self._paths,
+            self._kind,
+            self._specs,
+            self._engine,
+            self._meter,
+            self._staging,
+            piece_numel=self._piece_numel,
+            tier=self._tier,
+        )

@@ -20,7 +20,6 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.stores import open_store
 
-from . import pieces
 from .pieces import cut_pieces
 
 
@@ -50,7 +49,7 @@ class All:
 
 
 class NvmeShards:
-    """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
+    """Keeps one kind of state of some units: extents for each shard, in pieces of `piece_numel` elements.
 
     All space is reserved before the constructor returns. The files are freed with the object.
     """
@@ -64,13 +63,14 @@ class NvmeShards:
         meter: Meter,
         staging: BufferPool,
         *,
+        piece_numel: int,
         tier: Tier = Tier.NVME,
     ) -> None:
         self.kind = kind
         self.tier = tier
         self._meter = meter
         self.specs = tuple(specs)
-        self._pieces = [cut_pieces(spec.numel, piece_numel=pieces.PIECE_NUMEL, cuts=spec.cuts) for spec in specs]
+        self._pieces = [cut_pieces(spec.numel, piece_numel=piece_numel, cuts=spec.cuts) for spec in specs]
         self.store = open_store(
             tier,
             paths,

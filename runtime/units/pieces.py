@@ -7,11 +7,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from zinf_compile.ir import compute_shape
 from zinf_compile.ir.sizes import PIECE_ALIGN
-
-PIECE_NUMEL = compute_shape.PIECE_NUMEL
-"""Elements of a piece."""
 
 
 class Granularity(enum.Enum):

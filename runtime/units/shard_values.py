@@ -15,7 +15,6 @@ from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
-from . import pieces
 from .backing import ShardBacking
 from .offloaded_gradient import OffloadedGradient
 from .pieces import cut_pieces
@@ -234,4 +233,4 @@ def _kept(unit: Unit, piece: torch.Tensor, backing: ShardBacking, start: int) ->
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:
     """Return the pieces [start, end) in which shards like this unit's are brought."""
-    return cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts)
+    return cut_pieces(unit.shard_numel, piece_numel=unit.placement.piece_numel, cuts=unit.cuts)

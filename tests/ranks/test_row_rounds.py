@@ -14,12 +14,6 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import rounds_of_rows, rows_on_their_way
 from zinf_compile.ir.tiling import Box, choose_tiles
-from zinf_compile.runtime.units import pieces
-
-
-@pytest.fixture(autouse=True)
-def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change
 
 
 def test_rounds_are_quarters_of_tiles() -> None:

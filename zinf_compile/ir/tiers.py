@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from .compute_shape import PIECE_NUMEL
 from .sizes import Sides
 
 
@@ -137,6 +138,9 @@ class Placement:
     tile: int | None = None
     """Parameters of more bytes are cut into tiles of at most as many; None: none is."""
 
+    piece_numel: int = PIECE_NUMEL
+    """Elements of a piece of a shard, see `ComputeShape`."""
+
     def __post_init__(self) -> None:
         """Let tiers be given by their words."""
         for field in ("params", "grads", "optimizer"):
@@ -166,7 +170,8 @@ class Placement:
         """
         if dim and numel:
             return self
-        return dataclasses.replace(ON_DEVICE, master=self.master, reduce_dtype=self.reduce_dtype) if numel else ON_DEVICE
+        own = dataclasses.replace(ON_DEVICE, piece_numel=self.piece_numel)
+        return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype) if numel else own
 
     def streams_values(self, topology: Topology) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""

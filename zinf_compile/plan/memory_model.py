@@ -146,7 +146,6 @@ def model_memory(
     *,
     size: int,
     topology: Topology,
-    piece_numel: int,
     held: Collection[int] = (),
     moved: Sequence[ParameterSlot] | None = None,
 ) -> MemoryModel:
@@ -168,9 +167,9 @@ def model_memory(
             ((at.optimizer, n, dtype) for slot, at, n in trained for dtype in adam_states(at, slot.dtype).values()),
             topology,
         ),
-        chunk=_chunk([row[0] for row in trained], placement, size=size, topology=topology, piece_numel=piece_numel),
+        chunk=_chunk([row[0] for row in trained], placement, size=size, topology=topology),
         **passing,
-        staging=_staging(moved if moved is not None else slots, placement, size=size, piece_numel=piece_numel),
+        staging=_staging(moved if moved is not None else slots, placement, size=size),
     )
 
 
@@ -203,8 +202,8 @@ def chunk_numel(shards: Sequence[int], piece_numel: int) -> int:
     return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in shards))
 
 
-def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology, piece_numel: int) -> Sides:
-    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], piece_numel)
+def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> Sides:
+    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], placement.piece_numel)
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
@@ -244,11 +243,11 @@ def _part_numel(slot: ParameterSlot, size: int) -> int:
     return max(shard_numel(part.numel, size) for part in parts)
 
 
-def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, piece_numel: int) -> int:
+def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int) -> int:
     moving = [slot for slot in slots if slot.shape and slot.numel]
     on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
     on_drives += [
         (slot, placement.reduce_dtype_of(slot.dtype)) for slot in moving if slot.requires_grad and not placement.grads.in_memory
     ]
-    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), piece_numel)) for slot, dtype in on_drives]
+    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), placement.piece_numel)) for slot, dtype in on_drives]
     return max((min(BLOCK_BYTES, round_up(piece, PAGE)) for piece in pieces), default=0)

@@ -26,7 +26,6 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
@@ -74,7 +73,7 @@ class GraphBudget:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
-        born = self._units.keys()
+        made_ahead = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
@@ -85,14 +84,13 @@ class GraphBudget:
         self._together = together and context.size > 1
         self._signature = config.signature()
         self._context, self._bucket, self._placement = context, config.shape().bucket_of(slots), config.placement()
-        known = [slot for slot in slots if slot in fresh or slot.index in born]
+        known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
         self.model = model_memory(
             known,
             self._placement,
             size=context.size,
             topology=context.link.topology,
-            piece_numel=pieces.PIECE_NUMEL,
-            held=born,
+            held=made_ahead,
             moved=slots,
         )
         """What the parameters take that these graphs use."""

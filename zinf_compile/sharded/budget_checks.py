@@ -13,12 +13,11 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import agree_on_memory, find_caps, held_bytes
 from .short_ranks import Lack, refusal_text
-from .shortage import advice_at_birth, gradient_bytes, name_cap
+from .shortage import advice_for_shards, gradient_bytes, name_cap
 
 
 def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Context) -> None:
@@ -26,7 +25,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     topology = context.link.topology
-    model = model_memory(slots, config.placement(), size=context.size, topology=topology, piece_numel=pieces.PIECE_NUMEL)
+    model = model_memory(slots, config.placement(), size=context.size, topology=topology)
     largest = max(slots, key=lambda slot: slot.bytes)
     cap = caps.device if topology.host_apart else min(caps.device, caps.host)
     staging, here = model.staging, model.before_computing(largest.bytes)
@@ -37,7 +36,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"{model.stays.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_at_birth(config.placement(), topology=topology, side=Tier.DEVICE)
+            + advice_for_shards(config.placement(), topology=topology, side=Tier.DEVICE)
         )
     host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
     if topology.host_apart and host > caps.host:
@@ -45,7 +44,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {model.stays.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_at_birth(config.placement(), topology=topology, side=Tier.HOST)
+            + advice_for_shards(config.placement(), topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (caps.host - host if topology.host_apart else cap - needed)))

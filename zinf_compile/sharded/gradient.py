@@ -137,9 +137,9 @@ class ShardedGradient(torch.Tensor):
         context = self._unit.context
         own = self.local()
         shard = own.to(self._unit.device, self.dtype)
-        if context.size == 1:
+        if self._unit.shard_group.size == 1:
             return self._unit.logical(shard.clone() if shard is own else shard)
-        context.ranks.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
+        self._unit.ranks.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
         gather_whole(self._unit, shard, full, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)
@@ -190,12 +190,11 @@ class ShardedGradient(torch.Tensor):
         return self.at_hand("saving or pickling").clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        context = self._unit.context
-        if context.size == 1 and self.offloaded is None:
+        group = self._unit.shard_group
+        if group.size == 1 and self.offloaded is None:
             return repr(self._unit.logical(self.local()))
         return (
-            f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
-            f"rank {context.rank} of {context.size})"
+            f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, rank {group.rank} of {group.size})"
         )
 
     __torch_function__ = no_override  # type: ignore[assignment]

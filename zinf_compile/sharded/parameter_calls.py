@@ -80,10 +80,10 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def _place(unit: Unit) -> str:
-    context = unit.context
-    if context.size == 1 and unit.backing is not None:
+    group = unit.shard_group
+    if group.size == 1 and unit.backing is not None:
         return f"its value is kept off the device (option params={unit.backing.tier!r}). There"
-    return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
+    return f"its value is spread over {group.size} ranks (this is rank {group.rank}). On all ranks"
 
 
 def _reject_optimizer(unit: Unit, name: str) -> None:
@@ -144,7 +144,8 @@ def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParamet
     with no_torch_function():
         differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     units = [p._zinf_unit for p in parameters]
-    return units[0].context.size == 1 and not all(u.at_hand for u in units) and not differentiated
+    alone = all(u.shard_group.size == 1 for u in units)
+    return alone and not all(u.at_hand for u in units) and not differentiated
 
 
 def _value(unit: Unit) -> torch.Tensor:

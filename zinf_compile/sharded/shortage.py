@@ -128,7 +128,7 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
         cap = following
 
 
-def advice_at_birth(placement: Placement, *, topology: Topology, side: Tier) -> str:
+def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
     """Say what else takes memory later, and which options keep less of parameters and gradients there."""
     placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), topology=topology, side=side, several=False)
     return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"

@@ -1,4 +1,4 @@
-"""What can't be born partitioned: clear errors, and nothing half-built left behind."""
+"""What can't be made partitioned: clear errors, and nothing half-built left behind."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def slot(index: int, *shape: int, dtype: torch.dtype = torch.float32, trained: b
 
 
 def model(slots: list[ParameterSlot], *, size: int = 1, apart: bool = True, **placement: object) -> MemoryModel:
-    return model_memory(slots, Placement(**placement), size=size, topology=Topology(host_apart=apart), piece_numel=8192)  # type: ignore[arg-type]
+    return model_memory(slots, Placement(**placement, piece_numel=8192), size=size, topology=Topology(host_apart=apart))  # type: ignore[arg-type]
 
 
 def graph(**needs: object) -> GraphMemory:
@@ -61,7 +61,7 @@ def test_a_master_copy_counts_with_states_and_widens_gradients() -> None:
 
 def test_what_is_held_already_counts_its_gradient_only() -> None:
     found = model_memory(
-        [slot(0, 8), slot(1, 4)], Placement(), size=1, topology=Topology(host_apart=False), piece_numel=8192, held={0}
+        [slot(0, 8), slot(1, 4)], Placement(piece_numel=8192), size=1, topology=Topology(host_apart=False), held={0}
     )
     assert (found.shards, found.gradients) == (Sides(16, 0), Sides(48, 0))
 
