@@ -194,16 +194,16 @@ def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dty
     return kept if master is None else {"master": master, **kept}
 
 
-def chunk_numel(shards: Sequence[int], piece_numel: int) -> int:
-    """Return an upper bound of a chunk's elements for shards of these sizes, with padding.
+def chunk_numel(pieces: Sequence[int], piece_numel: int) -> int:
+    """Return an upper bound of a chunk's elements, with padding, if the largest piece of each shard has so many elements.
 
-    A single piece may exceed `piece_numel` by its padding, several never do.
+    A chunk has one piece of each shard. A single piece may exceed `piece_numel` by its padding, several never do.
     """
-    return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in shards))
+    return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in pieces))
 
 
 def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> Sides:
-    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], placement.piece_numel)
+    numel = chunk_numel([_part_numel(slot, size) for slot in trained], placement.piece_numel)
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -76,17 +78,29 @@ def test_a_chunk_has_memory_for_what_is_brought_to_be_updated() -> None:
 
 
 @st.composite
-def shards_and_pieces(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Draw elements of shards and of a piece; a shard has no more than some hundred pieces."""
+def shards_and_pieces(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+    """Draw the parts of shards, in elements, and those of a piece; a shard has no more than some hundred pieces."""
     piece_numel = draw(st.integers(1, 4 * PIECE_ALIGN))
-    return draw(st.lists(st.integers(0, min(5 * PIECE_ALIGN, 200 * piece_numel)), max_size=12)), piece_numel
+    parts = st.lists(st.integers(0, min(5 * PIECE_ALIGN, 50 * piece_numel)), min_size=1, max_size=4)
+    return draw(st.lists(parts, max_size=12)), piece_numel
 
 
 @given(shards_and_pieces())
-def test_no_chunk_is_larger_than_counted(drawn: tuple[list[int], int]) -> None:
+def test_no_chunk_is_larger_than_counted(drawn: tuple[list[list[int]], int]) -> None:
     shards, piece_numel = drawn
-    for chunk in cut_chunks(shards, piece_numel=piece_numel):
-        assert chunk_end(chunk) <= chunk_numel(shards, piece_numel)
+    counted = chunk_numel([max(parts) for parts in shards], piece_numel)
+    cuts = [list(itertools.accumulate(parts))[:-1] for parts in shards]
+    for chunk in cut_chunks([sum(parts) for parts in shards], piece_numel=piece_numel, cuts=cuts):
+        assert chunk_end(chunk) <= counted
+
+
+def test_tiles_bound_a_chunk() -> None:
+    """A chunk has one piece of each shard, and a piece lies in one tile."""
+    tiles = tuple(((row, row + 25), (0, 100)) for row in range(0, 100, 25))
+    cut = dataclasses.replace(slot(0, 100, 100), tiles=tiles)
+    assert model([cut], params="nvme", apart=False).chunk == Sides(4 * 4096, 0)
+    assert model([cut, slot(1, 7)], params="nvme", apart=False).chunk == Sides(4 * (4096 + 4096), 0)
+    assert model([slot(0, 100, 100)], params="nvme", apart=False).chunk == Sides(4 * 8192, 0)
 
 
 @pytest.mark.parametrize(
