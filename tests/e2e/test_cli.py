@@ -37,7 +37,10 @@ def zinf(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(zinf(capsys, "mlp", *SMALL, "--format", "json"))
     traffic = {"units", "gathered", "reduced", "read", "copied_in", "copied_out", "written", "live"}
-    assert set(found) == {"schedule_hash", "world", "device", "options", "traffic", "graphs"}
+    assert set(found) == {"schedule_hash", "world", "device", "compute_shape", "options", "traffic", "graphs"}
+    assert set(found["compute_shape"]) == {
+        "bucket_bytes", "tile_bytes", "piece_numel", "chunk_bytes", "worth_bytes", "chunk_loss", "compute", "mode",
+    }  # fmt: skip
     assert set(found["traffic"]) == traffic
     for graph in found["graphs"]:
         assert set(graph) == {"name", "kind", "collectives", "swaps", "traffic", "critical_path"}

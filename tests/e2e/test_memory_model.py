@@ -13,7 +13,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from memory_models import check_against_ledgers
 
-from zinf_compile.runtime.device.link import FakeDevice, played_by
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 
@@ -33,7 +33,7 @@ TIERS = st.sampled_from(["device", "host", "nvme"])
 def test_what_the_model_says_is_what_the_ledgers_measure(
     widths: list[int], placement: dict[str, str], apart: bool, master: bool, tile: int | None, bucket: int
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, played_by(FakeDevice()) if apart else contextlib.nullcontext():
+    with tempfile.TemporaryDirectory() as folder, simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
         options: dict[str, Any] = {**placement, "bucket": bucket}
         options |= {"nvme": folder} if "nvme" in placement.values() else {}
         options |= {"tile": tile} if tile is not None else {}
