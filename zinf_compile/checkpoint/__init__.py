@@ -6,6 +6,7 @@ folder_update — Atomic replacement of the files of a folder: a process killed 
     ones.
 gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a time.
 load_optimizer_state — Full states of an optimizer, scattered over the ranks when they are loaded.
+parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in memory.
 rectangles — Flat ranges of a tensor as rectangles: a shard is a flat range, while files hold rectangles of the whole
     tensor.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
