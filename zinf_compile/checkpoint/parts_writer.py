@@ -23,6 +23,9 @@ from .safetensors_writer import new_file, write_all
 
 PAGE = mmap.PAGESIZE
 
+CHECKED_BYTES = 4 << 20
+"""A part has one checksum for each of its stretches of this length, so that a reader of some of it reads little more."""
+
 
 class StagingBuffers:
     """`count` buffers of `size` bytes that take turns; whoever takes one waits for what was written from it before."""
@@ -70,8 +73,11 @@ class PartsWriter:
                 f"{values.numel()} elements of {values.dtype} from {start} on, for {part.key} of {part.rectangle.numel} "
                 f"{part.dtype} in {self._file.path}"
             )
-        for begin in range(0, data.numel(), self._staging.numel):
-            self._write(part.key, offset + begin, data[begin : begin + self._staging.numel])
+        while data.numel():
+            checked = CHECKED_BYTES - (offset - part.begin) % CHECKED_BYTES
+            count = min(data.numel(), checked, self._staging.numel)
+            self._write(part.key, offset, data[:count])
+            data, offset = data[count:], offset + count
 
     def _write(self, key: str, offset: int, data: torch.Tensor) -> None:
         end = offset + data.numel()
@@ -88,23 +94,23 @@ class PartsWriter:
         finally:
             self._staging.used(started)
 
-    def finish(self) -> dict[str, int]:
-        """Wait for what is under way and sync the file; return the CRC32C of each part by key.
+    def finish(self) -> dict[str, list[int]]:
+        """Wait for what is under way and sync the file; return the CRC32C of each stretch of each part, by key.
 
         Raises `OSError`, and `StoreRequestError` where something of a part was never written.
         """
         checksums = {}
         for part in self.layout.parts:
-            checksum, end = 0, part.begin
+            found, end = [0] * -(-(part.end - part.begin) // CHECKED_BYTES), part.begin
             for offset, size, request in sorted(self._requests[part.key], key=lambda row: row[0]):
-                value = request.wait()
+                value, number = request.wait(), (offset - part.begin) // CHECKED_BYTES
                 assert value is not None, "asked for"
                 if offset != end:
                     break
-                checksum, end = crc32c_combine(checksum, value, size), end + size
+                found[number], end = crc32c_combine(found[number], value, size), end + size
             if end != part.end:
                 raise StoreRequestError(f"{part.key} was not written from byte {end} to {part.end} of {self._file.path}")
-            checksums[part.key] = checksum
+            checksums[part.key] = found
         self._file.sync()
         self._file.close()
         return checksums

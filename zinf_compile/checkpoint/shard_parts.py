@@ -39,19 +39,23 @@ class ShardPart:
         return flat.view(sizes).permute(inverse).reshape(-1)
 
 
-def shard_parts(shape: Sequence[int], stride: Sequence[int], spans: Sequence[ShardSpan], rank: int) -> list[ShardPart]:
-    """Return the rectangles of a rank's shard, in its order; `stride`: of the dense tensor that is cut into `spans`."""
+Stretch = tuple[int, int, int]
+"""The elements [start, end) of a dense tensor, in the order of its memory, and where in a shard the first of them is."""
+
+
+def shard_parts(shape: Sequence[int], stride: Sequence[int], stretches: Sequence[Stretch]) -> list[ShardPart]:
+    """Return the rectangles of a shard, in its order; `stride`: of the dense tensor."""
     order = memory_order(shape, stride)
     if order is None:
         return [
             ShardPart(rectangle, place, None)
-            for start, end, first in _stretches(spans, rank)
+            for start, end, first in stretches
             for rectangle, place in _placed(shape, start, end, first)
         ]
     sizes = [shape[dim] for dim in order]
     return [
         ShardPart(_in_dims(rectangle, order), place, order)
-        for start, end, first in _stretches(spans, rank)
+        for start, end, first in stretches
         for begin in range(start, end, _REARRANGED_NUMEL)
         for rectangle, place in _placed(sizes, begin, min(begin + _REARRANGED_NUMEL, end), first + begin - start)
     ]
@@ -64,11 +68,11 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return tuple(order) if real != sorted(real) else None
 
 
-def _stretches(spans: Sequence[ShardSpan], rank: int) -> list[tuple[int, int, int]]:
-    """Return [start, end) of the tensor, and where it begins in the shard, of what the rank has; neighbours joined."""
-    found: list[tuple[int, int, int]] = []
+def stretches_of(spans: Sequence[ShardSpan], rank: int, numel: int) -> list[Stretch]:
+    """Return what a rank has of a tensor of `numel` elements, which may be padded in its spans; neighbours are joined."""
+    found: list[Stretch] = []
     for span in spans:
-        start, end = span.part_of(rank)
+        start, end = (min(border, numel) for border in span.part_of(rank))
         if found and found[-1][1] == start and found[-1][2] + found[-1][1] - found[-1][0] == span.place:
             found[-1] = (found[-1][0], end, found[-1][2])
         elif start < end:

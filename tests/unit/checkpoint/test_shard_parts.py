@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.checkpoint import shard_parts as module
-from zinf_compile.checkpoint.shard_parts import memory_order, shard_parts
+from zinf_compile.checkpoint.shard_parts import memory_order, shard_parts, stretches_of
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiling import borders_of, choose_tiles
 from zinf_compile.runtime.units.shard_layout import cut_spans
@@ -33,7 +33,7 @@ def test_all_shards_are_the_tensor(shape: list[int], data: st.DataObject, ranks:
         for rank in range(ranks):
             shard = torch.cat([numbers[slice(*span.part_of(rank))] for span in spans])
             end = 0
-            for part in shard_parts(tensor.shape, tensor.stride(), spans, rank):
+            for part in shard_parts(tensor.shape, tensor.stride(), stretches_of(spans, rank, tensor.numel())):
                 rectangle = part.rectangle
                 assert part.start == end
                 end += rectangle.numel
@@ -48,7 +48,12 @@ def test_tiles_of_one_rank_are_one_rectangle() -> None:
     tiles = choose_tiles((64, 8), (8, 1), format_of(torch.float32), limit_bytes=512, world_size=1)
     spans = cut_spans(512, borders_of(tiles)[1:-1], 1)
     assert len(spans) > 1
-    assert [part.rectangle.sizes for part in shard_parts((64, 8), (8, 1), spans, 0)] == [(64, 8)]
+    assert [part.rectangle.sizes for part in shard_parts((64, 8), (8, 1), stretches_of(spans, 0, 512))] == [(64, 8)]
+
+
+def test_padding_is_no_part_of_the_tensor() -> None:
+    spans = cut_spans(12, (), 3)
+    assert [stretches_of(spans, rank, 7) for rank in range(3)] == [[(0, 4, 0)], [(4, 7, 0)], []]
 
 
 @pytest.mark.parametrize(
