@@ -78,7 +78,7 @@ def read_pieces(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -
         yield from _by_chunks(states)
     for parameter, own in found.items():
         on_drive = _on_drive(optimizer, parameter)
-        for name in own.large.keys() - on_drive.keys():
+        for name in sorted(own.large.keys() - on_drive.keys()):
             value = (states_of(optimizer, parameter) or {})[name]
             shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
             flat = shard.detach().reshape(-1)
@@ -106,7 +106,7 @@ def _on_drive(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.
         if states.transfers.store is not None and parameter in states.table.entries:
             assert isinstance(parameter, ShardedParameter)
             kept = states.kept[parameter]
-            return {name: kept[name] for name in states.table.entries[parameter].stored}
+            return {name: kept[name] for name in sorted(states.table.entries[parameter].stored)}
     return {}
 
 
