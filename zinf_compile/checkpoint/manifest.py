@@ -10,14 +10,22 @@ from typing import Any
 from .safetensors_writer import new_file, write_all
 
 MANIFEST = "manifest.json"
-SAVED = "save-{number:08}"
-PARTIAL = ".save-{number:08}-{token}.partial"
 _SAVED = re.compile(r"save-(\d{8})")
 
 
 def rank_manifest(rank: int) -> str:
     """Return the name of the manifest of a rank's files."""
     return f"rank-{rank:05}.json"
+
+
+def saved_name(number: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"save-{number:08}"
+
+
+def partial_name(number: int, token: str) -> str:
+    """Return the name of the folder in which a checkpoint is written."""
+    return f".{saved_name(number)}-{token}.partial"
 
 
 def saves_in(folder: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """What one rank saves of a model and its optimizers: the tensors that it has parts of, and their values piece by piece.
 
-Called by `save`; knows no files. Tensors have the names of `{"model": model.state_dict(), "optimizer": ...}` flattened by dots, as
-`torch.distributed.checkpoint` flattens it.
+Called by `save`; knows no files. Tensors have the names that `torch.distributed.checkpoint` gives those of
+`{"model": model.state_dict(), "optimizer": ...}`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from zinf_compile.runtime.storage.engine import Engine, crc32c
 
 from .file_layout import Part, lay_out
 from .gathered import agree_on_units, partitioned_parameters, plain
-from .manifest import MANIFEST, PARTIAL, SAVED, rank_manifest, saves_in, write_json
+from .manifest import MANIFEST, partial_name, rank_manifest, saved_name, saves_in, write_json
 from .parts_writer import PartsWriter, StagingBuffers
 from .rank_contents import RankContents
 from .shard_parts import ShardPart
@@ -53,7 +53,7 @@ def save(
     target = Path(folder)
     number = _share(ranks, 1 + max(saves_in(target), default=-1) if rank == 0 else 0, "numbering a save")
     token = _share(ranks, secrets.token_hex(8), "naming a save")
-    staging = target / PARTIAL.format(number=number, token=token)
+    staging = target / partial_name(number, token)
     with _together(ranks, "saving a checkpoint"):
         if rank == 0:
             staging.mkdir(parents=True)
@@ -63,7 +63,7 @@ def save(
         checksums = (
             [checksum] if ranks is None else [int(value) for value in ranks.agree(["saved"], what="saving", value=checksum)]
         )
-        final = target / SAVED.format(number=number)
+        final = target / saved_name(number)
         with _together(ranks, "saving a checkpoint"):
             if rank == 0:
                 write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
@@ -71,7 +71,7 @@ def save(
                 staging.rename(final)
                 _sync(target)
                 for older in sorted(saves_in(target))[:-keep]:
-                    shutil.rmtree(target / SAVED.format(number=older))
+                    shutil.rmtree(target / saved_name(older))
     finally:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -91,13 +91,17 @@ def _write_rank(folder: Path, contents: RankContents, rank: int) -> int:
         finally:
             for writer in writers:
                 writer.abandon()
-    text = write_json(folder / rank_manifest(rank), {
-        name: {part.key: {
-            "offsets": part.rectangle.offsets, "sizes": part.rectangle.sizes, "begin": part.begin, "crc32c": checksums[name][part.key],
-        } for part in layout.parts}
+    described = {
+        name: {part.key: _described(part, checksums[name][part.key]) for part in layout.parts}
         for name, layout in zip(names, layouts, strict=True)
-    })  # fmt: skip
+    }
+    text = write_json(folder / rank_manifest(rank), described)
     return crc32c(text)
+
+
+def _described(part: Part, checksums: Sequence[int]) -> dict[str, Any]:
+    rectangle = part.rectangle
+    return {"offsets": rectangle.offsets, "sizes": rectangle.sizes, "begin": part.begin, "crc32c": checksums}
 
 
 def _write_values(contents: RankContents, writers: Sequence[PartsWriter]) -> None:
