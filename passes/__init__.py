@@ -1,4 +1,7 @@
-"""The pipeline, read top to bottom. Each pass is one function in the file of its name; none knows what runs the result."""
+"""The pipeline of passes, in order, and `run_passes`. The backend and the tests call it; no pass imports the runtime.
+
+Each pass is one function in the file of its name.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,8 @@ def inference_passes(
 ) -> tuple[Pass, ...]:
     """Rewrites of a graph that has no backward, before its schedule is written.
 
-    `chunk` and `worth` say which losses are computed in chunks, `chunk_bytes` how large these are; `rows` in which parameters
-    rows are looked up; `rules` take operators apart that were kept whole until then.
+    `chunk` and `worth` select the losses that are computed in chunks, each of `chunk_bytes`. `rows` selects the parameters of
+    which rows are gathered by index. `rules` decompose the operators that were kept for `chunk_loss`.
     """
     return (
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
@@ -76,7 +79,7 @@ def joint_passes(
     rows: Callable[[ParameterSlot], bool] | None = None,
     rules: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Pass, ...]:
-    """Rewrites of the joint graph, before forward and backward are cut apart."""
+    """Rewrites of the joint graph, before it is partitioned into forward and backward. Options as in `inference_passes`."""
     return (
         *inference_passes(chunk=chunk, chunk_bytes=chunk_bytes, worth=worth, rows=rows, rules=rules),
         recompute_unit_views,
@@ -93,11 +96,12 @@ def graph_passes(
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
-    `params` and `grads` are the tiers on the way of a shard to the device, and of a gradient from it; none where they are there.
-    `limits` decides, for a graph whose gathers are just in time, how many bytes may be gathered, and gathered or on the way.
+    `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
+    the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
+    gathered units, and for gathered units together with those being swapped in.
     """
-    standing = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
-    decided = cache(limits or (lambda graph: standing))  # for both passes at once, when the first one asks
+    default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
+    decided = cache(limits or (lambda graph: default))  # one decision for both passes
     return (
         lift_tiles,
         sink_unit_views,
@@ -118,14 +122,14 @@ def graph_passes(
 
 
 def pass_name(step: Pass) -> str:
-    """Return the name of a pass as the command line knows it."""
+    """Return the name of a pass, as `zinf dump` takes it."""
     return (step.func if isinstance(step, partial) else step).__name__
 
 
 def run_passes(
     gm: fx.GraphModule, passes: Sequence[Pass], *, observe: Observer | None = None, verify_each: bool = False
 ) -> fx.GraphModule:
-    """Run the passes in order, with a legality check after the last one (after each, with `verify_each`)."""
+    """Run the passes in order; lint the graph after the last one. With `verify_each`, lint and verify it after each."""
     for step in passes:
         gm = step(gm)
         if verify_each:

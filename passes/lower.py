@@ -1,4 +1,8 @@
-"""Turn a scheduled graph into a program: transfers as steps, and regions of compute between them."""
+"""Lower a scheduled graph to a program: transfers become steps, and the compute between them becomes regions.
+
+The backend calls `lower` for each graph. It knows no runtime: `compile_region` and the steps of the `OpSpec` rows come from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -31,33 +35,36 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 
-_Stretch = list[fx.Node]
-
+_Segment = list[fx.Node]
+"""Consecutive operators that become one step."""
 
 RegionCompiler = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
-"""Turns a region into a callable that takes a list, empties it, and returns a tuple. Placeholders carry fake values."""
+"""Compiles a region. The result takes a list of values, empties it and returns a tuple. Placeholders carry fake values."""
 
 
 def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """Run a region operator by operator, with eager PyTorch's own kernels. The graph is kept no longer, if that can be."""
+    """Return a callable that runs a region operator by operator, with the kernels of eager PyTorch.
+
+    It keeps the generated code, and the graph only where the region reads constants.
+    """
     region.graph.set_codegen(BoxedCodeGen())
     region.recompile()
     if any(node.op == "get_attr" for node in region.graph.nodes):
         forward: Callable[[list[Any]], Sequence[Any]] = region.forward
         return forward
-    return partial(type(region).forward, None)  # a large parameter has a thousand tiles, each with a region
+    return partial(type(region).forward, None)  # frees the graph: a parameter of a thousand tiles has as many regions
 
 
 def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run_by_operator) -> Program:
-    """Cut `gm` at its transfers; compute between two of them becomes one callable, made by `compile_region`."""
+    """Lower `gm` to a program: each transfer becomes a step, the compute between two of them a region for `compile_region`."""
     register: dict[fx.Node, int] = {}
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         register[node] = len(register)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    ownership, sizes = _Ownership(gm.graph), _Sizes(placeholders)
+    aliases, sizes = _GradAliases(gm.graph), _Sizes(placeholders)
     steps: list[Step] = []
-    for spec, nodes in _stretches(gm.graph):
+    for spec, nodes in _segments(gm.graph):
         if spec is None:
             inputs, outputs = _boundary(nodes)
             inputs += sizes.missing(inputs)
@@ -70,7 +77,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
             if _gives_result(node):
                 register[node] = len(register)
         assert spec.step is not None
-        steps.append(spec.step([_issued(node, register, ownership) for node in nodes]))
+        steps.append(spec.step([_issued(node, register, aliases) for node in nodes]))
     by_name = {node.name: node for node in placeholders}
     tiles = {node: by_name[unit] for node in placeholders if (unit := tile_of(node)) is not None}
     tiles_ = {register[node]: (register[unit], _number(node)) for node, unit in tiles.items()}
@@ -97,7 +104,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         constants=constants,
         steps=tuple(steps),
         frees=_frees(steps, {r for r in outputs_ if r is not None}),
-        outputs=tuple(_joined(outputs_, joined_outputs(gm))),
+        outputs=tuple(_with_tiles(outputs_, joined_outputs(gm))),
         sequence=collective_sequence(gm.graph),
     )
 
@@ -109,14 +116,14 @@ def _number(tile: fx.Node) -> int:
     return slot.tile
 
 
-def _joined(outputs: list[int | None], joined: Mapping[int, tuple[int, ...]]) -> list[int | tuple[int, ...] | None]:
-    """Put those outputs together that are one gradient's tiles; behind the graph's own there are no others."""
+def _with_tiles(outputs: list[int | None], joined: Mapping[int, tuple[int, ...]]) -> list[int | tuple[int, ...] | None]:
+    """Join the outputs that are tiles of one gradient. Outputs after the graph's own are tiles only."""
     own = len(outputs) - sum(len(parts) - 1 for parts in joined.values())
-    together: list[int | tuple[int, ...] | None] = []
+    merged: list[int | tuple[int, ...] | None] = []
     for position, register in enumerate(outputs[:own]):
         parts = [outputs[part] for part in joined.get(position, ())]
-        together.append(tuple(part for part in parts if part is not None) or register)
-    return together
+        merged.append(tuple(part for part in parts if part is not None) or register)
+    return merged
 
 
 def collective_sequence(graph: fx.Graph) -> tuple[str, ...]:
@@ -138,9 +145,9 @@ def _types(node: fx.Node) -> str:
     return own if wire == own else f"{own} as {wire}"
 
 
-def _stretches(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Stretch]]:
-    """Yield operators that are one step: a stretch of compute (None), or the members of one transfer with their row."""
-    current: _Stretch = []
+def _segments(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Segment]]:
+    """Yield the operators of each step: (None, compute), or (the `OpSpec` of a transfer, its members)."""
+    current: _Segment = []
     current_spec: OpSpec | None = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
@@ -161,32 +168,32 @@ def _stretches(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Stretch]]:
 
 
 def _joins(node: fx.Node, previous: fx.Node) -> bool:
-    """Say whether a transfer is issued with the one before it: in one group, over the same hop."""
+    """Return whether a transfer is issued with the one before it: same group, same hop."""
     hops = [(argument_of(n, "src"), argument_of(n, "dst")) for n in (node, previous)]
     return group_of(node) == group_of(previous) != LONE_GROUP and hops[0] == hops[1]
 
 
-def _issued(node: fx.Node, register: Mapping[fx.Node, int], ownership: _Ownership) -> Issued:
+def _issued(node: fx.Node, register: Mapping[fx.Node, int], aliases: _GradAliases) -> Issued:
     given = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
     given.update(zip(given, node.args, strict=False), **node.kwargs)
     args = {name: register[value] if isinstance(value, fx.Node) else value for name, value in given.items()}
-    return Issued(args, register.get(node, -1), wire_type(node), partial(ownership.of, node))
+    return Issued(args, register.get(node, -1), wire_type(node), partial(aliases.of, node))
 
 
 def _gives_result(node: fx.Node) -> bool:
     return bool(node.target._schema.returns)  # type: ignore[union-attr]
 
 
-class _Ownership:
-    """Who sees a gradient's memory besides its reduce-scatter."""
+class _GradAliases:
+    """Aliases of the gradients that reduce-scatters read: whether another operator or the caller sees their memory."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._place = positions(graph)
-        self._end = len(self._place) - 1  # the output's place
-        self._last: dict[fx.Node, int] = {}  # by the value that owns the memory: many gradients may be slices of one
+        self._positions = positions(graph)
+        self._end = len(self._positions) - 1  # position of the output
+        self._last: dict[fx.Node, int] = {}  # keyed by the value that owns the memory: gradients may be slices of one
 
     def of(self, reduction: fx.Node) -> GradAlias:
-        """Return who else can see the memory of this reduction's gradient."""
+        """Return the aliasing of the gradient that `reduction` reads."""
         root = reduction.args[0]
         assert isinstance(root, fx.Node)
         while inputs := aliased_inputs(root):
@@ -194,20 +201,20 @@ class _Ownership:
                 return GradAlias.CALLER
             root = inputs[0]
         if root not in self._last:
-            self._last[root] = max(self._place[user] for node in alias_closure(root) for user in node.users)
+            self._last[root] = max(self._positions[user] for node in alias_closure(root) for user in node.users)
         if root.op != "call_function" or self._last[root] == self._end:
             return GradAlias.CALLER
-        return GradAlias.NOBODY if self._last[root] <= self._place[reduction] else GradAlias.GRAPH
+        return GradAlias.NOBODY if self._last[root] <= self._positions[reduction] else GradAlias.GRAPH
 
 
 class _Sizes:
-    """The graph's symbols: an input of size `s - 2` doesn't tell a compiler `s`."""
+    """Placeholders that carry the graph's symbols. A region whose input has size `s - 2` also needs `s` as an input."""
 
     def __init__(self, placeholders: list[fx.Node]) -> None:
         self._numbers = {symbol: node for node in placeholders if not _is_tensor(node) for symbol in symbols_read_off(node)}
 
     def missing(self, inputs: list[fx.Node]) -> list[fx.Node]:
-        """Return the graph's inputs that give the symbols which a region's inputs depend on and don't give."""
+        """Return the placeholders of the symbols that a region's inputs depend on and don't carry themselves."""
         needed = {symbol for node in inputs for symbol in symbols_of(node)}
         needed -= {symbol for node in inputs for symbol in symbols_read_off(node)}
         return [self._numbers[symbol] for symbol in sorted(needed & self._numbers.keys(), key=str)]
@@ -217,7 +224,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
+def _boundary(nodes: _Segment) -> tuple[list[fx.Node], list[fx.Node]]:
     inside = set(nodes)
     inputs: dict[fx.Node, None] = {}
     for node in nodes:
@@ -228,7 +235,7 @@ def _boundary(nodes: _Stretch) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(inputs), outputs
 
 
-def _region_graph(gm: fx.GraphModule, nodes: _Stretch, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+def _region_graph(gm: fx.GraphModule, nodes: _Segment, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

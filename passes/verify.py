@@ -1,4 +1,4 @@
-"""Say what a legal schedule is. Imports nothing from the code that makes schedules."""
+"""Rules of a legal schedule. `run_passes` and the backend check them; imports nothing from the passes that make schedules."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 
-"""From far to near."""
-
 
 def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None = None) -> fx.GraphModule:
     """Raise `IllegalGraphError` naming every broken rule; return `gm` unchanged otherwise.
 
-    Compute reads gathered units, never hollow parameters; a handle is used by waits alone; nothing touches a unit after its
-    release, and it is released once; no value that shares a gathered unit's memory leaves the graph; a reduced gradient does
-    nothing but leave it, on the way perhaps swapped out; swaps lead from tier to tier without a gap, to the device and from it;
-    members of a group stand together, and those of a collective are of one data type; a gather changes a unit's type to a
-    narrower one only; what is gathered and not yet released never exceeds `limit_bytes`.
+    - Compute reads gathered units, never hollow parameters.
+    - A gather's handle has one user, a wait.
+    - A unit is released once, and no operator reads it after its release.
+    - No output of the graph shares a gathered unit's memory.
+    - A reduced gradient is an output of the graph, directly or through swap_outs.
+    - The hops of a swap are contiguous: to the device for shards, from the device for gradients.
+    - Members of a group are adjacent. Those of a collective have one data type.
+    - A gather converts a unit to a narrower data type only.
+    - Bytes gathered and not yet released stay within `limit_bytes`.
+
     With `complete=False`, for a graph between two passes, units may still be hollow or unreleased.
     """
     place = positions(gm.graph)
@@ -69,7 +72,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
 def peak_gathered_bytes(graph: fx.Graph) -> tuple[int, str]:
     """Return the largest number of bytes gathered, and the node reaching it.
 
-    A unit counts from the start of its gather, or where it is swapped in from the swap that ends on the device, to its release.
+    A unit counts from the start of its gather to its release. A unit that is swapped in counts from the hop that ends on the
+    device.
     """
     live = peak = 0
     where = ""
@@ -115,7 +119,7 @@ def _check_reduction(node: fx.Node, broken: list[str]) -> None:
 
 
 def _check_leaves(node: fx.Node, tier: str, broken: list[str]) -> None:
-    """Check that a reduced gradient, which is on `tier`, does nothing but leave the graph or be swapped out."""
+    """Check that a reduced gradient on `tier` is read by swap_outs from that tier and the output alone."""
     for user in node.users:
         if user.target is ops.swap_out and hop_of(user)[0] != tier:
             broken.append(f"{user.name} moves {node.name} from {hop_of(user)[0]}, but it is on {tier}")
@@ -177,7 +181,7 @@ def _check_groups(graph: fx.Graph, broken: list[str]) -> None:
         previous = latest.get(kind)
         if previous is not None and group_of(previous) == group:
             if previous is not node.prev:
-                broken.append(f"{node.name} stands apart from its group {group}")
+                broken.append(f"{node.name} isn't adjacent to the others of its group {group}")
             if is_collective(node) and wire_type(previous) != wire_type(node):
                 broken.append(f"{node.name} is of {wire_type(node)}, others of its group {group} aren't")
         elif (kind, group) in closed:

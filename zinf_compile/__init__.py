@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import `zinf_compile.hf` when it is first used: transformers and accelerate are no dependencies."""
+    """Import `zinf_compile.hf` at its first use, since transformers and accelerate are no dependencies."""
     if name == "hf":
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

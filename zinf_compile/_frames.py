@@ -1,4 +1,4 @@
-"""Readings of the Python stack: the objects whose methods are running."""
+"""Readings of the Python stack: the objects whose methods are running. The only file that reads frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private names of PyTorch that this package needs, in one place.
+"""Private names of PyTorch. No other file of the package imports any.
 
 Checked on 2.11.0, 2.13.0 and 2.15.0; each line says why a public name doesn't serve.
 """
@@ -21,18 +21,18 @@ from torch._dynamo.convert_frame import compile_lock as compile_lock  # held whi
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # two switches that aren't public
-from torch._functorch._aot_autograd.descriptors import (  # which graph input or output is which, without parsing names
+from torch._functorch._aot_autograd.descriptors import (  # identity of graph inputs and outputs, without parsing names
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
 )
-from torch._guards import (  # is this a function's first compilation; AOTAutograd's metadata; a context per region
+from torch._guards import (  # whether a compilation is a function's first; AOTAutograd's metadata; a context per region
     CompileContext,
     TracingContext,
     tracing,
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
-from torch.distributed import distributed_c10d  # how many process groups there are has no public name
+from torch.distributed import distributed_c10d  # the number of process groups has no public name
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 from torch.utils import checkpoint
@@ -49,13 +49,13 @@ no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
 rebuild_tensor = torch._utils._rebuild_tensor_v2
-"""What pickled tensors name: files with it are loaded by any PyTorch, also with `weights_only=True`."""
+"""The function that pickled tensors refer to: any PyTorch loads such files, also with `weights_only=True`."""
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher
-"""Context in which calling an operator lets go of the GIL, as it does outside of tracing; the class has no public name."""
+"""Context in which calling an operator releases the GIL, as it does outside of tracing; the class has no public name."""
 
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
-"""What Dynamo captures `parameter.data = value` as: from 2.15 on as an operator of its own."""
+"""Operators as which Dynamo captures `parameter.data = value`: from 2.15 on one of its own."""
 
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 """Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
@@ -66,10 +66,10 @@ def raise_through_dynamo(error: Exception) -> Exception:
     kind = type(error)
     through = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__, "__init__": _init_through})
     args = error.args
-    if isinstance(error, OSError) and error.filename is not None:  # which its `args` leave out
+    if isinstance(error, OSError) and error.filename is not None:  # missing in its `args`
         args = (*args, error.filename, None, error.filename2)
     passed: Exception = through(*args)
-    passed.__dict__.update(error.__dict__)  # notes, and whatever else it says
+    passed.__dict__.update(error.__dict__)  # notes and other attributes
     return passed
 
 
@@ -79,12 +79,12 @@ def _init_through(self: Any, *args: object) -> None:
 
 
 def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    """Return the storage as pickled tensors refer to it, without the warning that this class will go."""
+    """Return the storage in the class that pickled tensors refer to, without its warning of deprecation."""
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
-    """Close a process group that this process made; one that `destroy_process_group` closed before is left as it is."""
+    """Close a process group that this process made, unless `destroy_process_group` closed it before."""
     if dist.is_initialized() and group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
@@ -110,12 +110,12 @@ def become(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def storage_owners(tensor: torch.Tensor) -> int:
-    """Return the reference count of a tensor's storage: the tensors that share it, and one for the Python object read here."""
+    """Return the reference count of a tensor's storage: the tensors that share it, plus one for the Python object made here."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def aot_index(node: torch.fx.Node) -> int | None:
-    """Return which input of the captured graph an AOT placeholder is."""
+    """Return the index of the captured graph's input that an AOT placeholder stands for."""
     description = node.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
 
@@ -139,7 +139,7 @@ def mutated_inputs(output: torch.fx.Node) -> dict[int, int]:
 
 
 def captured_name(placeholder: torch.fx.Node) -> str:
-    """Return the user's name for an input of a Dynamo graph: `h.0.attn.weight`, or of an argument: `x`."""
+    """Return the user's name for an input of a Dynamo graph, `h.0.attn.weight`, or for an argument, `x`."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
     text = name() if callable(name) else name
@@ -147,7 +147,7 @@ def captured_name(placeholder: torch.fx.Node) -> str:
 
 
 def prettified(name: str) -> str:
-    """Return a name of Dynamo's, `L['self'].h.0.attn.weight`, as users write it: `h.0.attn.weight`."""
+    """Return Dynamo's name `L['self'].h.0.attn.weight` as users write it: `h.0.attn.weight`."""
     for kind in ("_modules", "_parameters", "_buffers"):
         name = name.replace(f".__dict__['{kind}']['", ".").replace(f".{kind}['", ".").replace(f"{kind}['", "")
     name = name.replace("']", "")
@@ -158,7 +158,7 @@ def prettified(name: str) -> str:
 
 
 def limited_frame() -> str | None:
-    """Return the function on the stack that Dynamo runs eagerly since it reached `recompile_limit`, if there is one."""
+    """Return the function on the stack that Dynamo runs eagerly because of `recompile_limit`, None if there is none."""
     entries_of = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     limit = torch._dynamo.config.recompile_limit
     frame = sys._getframe(1)
@@ -172,7 +172,7 @@ def limited_frame() -> str | None:
 
 
 def packs_for_recomputation() -> bool:
-    """Say whether torch.utils.checkpoint is packing the tensors that its recomputed forward saves."""
+    """Return whether torch.utils.checkpoint is packing the tensors that its recomputed forward saves."""
     frame = sys._getframe(2)
     return frame is not None and any(
         f is not None and f.f_code.co_name == "pack_hook" and f.f_code.co_filename == checkpoint.__file__
@@ -181,28 +181,28 @@ def packs_for_recomputation() -> bool:
 
 
 def keeps_autograd_graph() -> bool:
-    """Say whether the running backward may run again (`retain_graph=True`); True outside of one. It has no public name."""
+    """Return whether the running backward may run again (`retain_graph=True`); True outside of one. It has no public name."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def inside_ddp() -> bool:
-    """Say whether a DistributedDataParallel module's forward is running."""
+    """Return whether a DistributedDataParallel module's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def is_first_variant() -> bool:
-    """Say whether this is the function's first compilation by Dynamo, not a recompilation for other inputs."""
+    """Return whether this is the function's first compilation by Dynamo, rather than a recompilation."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and compile_id.frame_compile_id == 0
 
 
 def outside_tracing() -> contextlib.AbstractContextManager[Any]:
-    """Context in which tensors are real ones, while a graph is traced."""
+    """Context in which tensors are real while a graph is traced."""
     return _disable_current_modes()
 
 
 def level_group_names(group: torch.distributed.ProcessGroup) -> None:
-    """Make all members of a group hold equally many process groups, with groups of one where there are fewer.
+    """Make the number of process groups equal on all members of a group, by adding groups of one rank.
 
     `new_group(use_local_synchronization=True)` names a group by that number: members with different numbers would never
     rendezvous. There is no public way to name a group.
@@ -224,11 +224,11 @@ def aot_settings(*, backward_ahead: bool) -> Iterator[None]:
         yield
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if metadata is not None:
-        metadata.bw_donated_idxs = []  # switched off it stays None, which the backward takes for "some"
+        metadata.bw_donated_idxs = []  # with the option off it stays None, which the backward reads as "some"
 
 
 def is_buffer(placeholder: torch.fx.Node) -> bool:
-    """Say whether an input of a Dynamo graph is a buffer of a module."""
+    """Return whether an input of a Dynamo graph is a buffer of a module."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
     return "_buffers['" in str(name() if callable(name) else name)
@@ -253,7 +253,7 @@ def fake_mode() -> Any:
 
 
 PARAMETER_TYPES = (torch.nn.Parameter, FakeTensor)
-"""Exact types of whole parameters: a fake one is traced for a dump, where nothing is partitioned."""
+"""Exact types of whole parameters. Dumps trace fake ones, which are never partitioned."""
 
 
 def compile_with_inductor(
@@ -261,10 +261,11 @@ def compile_with_inductor(
 ) -> Any:
     """Compile one region for `threads` threads; the result takes a list of inputs, empties it, and returns the outputs.
 
-    Each region is compiled in a context of its own (else the strides of one leak into another), with all outputs visible to the
+    Each region has its own compile context, since otherwise the strides of one leak into another. All outputs are visible to the
     user, so that they keep the strides that the rest of the graph was traced with. Random operators run as in eager PyTorch.
-    Inductor's cache of graphs can't tell the guards of a `symbolic` region from those of its graph and is left out (the one of
-    compiled C++ is not). With `alone` Inductor's thread pool is not used, since a forked process doesn't have its threads.
+
+    A `symbolic` region doesn't use Inductor's cache of graphs, which can't tell its guards from those of its graph; the cache of
+    compiled C++ serves it. With `alone` Inductor's thread pool isn't used, since a forked process doesn't have its threads.
     """
     from torch._inductor import config as inductor_config  # noqa: PLC0415  (a second of imports, for those who compile)
     from torch._inductor import list_mode_options  # noqa: PLC0415  (documented, in a private module)
@@ -289,10 +290,10 @@ def compile_with_inductor(
 
 
 def _call_in_place_products() -> None:
-    """Let Inductor call the products that are added in place, `addmm_` and `baddbmm_`, as eager PyTorch does.
+    """Let Inductor call `addmm_` and `baddbmm_` as eager PyTorch does.
 
-    It would do so by itself, with the layouts of whichever region came first; but not where the environment has `CI`, since a
-    decomposition exists, which allocates the sum anew.
+    By default it does so with the layouts of the first region. With `CI` in the environment it doesn't, since there is a
+    decomposition, which allocates a new sum.
     """
     from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback  # noqa: PLC0415
 
@@ -302,14 +303,14 @@ def _call_in_place_products() -> None:
 
 
 def inductor_processes() -> int:
-    """Return how many processes Inductor may compile on (TORCHINDUCTOR_COMPILE_THREADS; by default one per core)."""
+    """Return the number of processes for Inductor (TORCHINDUCTOR_COMPILE_THREADS; by default one per core)."""
     from torch._inductor.async_compile import get_compile_threads  # noqa: PLC0415
 
     return get_compile_threads()
 
 
 def caches_compiled_regions() -> bool:
-    """Say whether Inductor's caches on disk are enabled."""
+    """Return whether Inductor's caches on disk are enabled."""
     from torch._inductor import config as inductor_config  # noqa: PLC0415
 
     return bool(inductor_config.fx_graph_cache) and not inductor_config.force_disable_caches
@@ -331,11 +332,11 @@ def unwritable_inductor_cache() -> str:
 
 
 def vector_isa_probes() -> list[Callable[[], bool]]:
-    """Return the checks of vector instruction sets that Inductor makes one after the other before it generates C++.
+    """Return the checks of vector instruction sets that Inductor runs sequentially before it generates C++.
 
-    Their results stay with the objects they are bound to.
+    The bound objects cache their results.
     """
-    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401, PLC0415  (all of Inductor, before any thread needs it)
+    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401, PLC0415  (imports all of Inductor before threads use it)
 
     if platform.machine() not in ("x86_64", "AMD64"):
         return [lambda: bool(cpu_vec_isa.valid_vec_isa_list())]
@@ -345,7 +346,7 @@ def vector_isa_probes() -> list[Callable[[], bool]]:
 
 
 def inductor_decompositions() -> dict[Any, Any]:
-    """Return the decompositions Inductor expects, without dropout's: its random numbers stay eager PyTorch's."""
+    """Return Inductor's decompositions, without that of dropout, so that its random numbers are eager PyTorch's."""
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 
     table = select_decomp_table()
@@ -353,8 +354,8 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Say whether `torch.compile` was called on the model or on a module of it, in place or not.
+    """Return whether `torch.compile` was called on the model or on a module of it, in place or not.
 
-    Neither leaves a public trace: `Module.compile` a compiled `_call_impl`, `torch.compile(module)` a wrapper with `_orig_mod`.
+    There is no public way: `Module.compile` sets a compiled `_call_impl`, `torch.compile(module)` wraps with `_orig_mod`.
     """
     return any(m._compiled_call_impl is not None or "_orig_mod" in (*m._modules, *vars(m)) for m in model.modules())

@@ -40,7 +40,7 @@ REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which gradients may be reduced: every transport supports their sum."""
 
 SHAPE_PARTS = ("chunk_bytes", "worth_bytes")
-"""What option `compute_shape` may say."""
+"""Keys of option `compute_shape`."""
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -61,7 +61,7 @@ def parse_bytes(value: int | str, *, option: str) -> int:
 
 
 def tile_range(device_memory: int) -> tuple[int, int]:
-    """Return the smallest device_memory from which, and up to which, the default tile is the same; (0, n): there is none."""
+    """Return the smallest and largest device_memory with the same default tile; (0, n): below it there is no default tile."""
     if device_memory < 4 * _LEAST_TILE:
         return 0, 4 * _LEAST_TILE
     first = 1 << (device_memory.bit_length() - 1)
@@ -81,51 +81,50 @@ def parse_dtype(value: torch.dtype | str | None, *, option: str) -> torch.dtype 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The options; everything else is decided from the graph."""
+    """Options of the backend. All other decisions follow from the graph."""
 
     compute: str = "inductor"
-    """How the regions between transfers run. `"inductor"`: compiled, each distinct region once, within rounding of eager and
-    with its random numbers; `"fx"`: operator by operator, with eager PyTorch's own kernels and bits (after a step, those
-    of eager's `fused=True` where an optimizer's `fused` was left open)."""
+    """Execution of the regions between transfers. `"inductor"`: compiled, each distinct region once, within rounding of eager and
+    with its random numbers. `"fx"`: operator by operator, with the kernels and bits of eager PyTorch (after a step, those of
+    `fused=True` if the optimizer's `fused` is None)."""
 
     bucket: int | str = "32MiB"
-    """Transfers that follow each other in use are issued together up to this many bytes of full parameters. Measured
-    (benchmarks/prefetch.py, two gloo ranks on two cores): 8 MiB cost 3 to 5 %, 64 MiB gain nothing."""
+    """Size of a group of transfers: neighbours in order of use are issued together up to this many bytes of full parameters.
+    Measured (benchmarks/prefetch.py, two gloo ranks on two cores): 8 MiB cost 3 to 5 %, 64 MiB gain nothing."""
 
     mode: str = "default"
-    """How long Inductor may search for fast kernels; `torch.compile(..., mode=...)` sets it too. `"default"`, or
-    `"max-autotune-no-cudagraphs"`, which tries them out while compiling; the modes with CUDA graphs are refused."""
+    """Inductor's search for fast kernels, also set by `torch.compile(..., mode=...)`: `"default"`, or
+    `"max-autotune-no-cudagraphs"`, which measures kernels while compiling. Modes with CUDA graphs are refused."""
 
     on_refusal: str = "fx"
-    """What to do with a region that Inductor can't compile. `"fx"`: run it operator by operator, with a warning that names the
-    operator at fault; `"error"`: `CompilationError`, before any parameter is partitioned."""
+    """Handling of a region that Inductor can't compile. `"fx"`: run it operator by operator, with a warning that names the
+    operator. `"error"`: raise `CompilationError`, before any parameter is partitioned."""
 
     chunk_loss: bool | None = None
-    """Whether a loss over classes (cross-entropy and its parts) and its gradients are computed a chunk of tokens at a
-    time, so that the logits never exist whole. Default: where they would take more than 256 MiB in fp32; several ranks decide
-    that once for each head, from the largest logits of all when the first graph that uses it is compiled, and compile such graphs
-    for each number of tokens. A loss that can't be chunked is computed whole; the logger `zinf_compile` and `zinf dump` say why.
-    Numbers differ from those of whole logits by the order in which tokens are added up."""
+    """Compute losses over classes (cross-entropy and its parts) and their gradients in chunks of tokens, so that the logits never
+    exist as a whole. Default: for logits above 256 MiB in fp32. Several ranks decide that once per head, from the largest logits
+    of all ranks, when the first graph with the head is compiled; such graphs are compiled for each number of tokens. A loss that
+    can't be chunked is computed whole; the logger `zinf_compile` and `zinf dump` show the reason. Numbers differ from those of
+    whole logits by the order in which tokens are summed."""
 
     compute_shape: Mapping[str, int] | None = None
-    """Parts of the compute shape, which `zinf dump` prints, that are no options by themselves: `"chunk_bytes"`, of a chunk's
-    logits in fp32, and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
+    """Parts of the compute shape, which `zinf dump` prints, that aren't options of their own: `"chunk_bytes"`, the bytes of a
+    chunk's logits in fp32, and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
 
     params: str = "device"
-    """Where parameters live between their uses: `"device"`, `"host"` (host memory; the same, for a model on the CPU) or `"nvme"`
-    (on the drive that `nvme` names). They are prefetched to the device before each use, as the graph schedules it. The numbers
-    are the same for any placement."""
+    """Tier of parameters between their uses: `"device"`, `"host"` (the same for a model on the CPU) or `"nvme"` (the drive of
+    option `nvme`). The graph prefetches them to the device before each use. Numbers are the same for any placement."""
 
     grads: str = "device"
-    """Where reduced gradients live until the step: `"device"`, `"host"` or `"nvme"`."""
+    """Tier of reduced gradients until the step: `"device"`, `"host"` or `"nvme"`."""
 
     optimizer: str = "device"
-    """Where optimizer states live: `"device"`, `"host"` or `"nvme"`; from a drive each step reads and writes them in chunks, a
-    few at a time in memory."""
+    """Tier of optimizer states: `"device"`, `"host"` or `"nvme"`. A step reads and writes states on a drive in chunks, a few of
+    them in memory at a time."""
 
     update: str | None = None
-    """Where parameters are updated: `"host"` or `"device"`; default: where the optimizer's states live, so that these never
-    cross to a device. Where the device is host memory, it is the same."""
+    """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
+    between host and device. Both are the same if the device is host memory."""
 
     master: str | None = None
     """`"float32"`: bf16 and fp16 parameters are updated in fp32, in a copy kept with the optimizer's states. It changes numbers
@@ -133,26 +132,26 @@ class Config:
     else gets a warning."""
 
     reduce_dtype: torch.dtype | str | None = None
-    """The type in which gradients are reduced over the ranks, added up over micro-batches and kept until the step, as FSDP2's of
-    this name: a `torch.dtype` or its name, such as `"float32"`. `p.grad.dtype` stays the parameter's. Default: fp32 for bf16 and
-    fp16 parameters with `master="float32"`, otherwise the parameter's own. A narrower type, such as bf16 for fp32 parameters,
-    halves what ranks send each other and loses digits at each sum. Decides bits."""
+    """Data type in which gradients are reduced over ranks, accumulated over micro-batches and kept until the step, as FSDP2's
+    option of this name: a `torch.dtype` or its name, such as `"float32"`. `p.grad.dtype` stays the parameter's. Default: fp32 for
+    bf16 and fp16 parameters with `master="float32"`, otherwise the parameter's own. A narrower type, such as bf16 for fp32
+    parameters, halves the bytes between ranks and loses digits at each sum. Decides bits."""
 
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
     device_memory: int | str | None = None
-    """Cap on the bytes held on the device, for each rank: shards of this tier, gathered units, gradients in flight, buffers of
-    the step; activations are PyTorch's and don't count. Default: what the process may use, less a tenth. A cap above that is
+    """Cap on device bytes of each rank: shards on this tier, gathered units, gradients in flight, buffers of the step.
+    Activations are PyTorch's and don't count. Default: the memory that the process may use, less a tenth. A cap above that is
     accepted with a warning."""
 
     tile: int | str | None = None
-    """A parameter of more bytes is cut into row tiles of at most as many, each gathered, used and released by itself. Default:
-    the largest power of two within a quarter of `device_memory`, where that is given and comes to 1 MiB or more. Decides last
-    bits, of sums over a tiled dimension."""
+    """Largest tile: a parameter of more bytes is cut into row tiles, each gathered, used and released by itself. Default: the
+    largest power of two within a quarter of `device_memory`, if that is given and the tile has 1 MiB or more. Decides the last
+    bits of sums over a tiled dimension."""
 
     host_memory: int | str | None = None
-    """The same of host memory, for all ranks of a node together. Where the device is host memory both hold."""
+    """Cap on host bytes of all ranks of a node together. If the device is host memory, both caps apply."""
 
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
@@ -161,9 +160,9 @@ class Config:
     """The same as a one-dimensional device mesh; give this or `process_group`."""
 
     timeout_s: float = 600.0
-    """Seconds a rank waits for the others before it raises `RankMismatchError`. Covers one rank compiling alone.
+    """Seconds that a rank waits for the others before it raises `RankMismatchError`. Must cover one rank compiling alone.
 
-    And seconds that a drive may stand still for before that is a `StoreError`.
+    Also the seconds without progress after which a drive raises `StoreError`.
     """
 
     @classmethod
@@ -196,7 +195,7 @@ class Config:
 
     @property
     def tile_bytes(self) -> int | None:
-        """`tile` in bytes, or its default; None: no parameter is cut."""
+        """`tile` in bytes, or its default; None: no tiles."""
         if self.tile is not None:
             return parse_bytes(self.tile, option="tile")
         first, _ = tile_range(0 if self.device_memory is None else parse_bytes(self.device_memory, option="device_memory"))
@@ -208,7 +207,7 @@ class Config:
         return parse_dtype(self.reduce_dtype, option="reduce_dtype")
 
     def shape(self) -> ComputeShape:
-        """Return what decides bits beside the model and the types of its states."""
+        """Return the values that decide bits, beside the model and the types of its states."""
         return ComputeShape(
             bucket_bytes=self.bucket_bytes,
             tile_bytes=self.tile_bytes,
@@ -219,7 +218,7 @@ class Config:
         )
 
     def signature(self) -> str:
-        """Return what all ranks must agree on, as text."""
+        """Return the options on which all ranks must agree, as text."""
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
             f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
@@ -230,7 +229,7 @@ class Config:
         )
 
     def placement(self) -> Placement:
-        """Return where states live."""
+        """Return the placement of states."""
         return Placement(
             params=Tier(self.params),
             grads=Tier(self.grads),
@@ -339,6 +338,6 @@ class Config:
             raise OptionError(f"mode={self.mode!r} is not known to backend 'zero_infinity'; {accepted}")
         if self.mode != "default" and self.compute != "inductor":
             raise OptionError(
-                f"mode={self.mode!r} chooses among Inductor's kernels, and compute={self.compute!r} uses none of them; leave the "
-                "mode away or set compute='inductor'"
+                f"mode={self.mode!r} chooses among Inductor's kernels, and compute={self.compute!r} uses none of them; omit the "
+                "mode or set compute='inductor'"
             )

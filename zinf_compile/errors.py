@@ -12,15 +12,15 @@ class OptionError(ZinfError, ValueError):
 
 
 class UnsupportedModelError(ZinfError, ValueError):
-    """The model holds or does something that cannot be partitioned; the message names the parameter and a remedy."""
+    """The model has a part or an operation that can't be partitioned; the message names the parameter and a remedy."""
 
 
 class CheckpointError(ZinfError, ValueError):
-    """A checkpoint doesn't hold what the model needs, or isn't whole; the message names every tensor at fault."""
+    """A checkpoint doesn't fit the model, or is damaged; the message names every tensor concerned."""
 
 
 class CompilationError(ZinfError, RuntimeError):
-    """Inductor can't compile a part of the model, and `on_refusal="error"` asks for an error; the message ends with its own."""
+    """Inductor can't compile a region, and option `on_refusal` is "error"; the message ends with Inductor's."""
 
 
 class PartitionedParameterError(ZinfError, RuntimeError):
@@ -40,7 +40,7 @@ class BudgetError(ZinfError, MemoryError):
 
 
 class RankMismatchError(ZinfError, RuntimeError):
-    """The ranks are not doing the same thing: other options, another sequence of collectives, or no answer in time."""
+    """The ranks differ in options or in the order of collectives, or one doesn't answer in time."""
 
 
 class IllegalGraphError(ZinfError, AssertionError):
@@ -48,13 +48,13 @@ class IllegalGraphError(ZinfError, AssertionError):
 
 
 class StoreError(ZinfError, OSError):
-    """A drive, its filesystem or its quota failed the store: `errno` says how, `filename` in which folder.
+    """A drive, its filesystem or its quota failed: `errno` is the error, `filename` the folder.
 
     The message names extent, file and offset.
     """
 
     def __str__(self) -> str:
-        """Show errno and message, which names the folder itself."""
+        """Return errno and message. The message names the folder."""
         return super().__str__() if self.errno is None else f"[Errno {self.errno}] {self.strerror}"
 
 
@@ -63,4 +63,4 @@ class StoreRequestError(ZinfError, ValueError):
 
 
 class StoreWarning(UserWarning):
-    """States are stored in a folder that works, but isn't on a drive."""
+    """The folder for states works, but isn't on a drive."""

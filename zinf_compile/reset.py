@@ -21,16 +21,16 @@ def reset() -> None:
     """Release all resources of the package in this process, so that a notebook or the next test can start again.
 
         zinf_compile.reset()
-        model = MyModel()                       # as in a new process: same numbers, no thread or file of the models before
+        model = MyModel()                       # as in a new process: same numbers, no thread or file of earlier models
         model.compile(backend="zero_infinity")
 
     Released are process groups (but not the user's own), threads, files of states on drives, transfer buffers, the values,
     gradients and optimizer states of every model partitioned so far, compiled graphs, agreements between ranks, and Dynamo's
     caches, including the graphs of other backends.
 
-    A model partitioned before stays an object, but what reads, calls or saves it raises `PartitionedParameterError`: save
-    `full_state_dict(model)` first, and load it into a new one. A deferred step ends unfinished; call
-    `synchronize()` before to complete it and to get its error.
+    A model partitioned before stays an object, but reading, calling or saving it raises `PartitionedParameterError`: save
+    `full_state_dict(model)` first, and load it into a new model. A deferred step ends unfinished: call `synchronize()` first
+    to complete it and to get its error.
 
     Not a collective operation: it works after an error of other ranks too. Ranks that continue together all call it between the
     same two steps. Raises `UnsupportedModelError` inside `partitioned()`, and `PartitionedParameterError` inside `gathered()`,

@@ -17,20 +17,20 @@ from zinf_compile.sharded.parameter import ShardedParameter
 _log = logging.getLogger("zinf_compile")
 
 ENDURANCE_BYTES = 600e12
-"""A usual rating of a consumer drive of 1 TB: 600 TBW."""
+"""Usual endurance of a consumer drive of 1 TB: 600 TBW."""
 
 _NAMES = {Tier.DEVICE: "the device", Tier.HOST: "host memory", Tier.NVME: "NVMe"}
 
 
 def stats(model: nn.Module) -> dict[str, Any]:
-    """Return this rank's account since its first compiled call, for all models partitioned over these ranks.
+    """Return this rank's traffic, waits and memory since its first compiled call, for all models partitioned over these ranks.
 
     `steps`: optimizer steps. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from
     ranks" and "to ranks" `bytes`; `waited_s`, the seconds that compute was stalled by it; and `peak_bytes`, the most in flight at
     a time (on drives: submitted, completion not yet seen). A wait for a transfer over several links counts for the link that
     delays it: while a copy to the device waits for a drive, that is the drive. Each number again with `_last_step`: of the last
     step with its forward and backward, including what an earlier step deferred to them. `memory`: for "device" and "host" (one
-    account if the device is host memory) the bytes held `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory`
+    entry if the device is host memory) the bytes held `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory`
     gives them, and of all kinds together. `caps`: the limits of the schedule. Empty before the first compiled call. Waits of
     GPU streams for collectives are not included.
     """
@@ -65,7 +65,7 @@ def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[
 
 
 def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple[int, float]) -> str:
-    """Write the line; `step` is (bytes written to drives, seconds) of one step."""
+    """Return the log line; `step` is (bytes written to drives, seconds) of one step."""
     placement = max(units, key=lambda unit: unit.numel).placement
     context = units[0].context
     shards = sum(unit.format.bytes(unit.shard_numel) for unit in units)
@@ -75,8 +75,8 @@ def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple
         ("gradients", trained, placement.grads),
         (f"states of {optimizer}", states_bytes, placement.optimizer),
     )
-    lives = ", ".join(f"{name} on {_NAMES[_tier(tier, context)]} ({count:,} B)" for name, count, tier in kinds)
-    text = f"each of {context.size} rank(s) keeps {lives}; updated on {_updated_on(placement, context)}"
+    placed = ", ".join(f"{name} on {_NAMES[_tier(tier, context)]} ({count:,} B)" for name, count, tier in kinds)
+    text = f"each of {context.size} rank(s) keeps {placed}; updated on {_updated_on(placement, context)}"
     written, seconds = step
     if written:
         days = ENDURANCE_BYTES / written * seconds / 86400

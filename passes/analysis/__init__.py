@@ -1,13 +1,13 @@
-"""What a scheduled graph needs and moves, read without changing it.
+"""Analyses of scheduled graphs: stages, memory, traffic, and graphs as text. They change no graph.
 
-blocks — Where a graph may be cut: at the borders of the model's blocks. Decided from names, order and sizes of units alone.
-fold_blocks — Write what repeats from block to block of a model once.
-gather_stages — The stages of a schedule: groups of gathers that stand together, and when each group is released.
-memory_needs — The least memory of the device in which a graph's schedule can run.
-print_graph — A graph as text, one operator a line.
-summary — A scheduled graph in short, for a person to read: its transfers line by line, what is computed between them in
-    one.
-traffic — What a scheduled graph moves and holds, in bytes per rank.
-transfer_graph — What waits for what in a scheduled graph: transfers, waits, releases and stretches of compute as a networkx
-    graph.
+blocks — Block boundaries of the model, from names, order and sizes of units alone. `align_regions` and `group_units` cut
+    there.
+fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.
+gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.
+memory_needs — Minimum device memory of a graph's schedule. The backend calls it; the plan budgets with its result.
+print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
+summary — Summary of a scheduled graph: one line per transfer, one per region of compute. `zinf dump` prints it.
+traffic — Bytes that a scheduled graph moves over each link, and holds at its peak, per rank. Dumps and planning call it.
+transfer_graph — Dependencies of a schedule as a networkx graph: nodes are transfers, waits, releases and regions of
+    compute.
 """

@@ -1,4 +1,4 @@
-"""Where a graph may be cut: at the borders of the model's blocks. Decided from names, order and sizes of units alone."""
+"""Block boundaries of the model, from names, order and sizes of units alone. `align_regions` and `group_units` cut there."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def choose_regions(units: Sequence[ParameterSlot], *, region_bytes: int) -> list
 
 
 def block_of(name: str) -> str:
-    """Return the repeated part of the model a parameter belongs to: `layers.3` for `layers.3.mlp.up.weight`, else nothing."""
+    """Return the block of the model that a parameter belongs to: `layers.3` for `layers.3.mlp.up.weight`, "" for none."""
     match = _BLOCK.match(name)
     return match[0] if match else ""

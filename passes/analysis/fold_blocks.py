@@ -1,4 +1,4 @@
-"""Write what repeats from block to block of a model once."""
+"""Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$|\[)")
 """A block's number in a name: `3` in `h.3.qkv.weight`."""
 
 _LEAST = 2
-"""Repetitions of a block's lines that are worth a line that stands for them."""
+"""Repetitions of a block's lines from which on they are folded into one line."""
 
 _LONGEST = 2000
-"""Lines of one block; what repeats in longer stretches is written out."""
+"""Lines of the longest block that is folded."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Entry:
 
     text: str
     key: tuple[object, ...]
-    """Equal for lines that say the same of equal blocks."""
+    """Equal for the same line of equal blocks."""
     names: tuple[str, ...] = ()
-    """What the line is about, as dotted names in which a block's number counts it."""
+    """Dotted names of the parameters or modules of the line. They contain the block's number."""
 
 
 def fold(entries: Sequence[Entry]) -> list[str]:
-    """Return the lines, what repeats with block numbers that rise or fall by one left away but for the first time.
+    """Return the lines; of repetitions whose block numbers rise or fall by one, the first is printed and the others counted.
 
     before:  [wait(h.0.w), region of h.0, wait(h.1.w), region of h.1, wait(h.2.w), region of h.2]
     after:   [wait(h.0.w), region of h.0, "h.1 … h.2 as h.0: 4 lines"]
@@ -43,7 +43,7 @@ def fold(entries: Sequence[Entry]) -> list[str]:
         length, times, place = _longest_repetition(kinds, numbers, at)
         lines += [entry.text for entry in entries[at : at + max(1, length)]]
         if times:
-            lines.append(_said(entries[at : at + length], numbers[at : at + length], place, times))
+            lines.append(_folded_line(entries[at : at + length], numbers[at : at + length], place, times))
         at += max(1, length) * (1 + times) if length else 1
     return lines
 
@@ -52,7 +52,7 @@ Numbers = Sequence[tuple[tuple[int, ...], ...]]
 
 
 def _longest_repetition(kinds: Sequence[int], numbers: Numbers, at: int) -> tuple[int, int, tuple[int, int]]:
-    """Return how long what repeats from `at` is, how often it does, and (place of the number that counts, its step)."""
+    """Return the repetition at `at` that folds most lines: its length, its count, and the block number's (index, step)."""
     best = (0, 0, (0, 0))
     for length in _distances(kinds, at):
         alike = kinds[at : at + length] == kinds[at + length : at + 2 * length]
@@ -74,7 +74,7 @@ def _distances(kinds: Sequence[int], at: int) -> Iterator[int]:
 
 
 def _counting(numbers: Numbers, at: int, length: int) -> tuple[int, int] | None:
-    """Return which number of the names in a stretch counts the blocks, and its step; None where none does."""
+    """Return (index, step) of the number that differs between two neighbouring repetitions; None unless it is the only one."""
     for one, other in zip(numbers[at : at + length], numbers[at + length : at + 2 * length], strict=False):
         for here, there in zip(one, other, strict=True):
             steps = [(place, b - a) for place, (a, b) in enumerate(zip(here, there, strict=True)) if a != b]
@@ -84,7 +84,7 @@ def _counting(numbers: Numbers, at: int, length: int) -> tuple[int, int] | None:
 
 
 def _follows(kinds: Sequence[int], numbers: Numbers, at: int, length: int, place: tuple[int, int]) -> bool:
-    """Say whether the stretch after the one at `at` is the same for the next block."""
+    """Return whether the lines at `at` repeat right after, with the next block's number."""
     index, step = place
     if at + 2 * length > len(kinds):
         return False
@@ -97,8 +97,8 @@ def _follows(kinds: Sequence[int], numbers: Numbers, at: int, length: int, place
     return True
 
 
-def _said(entries: Sequence[Entry], numbers: Numbers, place: tuple[int, int], times: int) -> str:
-    """Say which blocks are left away, by the name of the one that is computed there."""
+def _folded_line(entries: Sequence[Entry], numbers: Numbers, place: tuple[int, int], times: int) -> str:
+    """Return the line for the folded blocks, named after the block that the first repetition computes."""
     index, step = place
     computed = [i for i, entry in enumerate(entries) if entry.key[0] == "region" and entry.names and numbers[i][0]]
     example = (computed or [i for i, entry in enumerate(entries) if entry.names and numbers[i][0]])[0]

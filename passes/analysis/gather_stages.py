@@ -1,4 +1,4 @@
-"""The stages of a schedule: groups of gathers that stand together, and when each group is released."""
+"""Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zinf_compile.passes.graph.node_facts import live_bytes
 
 
 def peak_ahead(sizes: Sequence[int], released: Sequence[Sequence[tuple[int, int]]], *, stages: int) -> int:
-    """Return the most live bytes of any stage where each group starts `stages` stages early."""
+    """Return the peak of live bytes if each group of gathers starts `stages` stages early."""
     change = [0] * (len(sizes) + 1)
     for number, size in enumerate(sizes):
         change[max(0, number - stages)] += size
@@ -22,7 +22,7 @@ def peak_ahead(sizes: Sequence[int], released: Sequence[Sequence[tuple[int, int]
 
 
 def find_stages(graph: fx.Graph) -> tuple[list[list[fx.Node]], list[list[tuple[int, int]]]]:
-    """Return the gathers of each stage, which stand together, and for each the (stage, bytes) of their releases."""
+    """Return for each stage its gathers, which are adjacent, and the (stage, bytes) of their releases."""
     groups: list[list[fx.Node]] = []
     released: list[list[tuple[int, int]]] = []
     owner: dict[fx.Node, int] = {}

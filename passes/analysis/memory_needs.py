@@ -1,4 +1,4 @@
-"""The least memory of the device in which a graph's schedule can run."""
+"""Minimum device memory of a graph's schedule. The backend calls it; the plan budgets with its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .gather_stages import find_stages, peak_ahead
 
 
 def measure_needs(graph: fx.Graph) -> GraphMemory:
-    """Measure a graph before `prefetch`, or what it came to after it."""
+    """Measure the bytes of one graph: before `prefetch` the minimum, after it those of the final schedule."""
     gathered, where = peak_gathered_bytes(graph)
     largest = next((slot_behind(node).name for node in graph.nodes if node.name == where), "")
     last_group = LONE_GROUP
@@ -63,12 +63,12 @@ def measure_needs(graph: fx.Graph) -> GraphMemory:
 
 
 def measure_ahead(graph: fx.Graph, *, stages: int) -> int:
-    """Return the most bytes held at once where each gather of a just-in-time graph starts `stages` stages ahead of its use."""
+    """Return the peak of gathered bytes of a just-in-time graph if each gather starts `stages` stages ahead of its use."""
     groups, released = find_stages(graph)
     return peak_ahead([sum(map(live_bytes, group)) for group in groups], released, stages=stages)
 
 
 def ahead_key(graph: fx.Graph) -> Hashable:
-    """Return what identifies a graph by the transfers between ranks that it makes, whatever the shapes of its inputs."""
+    """Return a key of the graph's collectives, independent of the shapes of its inputs."""
     moves = [node for node in graph.nodes if is_collective(node)]
     return tuple((str(n.target), slot_behind(n).name, slot_behind(n).shape, wire_type(n), group_of(n)) for n in moves)

@@ -1,4 +1,4 @@
-"""A graph as text, one operator a line."""
+"""Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .traffic import bytes_moved, is_swap
 def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = False, world_size: int = 1) -> str:
     """Print the graph with short names.
 
-    With `sizes`, schedule operators show the parameter's name and bytes: those it has whole, but in a swap those of the shard,
-    which is all that one of `world_size` ranks moves, and of rows that are looked up as many as are named. A part of a value that
-    never exists whole shows which one it is, and its bytes; and the graph begins with what a pass left alone, and why. With
-    `policies`, other operators show what the partitioner is told about them.
+    With `sizes`, schedule operators show the parameter's name and bytes. Bytes are those of the whole unit; a swap shows the
+    shard of one of `world_size` ranks, and `gather_rows` an upper bound of its rows. Parts of values that never exist as a whole
+    show their name and bytes. The text begins with the rewrites that passes skipped, with reasons. With `policies`, other
+    operators show their checkpoint policy.
     """
     lines = [f"# {what}" for what in skipped_notes(gm)] if sizes else []
     for node in gm.graph.nodes:
@@ -48,7 +48,7 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 
 
 def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
-    """Add to the line of a schedule operator the parameter's name and the bytes that it moves or holds."""
+    """Append the parameter's name, and the bytes moved or held, to the line of a schedule operator."""
     unit = slot_behind(node)
     size = f"{bytes_moved(node, world_size=world_size) if is_swap(node) else wire_bytes(node):,}"
     if node.target is ops.gather_rows:

@@ -1,4 +1,4 @@
-"""A scheduled graph in short, for a person to read: its transfers line by line, what is computed between them in one."""
+"""Summary of a scheduled graph: one line per transfer, one per region of compute. `zinf dump` prints it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from .print_graph import graph_text_line, with_sizes
 aten = torch.ops.aten
 
 _AS = {compute_ops.mm_out: aten.mm, compute_ops.addmm_out: aten.addmm}
-"""Operators that write a product into a part of a larger matrix: their first argument is no factor."""
+"""Products that write into a given matrix, their first argument, and the operators that count their operations."""
 
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-"""Attention of the CPU, which PyTorch doesn't count, takes the operations of the GPU's."""
+"""Attention of the CPU, which PyTorch doesn't count, and the GPU's, which takes as many operations."""
 
 _NAMED = 4
-"""Operators that a region's line names; of more it says how many."""
+"""Operators that a region's line names. A region of more shows their number."""
 
 _BLOCKS = 2
-"""Blocks of a model that a region's line names; of more it says the first and the last."""
+"""Blocks that a region's line names. A region of more shows the first and the last."""
 
 _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 
@@ -49,8 +49,8 @@ _PREFIXES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 def summarize(gm: fx.GraphModule, *, world_size: int = 1) -> str:
     """Print a scheduled graph: a line for each transfer, and one for the compute between two.
 
-    Blocks of equal structure are written once. A region's line says how many operators it has, of which block, and the
-    floating-point operations of its products, convolutions and attention.
+    Blocks of equal structure are printed once. A region's line shows its number of operators, its blocks, and the floating-point
+    operations of its products, convolutions and attention.
     """
     lines = [f"# {what}" for what in skipped_notes(gm)]
     return "\n".join([*lines, *fold(list(_entries(gm, world_size)))]) + "\n"
@@ -109,7 +109,7 @@ def _shape(node: fx.Node) -> tuple[object, ...]:
 
 
 def _blocks(nodes: Sequence[fx.Node]) -> list[str]:
-    """Return the blocks that the operators belong to, in order of their first; where there are none, the modules."""
+    """Return the blocks of the operators in order of appearance; their modules where no block is known."""
     modules = [module for node in nodes if (module := module_of(node))]
     return list(dict.fromkeys(filter(None, map(block_of, modules)))) or list(dict.fromkeys(modules))
 
@@ -119,7 +119,7 @@ def _listed(blocks: Sequence[str]) -> str:
 
 
 def _operations(node: fx.Node) -> int:
-    """Return the floating-point operations of an operator that PyTorch knows how to count; sizes known at run time count none."""
+    """Return an operator's floating-point operations; 0 where PyTorch has no formula, or sizes are dynamic."""
     target: Any = node.target
     arguments = list(node.args)
     if target in _AS:
@@ -137,13 +137,13 @@ def _operations(node: fx.Node) -> int:
 
 
 def _with_equal_heads(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give keys and values that several heads share a copy for each head, as they are computed with."""
+    """Expand keys and values that several heads share to one per head, as the formula expects."""
     heads = values[0].shape[1]
     return [v if v.shape[1] == heads else v[:, :1].expand(-1, heads, -1, -1) for v in values]
 
 
 def _returned(node: fx.Node) -> str:
-    """Count the outputs: gradients, hollow parameters, and what is made here, with its bytes."""
+    """Return the line of the outputs: counts of gradients, hollow parameters and computed values, with bytes of the last."""
     values: Any = node.args[0]
     given = [v for v in (values if isinstance(values, (tuple, list)) else (values,)) if isinstance(v, fx.Node)]
     gradients = sum(v.target in (ops.reduce_scatter, ops.swap_out) for v in given)

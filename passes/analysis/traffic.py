@@ -1,4 +1,4 @@
-"""What a scheduled graph moves and holds, in bytes per rank."""
+"""Bytes that a scheduled graph moves over each link, and holds at its peak, per rank. Dumps and planning call it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from zinf_compile.passes.verify import peak_gathered_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """One graph's account: bytes by link, for one rank.
+    """Bytes of one graph by link, for one rank of N.
 
-    Over the link between ranks it receives (and sends) N-1 of the N padded shards of a unit per transfer, over the others it
-    moves its own alone.
+    Between ranks, a transfer of a unit receives (and sends) N-1 of its N padded shards. Over the other links a rank moves its own
+    shard alone.
     """
 
     units: int
     gathered: int
     reduced: int
     read: int
-    """From a drive, to the host or, where that is the host's memory, to the device."""
+    """From a drive to the host, or to a device that is host memory."""
     copied_in: int
     """From the host to the device."""
     copied_out: int
@@ -46,7 +46,7 @@ class Traffic:
     written: int
     """To a drive, from the host or the device."""
     live: int
-    """The most bytes of full units held at once; one that is swapped in counts from the hop that ends on the device."""
+    """Peak bytes of gathered units, counted as in `peak_gathered_bytes`."""
 
 
 def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
@@ -76,17 +76,17 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One unit's part in a transfer between ranks."""
+    """One unit's collective."""
 
     operator: str
     """all_gather, gather_rows or reduce_scatter."""
     group: int
-    """Collectives of one operator and group are issued as one; -1: alone."""
+    """Collectives of one operator and group are issued as one; -1: no group."""
     unit: ParameterSlot
     dtype: torch.dtype
-    """As which the unit moves."""
+    """In which the unit moves."""
     bytes: int
-    """Of the whole unit, in that type; of rows that are looked up, of as many as the graph can name."""
+    """Of the whole unit in that type; for gather_rows an upper bound of its rows."""
     moved: int
     """Bytes that this rank receives (and sends)."""
 
@@ -131,7 +131,7 @@ def list_swaps(graph: fx.Graph, *, world_size: int) -> tuple[Swap, ...]:
 
 
 def is_swap(node: fx.Node) -> bool:
-    """Say whether the node moves a rank's own shard between two tiers."""
+    """Return whether the node moves a rank's own shard between two tiers."""
     return _spec(node).volume is Volume.SHARD
 
 
@@ -142,9 +142,9 @@ def lane_of(node: fx.Node) -> str | None:
 
 
 def bytes_moved(node: fx.Node, *, world_size: int) -> int:
-    """Return what one rank moves: its shard in a swap; the others' shards, received or sent, in a gather or reduce-scatter.
+    """Return the bytes that one rank moves: its own shard in a swap, the other ranks' shards in a gather or reduce-scatter.
 
-    Of rows that are looked up as many as the graph can name, all of them different.
+    For gather_rows this is an upper bound: as many different rows as there are indices.
     """
     volume = _spec(node).volume
     if volume is Volume.ROWS:

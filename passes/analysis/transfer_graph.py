@@ -1,6 +1,6 @@
-"""What waits for what in a scheduled graph: transfers, waits, releases and stretches of compute as a networkx graph.
+"""Dependencies of a schedule as a networkx graph: nodes are transfers, waits, releases and regions of compute.
 
-For looking at, never for running: the executor performs the schedule in the order it is written.
+`zinf dump --format dot` and tests call it. Nothing runs from it: the executor performs the schedule in the order of the graph.
 """
 
 from __future__ import annotations
@@ -38,45 +38,46 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
     """Build the transfer graph of one rank of `world_size`; raise `IllegalGraphError` if it has a cycle.
 
         graph:  g = all_gather(w);  v = wait(g);  t = t(v);  a = mm(x, t);  release(v);  r = reduce_scatter(a, w)
-        nodes:  g, v, t (the stretch t, mm), release(v), r
+        nodes:  g, v, t (the region t, mm), release(v), r
         edges:  g -> v -> t -> release(v),  v -> release(v),  t -> r,  release(v) -> r
 
-    A node is called as its first operator is in the graph's text, and has a `lane` (compute, gather, reduce, read, copy in, copy
-    out or write), a `label` and `bytes`: what the rank moves for a transfer, all members of a group together; for a stretch of
-    compute the memory that it reads from outside and that is read after it, each once, sizes unknown until run time as 0; 0 for
-    a wait or a release. An edge's `kind` is `data`, or `order`: of two neighbours on a lane, and of a transfer with the last of
-    the compute lane before it, after which it is issued.
+    A node has the name of its first operator in the graph's text, a `lane` (compute, gather, reduce, read, copy in, copy out or
+    write), a `label` and `bytes`. The bytes of a transfer are those that the rank moves, for all members of its group. The bytes
+    of a region are its inputs and outputs, each memory once, dynamic sizes as 0. Waits and releases have 0.
+
+    An edge's `kind` is `data` or `order`. Order edges join neighbours on a lane, and the latest node on the compute lane with
+    the transfer issued after it.
     """
     found: nx.DiGraph = nx.DiGraph()
-    home: dict[fx.Node, str] = {}
+    name_of: dict[fx.Node, str] = {}
     latest: dict[str, str] = {}
-    stretches: dict[str, list[fx.Node]] = {}
+    regions: dict[str, list[fx.Node]] = {}
     for node, name, lane in _named(graph):
-        home[node] = name
+        name_of[node] = name
         if name not in found:
             found.add_node(name, lane=lane, bytes=0, label="")
         if node.target in SCHEDULE_OPS:
             _describe(found.nodes[name], node, world_size=world_size)
         else:
-            stretches.setdefault(name, []).append(node)
+            regions.setdefault(name, []).append(node)
         for source in node.all_input_nodes:
-            if home.get(source, name) != name:
-                found.add_edge(home[source], name, kind="data")
-        for place in (lane, COMPUTE):
-            earlier = latest.get(place, name)
+            if name_of.get(source, name) != name:
+                found.add_edge(name_of[source], name, kind="data")
+        for on in (lane, COMPUTE):
+            earlier = latest.get(on, name)
             if earlier != name and not found.has_edge(earlier, name):
                 found.add_edge(earlier, name, kind="order")
         latest[lane] = name
     owners = _owners(graph)
-    for name, nodes in stretches.items():
+    for name, nodes in regions.items():
         count = f"{len(nodes)} operators" if len(nodes) > 1 else "1 operator"
-        found.add_node(name, label=f"{name}: {count}", bytes=_bytes_of_stretch(nodes, owners))
+        found.add_node(name, label=f"{name}: {count}", bytes=_bytes_of_region(nodes, owners))
     _check_acyclic(found)
     return found
 
 
 def find_critical_path(transfers: nx.DiGraph) -> list[str]:
-    """Return the chain of nodes with the most bytes, first to last: what no overlap of the lanes can shorten."""
+    """Return the path with the most bytes, first to last: a lower bound that no overlap of the lanes can shorten."""
     reached: dict[str | None, int] = {None: 0}
     before: dict[str, str | None] = {}
     for node in nx.topological_sort(transfers):
@@ -111,16 +112,16 @@ def transfer_dot(graphs: Sequence[tuple[str, nx.DiGraph]]) -> str:
 
 def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
     groups: dict[tuple[str, int], str] = {}
-    stretch = ""
+    region = ""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node.target is ops.reduce_buffer:
             continue
         lane = lane_of(node) or COMPUTE
         if node.target not in SCHEDULE_OPS:
-            stretch = node.name if starts_region(node) else stretch or node.name
-            yield node, stretch, lane
+            region = node.name if starts_region(node) else region or node.name
+            yield node, region, lane
             continue
-        stretch = ""
+        region = ""
         name = f"release({node.args[0]})" if node.target is ops.release else node.name
         if lane != COMPUTE and group_of(node) != LONE_GROUP:
             name = groups.setdefault((lane, group_of(node)), name)
@@ -142,7 +143,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return owners
 
 
-def _bytes_of_stretch(nodes: Sequence[fx.Node], owners: dict[fx.Node, fx.Node]) -> int:
+def _bytes_of_region(nodes: Sequence[fx.Node], owners: dict[fx.Node, fx.Node]) -> int:
     inside = set(nodes)
     moved: dict[fx.Node, None] = {}
     for node in nodes:
@@ -168,7 +169,7 @@ def _check_acyclic(found: nx.DiGraph) -> None:
         return
     cycle = [source for source, _ in nx.find_cycle(found)]
     raise IllegalGraphError(
-        "illegal schedule (a defect of zinf-compile, please report it): each of these waits for the one before it, in a circle: "
+        "illegal schedule (a defect of zinf-compile, please report it): each operator waits for the one before, in a cycle: "
         + " -> ".join([*cycle, cycle[0]])
     )
 

@@ -1,7 +1,7 @@
-"""What passes share: facts about nodes, aliasing, new nodes, graphs as text.
+"""Helpers that all passes share: node metadata, aliasing, new nodes, concatenations. They import no pass.
 
-alias — Which values share memory, and which are made element by element: read from operator schemas and tags.
-build_nodes — Write operators into a graph whose values are fake, each with the fake value of its result.
-concat — What a concatenation consists of.
-node_facts — What is known about a node, behind typed accessors: the only place that knows how `node.meta` is spelled.
+alias — Aliasing of values and the one definition of element-wise, both read from operator schemas and tags.
+build_nodes — Insertion of operators into a traced graph, each with the fake value of its result.
+concat — Parts of a concatenation.
+node_facts — Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone.
 """

@@ -1,4 +1,4 @@
-"""Which values share memory, and which are made element by element: read from operator schemas and tags."""
+"""Aliasing of values and the one definition of element-wise, both read from operator schemas and tags."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ HIDDEN_VIEWS = frozenset(
         aten.lift.default,
     }
 )
-"""Views (or maybe views) whose schema doesn't say so."""
+"""Operators that return a view, or may, without saying so in their schema."""
 
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
-"""Copies that change the data type only: cheaper made again than kept."""
+"""Copies that change the data type only: cheaper to recompute than to save."""
 
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-"""They arrange elements in other dimensions."""
+"""Operators that change the shape and keep the order of elements."""
 
 MOVES = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
-"""They change the order of dimensions."""
+"""Operators that change the order of dimensions."""
 
 ALIASES = frozenset({aten.detach.default, aten.alias.default})
-"""Other names of a value."""
+"""Operators that return their input."""
 
 METADATA_OPS = frozenset(
     {aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default, aten.size.default}
 )
-"""Operators that never touch a tensor's memory: a hollow parameter is good enough for them."""
+"""Operators that read no element of a tensor, so that a hollow parameter may be their input."""
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Say whether the node converts a tensor to another data type."""
+    """Return whether the node converts a tensor to another data type."""
     return node.op == "call_function" and node.target in CASTS
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """Say whether each element of a result is made from the elements at its place alone, the same each time."""
+    """Return whether each element of the result depends on the inputs' elements at its index alone, deterministically."""
     if is_cast(node):
         return True
     tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
@@ -54,7 +54,7 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Say whether the node's result is another view of a tensor's memory, or several."""
+    """Return whether the node's result, or each part of it, is a view of an input."""
     if node.op != "call_function" or node.target in METADATA_OPS:
         return False
     return not isinstance(node.target, torch._ops.HigherOrderOperator) and bool(aliased_inputs(node))
@@ -93,7 +93,7 @@ def alias_closure(root: fx.Node) -> set[fx.Node]:
 
 
 def derived_from(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes made from `roots` by views and casts alone; the roots are not among them."""
+    """Return the nodes made from `roots` by views and casts alone, without the roots."""
     derived: set[fx.Node] = set()
     stack = list(roots)
     known = set(stack)

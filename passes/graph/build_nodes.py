@@ -1,4 +1,7 @@
-"""Write operators into a graph whose values are fake, each with the fake value of its result."""
+"""Insertion of operators into a traced graph, each with the fake value of its result.
+
+All passes create their nodes here.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from .node_facts import fake_mode_of, fake_value, unmark_region
 aten = torch.ops.aten
 
 _OWN = ("val", "tensor_meta", "desc", "recompute", "ac_graph_id")
-"""What a node's record says of itself; the rest says where in the user's program it comes from."""
+"""Keys of `node.meta` that describe the node's own result. The others describe its origin in the user's program."""
 
 
 def new_node(
     graph: fx.Graph, mode: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str | None
 ) -> fx.Node:
-    """Write an operator where the graph inserts now, with its result on fake tensors of `mode`."""
+    """Create an operator at the graph's insertion point and compute its fake value under `mode`."""
     node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
     values, named = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with mode:
@@ -28,15 +31,15 @@ def new_node(
 
 
 class NodeBuilder:
-    """Inserts operators before a node, or after it."""
+    """Inserts operators before a node, or after it.
+
+    Note: two kinds of new operators
+        Without a `stage`, the operators decompose the node at `place` and inherit its metadata, but for its value. With a `stage`
+        ("is_forward" or "is_backward") they are additional: they inherit the source line alone, take their operator's name, and
+        carry the stage as the tag for the partitioner.
+    """
 
     def __init__(self, graph: fx.Graph, place: fx.Node, *, after: bool = False, stage: str | None = None) -> None:
-        """Build at `place`.
-
-        Without a `stage`, operators are parts of what the node there does and take all its facts over. With one, "is_forward" or
-        "is_backward", they are new: they share its source line alone, are called as their operator is, and the partitioner is
-        told their stage.
-        """
         self._graph = graph
         self._place = place
         self._after = after
@@ -55,14 +58,14 @@ class NodeBuilder:
         name: str | None = None,
         **named: Any,
     ) -> fx.Node:
-        """Insert one operator; it says of itself what `like` does, by default the node that it is put beside."""
+        """Insert one operator with the metadata of `like`, by default of the node at `place`."""
         origin = like or self._place
         if name is None and self._stage is not None and isinstance(target, torch._ops.OpOverload):
             name = target._schema.name.split("::")[-1].lstrip("_")
         with self._graph.inserting_after(self._last) if self._after else self._graph.inserting_before(self._place):
             self._last = node = new_node(self._graph, self._mode, target, args, {**(kwargs or {}), **named}, name)
         if self._stage is None:
-            _take_facts(node, origin)
+            _copy_metadata(node, origin)
         else:
             node.meta["partitioner_tag"] = self._stage
             node.stack_trace = origin.stack_trace
@@ -70,7 +73,7 @@ class NodeBuilder:
         return node
 
     def view(self, source: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """Return the source in another shape, copied where it doesn't lie in memory so; itself where it has that shape."""
+        """Return the source in `shape`: itself if it has that shape, else a view, copied first where strides forbid a view."""
         if list(fake_value(source).shape) == list(shape):
             return source
         if source.target is aten.view.default and list(source.args[0].meta["val"].shape) == list(shape):  # type: ignore[union-attr]
@@ -80,20 +83,20 @@ class NodeBuilder:
         return self(aten.view.default, source, list(shape))
 
     def cast(self, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Return the source in a data type; itself where it is of that one."""
+        """Return the source in `dtype`: itself if it has that type, else a cast."""
         if fake_value(source).dtype == dtype:
             return source
         return self(torch.ops.prims.convert_element_type.default, source, dtype)
 
     def zeros(self, shape: Sequence[int], like: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Return zeros."""
+        """Return zeros in `shape` and `dtype`, on the device of `like`."""
         return self(aten.full.default, list(shape), 0, dtype=dtype, device=fake_value(like).device)
 
 
-def _take_facts(node: fx.Node, origin: fx.Node) -> None:
+def _copy_metadata(node: fx.Node, origin: fx.Node) -> None:
     node.meta.update((key, value) for key, value in origin.meta.items() if key not in _OWN)
     unmark_region(node)
-    if "recompute" in origin.meta:  # what torch.utils.checkpoint decided of the whole counts for its parts
+    if "recompute" in origin.meta:  # decisions of torch.utils.checkpoint hold for the parts
         node.meta["recompute"], node.meta["ac_graph_id"] = origin.meta["recompute"], origin.meta.get("ac_graph_id", 0)
 
 

@@ -1,4 +1,4 @@
-"""What is known about a node, behind typed accessors: the only place that knows how `node.meta` is spelled."""
+"""Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TILE_OF = "zinf_tile_of"
 _JOINED = "zinf_joined"
 
 _AFTER_ALL_CHECKPOINTS = sys.maxsize
-"""Larger than any checkpoint's number: a view shared with a later checkpointed region is then still recomputed."""
+"""Larger than any checkpoint's number, so that a view shared with a later checkpointed region is recomputed too."""
 _PART = "zinf_part"
-_LEFT_ALONE = "zinf_left_alone"
+_SKIPPED = "zinf_skipped"
 
 
 def mark_slot(node: fx.Node, slot: ParameterSlot) -> None:
-    """Say that placeholder `node` is a parameter."""
+    """Mark placeholder `node` as a parameter."""
     node.meta[_SLOT] = slot
 
 
@@ -42,7 +42,7 @@ def slot_of(node: fx.Node) -> ParameterSlot | None:
 
 
 def mark_buffer(node: fx.Node, name: str) -> None:
-    """Say that placeholder `node` is a module's buffer."""
+    """Mark placeholder `node` as a module's buffer."""
     node.meta[_BUFFER] = name
 
 
@@ -52,7 +52,7 @@ def buffer_of(node: fx.Node) -> str | None:
 
 
 def mark_name(node: fx.Node, name: str) -> None:
-    """Say what the user calls an input, for display."""
+    """Record the user's name of an input, for display."""
     node.meta[_NAME] = name
 
 
@@ -63,80 +63,80 @@ def display_name(node: fx.Node) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """Return the name of the module whose code the operator, or what it is the gradient of, comes from; empty where unknown."""
+    """Return the name of the module that the operator, or the forward of a gradient, comes from; empty where unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return prettified(str(next(reversed(stack.values()))[0])) if stack else ""
 
 
 def mark_region(node: fx.Node) -> None:
-    """Say that a region starts at operator `node`, whether or not a transfer stands before it."""
+    """Mark the operator as a region's first, even without a transfer before it."""
     node.meta[_REGION] = True
 
 
 def starts_region(node: fx.Node) -> bool:
-    """Say whether a region was marked to start at the operator."""
+    """Return whether the operator is marked as a region's first."""
     return bool(node.meta.get(_REGION))
 
 
 def unmark_region(node: fx.Node) -> None:
-    """Say that no region starts at an operator."""
+    """Remove the mark of a region's first operator."""
     node.meta.pop(_REGION, None)
 
 
 def move_region_mark(node: fx.Node, to: fx.Node) -> None:
-    """Say that a region starts at another operator than it did, if one does."""
+    """Move the mark of a region's first operator, where `node` has it."""
     if starts_region(node):
         unmark_region(node)
         mark_region(to)
 
 
 def leave_whole(gm: fx.GraphModule, slot: ParameterSlot, reason: str) -> None:
-    """Note why a parameter that is cut into tiles is gathered, or its gradient computed, as a whole."""
+    """Note the reason why a tiled parameter is gathered, or its gradient computed, as a whole."""
     what = f"tiles of {slot.name}: {reason}"
     if what not in skipped_notes(gm):
         note_skipped(gm, what)
 
 
 def mark_tile(node: fx.Node, unit: fx.Node, slot: ParameterSlot) -> None:
-    """Say that placeholder `node` is a tile of parameter `unit`."""
+    """Mark placeholder `node` as a tile of parameter `unit`."""
     node.meta[_SLOT] = slot
     node.meta[_TILE_OF] = unit.name
 
 
 def tile_of(node: fx.Node) -> str | None:
-    """Return the name of the parameter's placeholder of which `node` is a tile, None for any other node."""
+    """Return the name of the placeholder whose tile `node` is, None for any other node."""
     return node.meta.get(_TILE_OF) if node.op == "placeholder" else None
 
 
 def mark_joined(gm: fx.GraphModule, position: int, parts: tuple[int, ...]) -> None:
-    """Say that an output is the gradient of a parameter whose tiles' are at `parts`."""
+    """Record that the output at `position` is a gradient in tiles, whose outputs are at `parts`."""
     gm.meta.setdefault(_JOINED, {})[position] = parts
 
 
 def joined_outputs(gm: fx.GraphModule) -> dict[int, tuple[int, ...]]:
-    """Return the outputs that are one with others, by position."""
+    """Return the outputs that are gradients in tiles: by position, the positions of the tiles."""
     found: dict[int, tuple[int, ...]] = gm.meta.get(_JOINED, {})
     return found
 
 
 def mark_part(node: fx.Node, part: str) -> None:
-    """Say which part of a value that never exists whole the node computes, for display."""
+    """Record which part of a value the node computes, for display; such a value never exists as a whole."""
     node.meta[_PART] = part
 
 
 def part_of(node: fx.Node) -> str:
-    """Return which part of a value that never exists whole the node computes; empty for any other node."""
+    """Return the text of `mark_part`; empty for any other node."""
     return str(node.meta.get(_PART, ""))
 
 
 def note_skipped(gm: fx.GraphModule, what: str) -> None:
-    """Note what a pass might have rewritten and has not, with the reason, for display."""
-    gm.meta[_LEFT_ALONE] = (*gm.meta.get(_LEFT_ALONE, ()), what)
+    """Record a rewrite that a pass skipped, with the reason, for display."""
+    gm.meta[_SKIPPED] = (*gm.meta.get(_SKIPPED, ()), what)
 
 
 def skipped_notes(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Return what passes noted by `note_skipped`."""
-    return tuple(gm.meta.get(_LEFT_ALONE, ()))
+    """Return the texts of `note_skipped`, in order."""
+    return tuple(gm.meta.get(_SKIPPED, ()))
 
 
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, ParameterSlot]]:
@@ -150,7 +150,7 @@ def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, ParameterSlot]]:
 
 
 def slot_behind(node: fx.Node) -> ParameterSlot:
-    """Return the unit that a schedule operator moves, from any of them."""
+    """Return the slot of the unit that a schedule operator moves."""
     source = node
     while slot_of(source) is None:
         source = source.args[unit_position(source.target)]  # type: ignore[assignment]
@@ -160,7 +160,7 @@ def slot_behind(node: fx.Node) -> ParameterSlot:
 
 
 def wire_type(node: fx.Node) -> torch.dtype:
-    """Return the data type in which a schedule operator moves its unit, and holds it whole: the unit's, or what it is cast to."""
+    """Return the data type of a schedule operator's values: the unit's own, or the one it is cast to for the transfer."""
     source = node
     while source.target in (ops.wait, ops.release, ops.swap_out):
         source = source.args[0]  # type: ignore[assignment]
@@ -169,17 +169,17 @@ def wire_type(node: fx.Node) -> torch.dtype:
 
 
 def wire_format(node: fx.Node) -> StateFormat:
-    """Return how a schedule operator's values travel."""
+    """Return the format of a schedule operator's values."""
     return format_of(wire_type(node))
 
 
 def set_wire_type(gather: fx.Node, dtype: torch.dtype) -> None:
-    """Write the data type as which an all_gather moves its unit."""
+    """Set the data type in which an all_gather moves its unit."""
     gather.kwargs = {"dtype": dtype}
 
 
 def rows_bytes(node: fx.Node) -> int:
-    """Return the bytes of the rows that a `gather_rows` names at most, as far as that is known before it runs."""
+    """Return the upper bound of bytes that a `gather_rows` moves, from the traced number of indices."""
     indices, unit = node.args[1], slot_behind(node)
     assert isinstance(indices, fx.Node)
     return min(hinted_numel(indices.meta["val"]), unit.shape[0]) * (unit.bytes // unit.shape[0])
@@ -191,7 +191,7 @@ def wire_bytes(node: fx.Node) -> int:
 
 
 def argument_of(node: fx.Node, name: str) -> object:
-    """Return an argument of a schedule operator by its name; None where the operator has no such, or it wasn't given."""
+    """Return an argument of a schedule operator by name; None where the operator lacks it or it isn't given."""
     place = position_of(node.target, name)
     if place is None:
         return None
@@ -199,13 +199,13 @@ def argument_of(node: fx.Node, name: str) -> object:
 
 
 def group_of(node: fx.Node) -> int:
-    """Return the group number of a schedule operator, -1 for one that is alone."""
+    """Return the group number of a schedule operator, -1 for one without a group."""
     group = argument_of(node, "group")
     return group if isinstance(group, int) else LONE_GROUP
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Say whether all ranks take part in an operator, in the same order."""
+    """Return whether the operator is a collective: all ranks take part in it, in the same order."""
     spec = SPECS.get(node.target)
     return spec is not None and spec.collective
 
@@ -219,13 +219,13 @@ def hop_of(node: fx.Node) -> tuple[str, str]:
 
 
 def start_of(gather: fx.Node) -> fx.Node:
-    """Return where memory of the device is first taken for a gathered unit: its last swap_in, or the gather itself."""
+    """Return the operator that allocates device memory for a gathered unit: its last swap_in, or the gather itself."""
     source = gather.args[0]
     return source if isinstance(source, fx.Node) and source.target is ops.swap_in else gather
 
 
 def gather_started_by(node: fx.Node) -> fx.Node | None:
-    """Return the gather that `start_of` leads from to this node; None where the node starts none."""
+    """Return the gather whose `start_of` is this node, None if there is none."""
     if node.target is ops.swap_in:
         following = next(iter(node.users), None)
         return following if following is not None and following.target is ops.all_gather else None
@@ -233,7 +233,7 @@ def gather_started_by(node: fx.Node) -> fx.Node | None:
 
 
 def live_bytes(node: fx.Node) -> int:
-    """Return the bytes held on the device from the start of a gather to the release, given any of its operators."""
+    """Return the device bytes of a unit from the start of its gather to its release, given any of its operators."""
     source = node
     while source.target in (ops.wait, ops.release):
         source = source.args[0]  # type: ignore[assignment]
@@ -241,26 +241,26 @@ def live_bytes(node: fx.Node) -> int:
 
 
 def set_group(node: fx.Node, group: int) -> None:
-    """Write the group number of a transfer that may be issued with others."""
+    """Set the group number of a transfer. Transfers of one group are issued together."""
     place = position_of(node.target, "group")
-    assert place is not None, f"{node.target} is always alone"
+    assert place is not None, f"{node.target} has no group"
     node.args = (*node.args[:place], group)
 
 
 def policy_of(node: fx.Node) -> str:
-    """Return what the partitioner is told about a node of a joint graph, such as `must_recompute`; empty for nothing."""
+    """Return the checkpoint policy of a node, such as `must_recompute`; empty where it has none."""
     policy = node.meta.get("recompute")
     return policy.name.lower() if isinstance(policy, CheckpointPolicy) else ""
 
 
 def recompute(node: fx.Node) -> None:
-    """Tell the partitioner to make a node again wherever it is used, and never to save it."""
+    """Make the partitioner recompute a node in the backward, never save it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = _AFTER_ALL_CHECKPOINTS
 
 
 def fake_value(node: fx.Node) -> torch.Tensor:
-    """Return the fake tensor that stands for the node's result."""
+    """Return the fake tensor of the node's result."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node.name} is not a tensor"
     return value
@@ -274,7 +274,7 @@ def fake_mode_of(node: fx.Node) -> Any:
 
 
 def hinted_numel(value: object) -> int:
-    """Return the elements of a traced tensor, sizes known at run time only taken as those it was traced with; else 0."""
+    """Return the number of elements of a traced tensor, with dynamic sizes as traced; 0 for other values."""
     if not isinstance(value, torch.Tensor):
         return 0
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
@@ -282,29 +282,29 @@ def hinted_numel(value: object) -> int:
 
 
 def data_types(node: fx.Node) -> set[torch.dtype]:
-    """Return the data types of the tensors that the node's result is or consists of."""
+    """Return the data types of the tensors in the node's result."""
     value = node.meta["val"]
     return {part.dtype for part in (value if isinstance(value, (list, tuple)) else (value,))}
 
 
 def set_type(node: fx.Node, dtype: torch.dtype) -> None:
-    """Say that the tensors of the node's result are of another data type."""
+    """Change the data type of the node's fake values."""
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty_strided(tensor.size(), tensor.stride(), dtype=dtype)
 
     value = node.meta["val"]
     node.meta["val"] = changed(value) if isinstance(value, torch.Tensor) else type(value)(map(changed, value))
-    node.meta.pop("tensor_meta", None)  # a second record of the same
+    node.meta.pop("tensor_meta", None)  # PyTorch's second record of shape and type
 
 
 def symbols_of(node: fx.Node) -> set[Any]:
-    """Return the symbols that the node's result, a number, or the form of its result, a tensor, depends on."""
+    """Return the symbols in the node's result: in a number itself, in the sizes and strides of a tensor."""
     return {symbol for expression in _expressions(node) for symbol in expression.free_symbols}
 
 
 def symbols_read_off(node: fx.Node) -> set[Any]:
-    """Return the symbols that are the node's result, or one of its sizes or strides, as they stand."""
+    """Return those of `symbols_of` that can be read directly: the result, or one of its sizes or strides, is the symbol."""
     return {expression for expression in _expressions(node) if expression.is_Symbol}
 
 
@@ -315,12 +315,12 @@ def _expressions(node: fx.Node) -> list[Any]:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return each node's place in the order of execution."""
+    """Return each node's index in the order of execution."""
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
 def user_line(node: fx.Node) -> str:
-    """Return the user's own source line that made this node, or an empty text when it isn't known."""
+    """Return the user's source line that this node comes from, with its file; empty where unknown."""
     lines = [line for line in (node.stack_trace or "").splitlines() if line.strip()]
     frames = [index for index, line in enumerate(lines) if line.lstrip().startswith('File "')]
     return "\n".join(lines[frames[-1] :] if frames else lines[-2:])

@@ -1,7 +1,8 @@
-"""Passes over the joint graph, before it is cut into forward and backward.
+"""Passes over the joint graph, before it is partitioned into forward and backward.
 
-clone_aliased_outputs — Never hand out memory that belongs to a partitioned parameter.
-decompose_kept_ops — Take operators apart that an earlier pass wanted to see whole.
-insert_reduce_scatters — Put a reduce-scatter on every parameter gradient of a joint graph.
-recompute_unit_views — Keep every form of a gathered weight out of what the forward saves for the backward.
+clone_aliased_outputs — Clone outputs that share memory with a partitioned parameter. The backend calls it at capture,
+    outside the pipeline.
+decompose_kept_ops — Decompose the operators that were kept for `chunk_loss`.
+insert_reduce_scatters — Reduce-scatter the gradient of each parameter, on the joint graph.
+recompute_unit_views — Keep views and casts of gathered weights out of the values that the forward saves for the backward.
 """

@@ -1,4 +1,4 @@
-"""Never hand out memory that belongs to a partitioned parameter."""
+"""Clone outputs that share memory with a partitioned parameter. The backend calls it at capture, outside the pipeline."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import fx
 
 
 def clone_aliased_outputs(gm: fx.GraphModule, parameter_inputs: set[fx.Node]) -> fx.GraphModule:
-    """Return a clone where a captured graph would return a parameter or a view of one.
+    """Return a clone wherever a captured graph returns a parameter or a view of one.
 
         before:  y = relu(x);  v = detach(w);                  return (y, v)
         after:   y = relu(x);  v = detach(w);  c = clone(v);   return (y, c)
 
-    Runs on the graph as Dynamo captured it, before autograd's part is made: there an output that aliases an input would be
-    rebuilt as a view of that input after the call, of a hollow one. Aliases are read from the traced values' storages.
+    Runs on the graph that Dynamo captured, before AOTAutograd, which would rebuild an output that aliases an input as a view of
+    that input after the call: a view of a hollow parameter. Aliases are read from the storages of the traced values.
     """
     storages = {_storage(node) for node in parameter_inputs} - {None}
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")

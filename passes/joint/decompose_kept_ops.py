@@ -1,4 +1,4 @@
-"""Take operators apart that an earlier pass wanted to see whole."""
+"""Decompose the operators that were kept for `chunk_loss`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ WHOLE = frozenset(
         aten.select_backward.default,
     }
 )
-"""What `chunk_loss` reads."""
+"""Operators that `chunk_loss` reads."""
 
 
 def decompose_kept_ops(gm: fx.GraphModule, *, table: Mapping[Any, Callable[..., Any]]) -> fx.GraphModule:
-    """Replace each of the operators in `WHOLE` by what `table` makes of it; nothing where the table has no rules.
+    """Replace each operator in `WHOLE` by its decomposition in `table`, if it has one.
 
         before:  l = tanh_backward(g, y);  return (l,)
         after:   mul = mul(y, y);  sub = sub(1, mul);  mul_1 = mul(g, sub);  return (mul_1,)
 
-    What AOTAutograd would have done while it traced, had `chunk_loss` not wanted to see the operator.
+    AOTAutograd decomposes the others while it traces.
     """
     parts: list[fx.Node] = []
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in WHOLE and node.target in table:
             parts += _decompose(gm.graph, node, table)
     for part in reversed(parts):
-        if not part.users:  # of a result that nobody reads
+        if not part.users:  # computes an unused result
             gm.graph.erase_node(part)
     return gm
 
@@ -57,7 +57,7 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[...,
         return target(*args, **kwargs)
 
     values = [source.meta["val"] for source in sources]
-    with _fake_mode(values):  # constants that a rule makes are fake as well
+    with _fake_mode(values):  # constants of a decomposition must be fake too
         traced = make_fx(call, decomposition_table=dict(table))(*values)
     known: dict[fx.Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), sources, strict=True))
     parts = [part for part in traced.graph.nodes if part.op not in ("placeholder", "output")]
@@ -68,7 +68,7 @@ def _decompose(graph: fx.Graph, node: fx.Node, table: Mapping[Any, Callable[...,
             if key in node.meta:
                 known[part].meta[key] = node.meta[key]
     (result,) = traced.graph.output_node().args
-    _pass_on(graph, node, fx.map_arg(result, known.__getitem__))
+    _replace_uses(graph, node, fx.map_arg(result, known.__getitem__))
     return [known[part] for part in parts]
 
 
@@ -78,7 +78,7 @@ def _fake_mode(values: Sequence[object]) -> AbstractContextManager[Any]:
     return mode or contextlib.nullcontext()
 
 
-def _pass_on(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+def _replace_uses(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:

@@ -1,4 +1,4 @@
-"""Put a reduce-scatter on every parameter gradient of a joint graph."""
+"""Reduce-scatter the gradient of each parameter, on the joint graph."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def insert_reduce_scatters(gm: fx.GraphModule) -> fx.GraphModule:
         before:  y = mm(w, x);  t = t(x);  dw = mm(dy, t);                               return [y, dw, None]
         after:   y = mm(w, x);  t = t(x);  dw = mm(dy, t);  s = reduce_scatter(dw, w);   return [y, s, None]
 
-    With `dtype=` where it is reduced in another type than the parameter's.
+    The operator has `dtype=` if the gradient is reduced in another type than the parameter's.
 
-    On the joint graph, before the cut: the use of `w` makes the partitioner carry the hollow parameter, which costs nothing,
-    into the backward, also where the gradient's formula doesn't need its value (biases, the first layer).
+    Runs on the joint graph before partitioning. The use of `w` makes the partitioner pass the hollow parameter to the backward,
+    at no cost, even if the gradient's formula doesn't read it (biases, the first layer).
     """
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = list(output.args[0])
@@ -54,8 +54,8 @@ def _reduce(graph: fx.Graph, grad: fx.Node, unit: fx.Node) -> fx.Node:
 
 
 def _reduce_tiles(graph: fx.Graph, joined: fx.Node) -> None:
-    """Average each tile of a gradient by itself."""
-    parts, unit = joined.args  # the same part may stand there more than once
+    """Reduce-scatter each tile of a gradient."""
+    parts, unit = joined.args  # a part may occur more than once
     assert isinstance(parts, (list, tuple))
     assert isinstance(unit, fx.Node)
     slot = slot_of(unit)

@@ -1,4 +1,4 @@
-"""Keep every form of a gathered weight out of what the forward saves for the backward."""
+"""Keep views and casts of gathered weights out of the values that the forward saves for the backward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from zinf_compile.passes.graph.node_facts import parameters, recompute
 
 
 def recompute_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
-    """Mark views and casts of parameters must-recompute, and their consumers must-save, on a joint graph.
+    """Mark views and casts of parameters must-recompute and their consumers must-save, on a joint graph.
 
         before:  t = t(w);                    a = addmm(b, x, t)
         after:   t = t(w) [must_recompute];   a = addmm(b, x, t) [must_save]
 
-    A saved view would keep the gathered weight alive until the backward, so the partitioner is made to save the hollow
-    parameter instead and to take the view again. The consumers are the shape-independent line at which recomputation stops:
-    without it the min-cut could decide from activation sizes whether a parameter is gathered again in the backward, and ranks
-    with other batch shapes would gather different units. What `torch.utils.checkpoint` marked stays as it is.
+    A saved view would keep the gathered weight alive until the backward. With these marks the partitioner saves the hollow
+    parameter and recomputes the view. Marks of `torch.utils.checkpoint` stay.
+
+    Note: must-save consumers keep ranks in agreement
+        Recomputation stops at the consumers, whatever the shapes. Without their marks the min-cut would decide from activation
+        sizes whether the backward gathers a parameter again, and ranks with other batch shapes would gather other units.
     """
     roots = [node for node, _ in parameters(gm.graph)]
     tiles = [node for node in gm.graph.nodes if node.target is ops.tile]

@@ -1,4 +1,7 @@
-"""Find the losses over classes in a graph: from the head's product through log-softmax to what reads it, and back."""
+"""Pattern matching of losses over classes: from the head's product through log-softmax to its readers, and back.
+
+`chunk_loss` calls `find_losses`, which changes no graph.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,14 @@ SUMS = frozenset({aten.sum.dim_IntList, aten.mean.dim})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reader:
-    """What the forward makes of the log-probabilities."""
+    """A forward operator that reads the log-probabilities."""
 
     node: fx.Node
     """nll_loss_forward, gather, or a sum or mean over classes."""
     weights: fx.Node | None = None
-    """Of the classes, in a sum."""
+    """Class weights of a sum; None for equal weights."""
     scale: float = 1.0
-    """By which the log-probabilities were multiplied before."""
+    """Factor of the log-probabilities in front of the operator."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,28 +46,28 @@ class HeadLoss:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LeftAlone:
-    """One that can't."""
+class SkippedLoss:
+    """One loss that can't be computed in chunks, with the reason."""
 
     softmax: fx.Node
     reason: str
     node: fx.Node
-    """The operator at fault."""
+    """The operator that doesn't match."""
 
 
-def find_losses(graph: fx.Graph) -> tuple[list[HeadLoss], list[LeftAlone]]:
-    """Return the losses that can be chunked, and those that can't."""
+def find_losses(graph: fx.Graph) -> tuple[list[HeadLoss], list[SkippedLoss]]:
+    """Return the losses that match, and those that don't."""
     found: list[HeadLoss] = []
-    left: list[LeftAlone] = []
+    skipped: list[SkippedLoss] = []
     for node in graph.nodes:
         if node.target is aten._log_softmax.default:
             try:
                 found.append(_read_loss(node))
             except UnknownLogitsError as error:
-                left.append(LeftAlone(node, error.reason, error.node))
+                skipped.append(SkippedLoss(node, error.reason, error.node))
         elif node.target is aten.logsumexp.default and comes_from_product(node):
-            left.append(LeftAlone(node, "it is written with logsumexp, not log_softmax or cross_entropy", node))
-    return found, left
+            skipped.append(SkippedLoss(node, "it is written with logsumexp, not log_softmax or cross_entropy", node))
+    return found, skipped
 
 
 def _read_loss(softmax: fx.Node) -> HeadLoss:
@@ -79,7 +82,7 @@ def _read_loss(softmax: fx.Node) -> HeadLoss:
 
 
 def _readers(logits: Logits) -> tuple[list[Reader], list[fx.Node]]:
-    """Return what reads the log-probabilities in the forward, and the operators that take their gradient back."""
+    """Return the forward operators that read the log-probabilities, and the log-softmax backwards."""
     readers, roots = [], []
     stack: list[tuple[fx.Node, int, fx.Node | None, float]] = [(logits.softmax, logits.axis, None, 1.0)]
     while stack:
@@ -121,7 +124,7 @@ def _is_of_one_class(gather: fx.Node, axis: int) -> bool:
 
 
 def _require_private(logits: Logits) -> None:
-    """Require that nothing but this loss reads the logits."""
+    """Raise unless this loss alone reads the logits."""
     chain = {logits.product, *(step for step, _ in logits.rows), *logits.pointwise}
     stack = [(node, user) for node in chain for user in node.users]
     while stack:

@@ -1,4 +1,4 @@
-"""The gradient of log-probabilities as autograd writes it: a sum of parts that reach all classes alike, or the target alone."""
+"""Terms of a log-probability gradient as autograd writes it: each reaches all classes, or the target alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ZEROS = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Term:
-    """A part of the gradient of the log-probabilities: `grad` for each token, at its target or at all classes."""
+    """One summand of the gradient of log-probabilities: `grad` per token, at its target or at all classes."""
 
     grad: fx.Node
     nll: fx.Node | None = None
-    """The nll_loss_backward it comes from, whose reduction and weights `grad` doesn't contain yet."""
+    """The nll_loss_backward of the term. Its reduction and weights are still to be applied to `grad`."""
     targets: fx.Node | None = None
     """None for a gradient of all classes."""
     weights: fx.Node | None = None
@@ -32,7 +32,7 @@ class Term:
 
 
 def terms_of(gradient: fx.Node, axis: int) -> tuple[Term, ...]:
-    """Take the gradient of log-probabilities apart, given the axis of the classes; raise `UnknownLogitsError` if it can't be."""
+    """Split the gradient of log-probabilities with classes on `axis` into terms; raise `UnknownLogitsError` for other forms."""
     if len(gradient.users) != 1:
         raise UnknownLogitsError("the gradient of its log-probabilities is used", gradient)
     shape = fake_value(gradient).shape
@@ -70,7 +70,7 @@ def terms_of(gradient: fx.Node, axis: int) -> tuple[Term, ...]:
 
 
 def class_weights(product: fx.Node, source: fx.Node, axis: int) -> fx.Node | None:
-    """Return the factor of a product with log-probabilities `source` that has one number for each class; None if none has."""
+    """Return the factor of `product` beside `source` if it has one number per class, else None."""
     other = next((n for n in product.all_input_nodes if n is not source), None)
     if other is None:
         return None
@@ -81,7 +81,7 @@ def class_weights(product: fx.Node, source: fx.Node, axis: int) -> fx.Node | Non
 
 
 def is_number(value: object) -> bool:
-    """Say whether an argument is a number that stands in the graph."""
+    """Return whether an argument is a constant number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -94,5 +94,5 @@ def _one_wide(shape: torch.Size, axis: int) -> torch.Size:
 
 
 def _is_one_wide(node: fx.Node, shape: torch.Size, axis: int) -> bool:
-    """Say whether a value has one number for each token."""
+    """Return whether a value has one number per token."""
     return fake_value(node).shape == _one_wide(shape, axis)

@@ -1,4 +1,4 @@
-"""The tiles of a head, for a loss that goes through them one by one."""
+"""Tiles of a head's weight and bias. `_loop_tiles` computes a loss with one of them at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def tiles_of_head(insert: NodeBuilder, weight: fx.Node, bias: fx.Node | None) -> Sequence[Tile]:
-    """Return the rows of a head in the tiles of its parameter; all as one, where these aren't rows or there are none."""
+    """Return the tiles of a head if its parameter is tiled by rows (classes), else the whole head as one tile."""
     classes, width = fake_value(weight).shape
     form = _form_of(weight)
     boxes = [box for _, box in form.tiles()] if form is not None else []
@@ -36,7 +36,7 @@ def tiles_of_head(insert: NodeBuilder, weight: fx.Node, bias: fx.Node | None) ->
 
 
 def _form_of(node: fx.Node) -> Form | None:
-    """Return how a value lies to the parameter in tiles that it is derived from; None for any other."""
+    """Return the form of a value that is derived from a tiled parameter, None for other values."""
     slot = slot_of(node)
     if slot is not None:
         return Form(node, slot, tuple(range(len(slot.shape)))) if slot.tiles else None

@@ -1,4 +1,7 @@
-"""The loop over token chunks and vocabulary tiles, written out: what a loss and its gradients need of each part of the logits."""
+"""Operators of one chunk of a loss, and the loop over chunks for a head in one piece.
+
+`_rewrite` calls it with values that have one row per token; `_loop_tiles` shares the operators of a chunk.
+"""
 
 from __future__ import annotations
 
@@ -20,67 +23,67 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of a head: the classes from `start` up to `end`."""
+    """A part of a head: classes [start, end)."""
 
     start: int
     end: int
     weight: fx.Node
-    """A row for each of these classes."""
+    """One row per class."""
     bias: fx.Node | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllClasses:
-    """A quantity of each token to which all its classes contribute."""
+    """A sum of each token's log-probabilities over all classes, or the gradient of such a sum."""
 
     weights: fx.Node | None
-    """One number for each class; None: all contribute alike."""
+    """One number per class; None for equal weights."""
     grad: fx.Node | None
-    """The quantity's gradient, a number for each token; None where none is wanted."""
+    """The gradient of the sum, one number per token; None if no gradient is wanted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sweep:
-    """What is to be computed. Values have a row for each token."""
+class LoopInputs:
+    """Inputs of the loop. Values have one row per token."""
 
     hidden: fx.Node
     tiles: Sequence[Tile]
     bounds: Sequence[tuple[int, int]]
-    """The first token of each chunk, and the one after its last."""
+    """[start, end) of each chunk, in tokens."""
     pointwise: Sequence[fx.Node]
-    """Element-wise operators between the head's product and the log-softmax: to be repeated."""
+    """Element-wise operators between the head's product and the log-softmax, repeated for each chunk."""
     class_terms: Mapping[fx.Node, fx.Node]
-    """By the operator among them that adds it, a number for each class."""
+    """For each element-wise operator that adds one number per class, these numbers."""
     dtype: torch.dtype
-    """In which the log-softmax is computed."""
+    """Of the log-softmax."""
     targets: fx.Node | None
     target_grad: fx.Node | None
     """The gradient of the log-probability at the target."""
     others: Sequence[AllClasses]
     total_grad: fx.Node | None
-    """The sum of the gradients of all log-probabilities of a token, negated; None where no gradient is wanted."""
+    """The negated sum of a token's log-probability gradients; None if no gradient is wanted."""
     wants: frozenset[str]
-    """Of which gradients are wanted: "hidden", "weight", "bias"."""
+    """Gradients to compute: of "hidden", "weight", "bias"."""
 
 
 @dataclasses.dataclass(slots=True)
-class Swept:
-    """What came out of it."""
+class LoopResults:
+    """Results of the loop."""
 
     picked: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Of each chunk, the log-probabilities at the targets."""
+    """Per chunk: the log-probabilities at the targets."""
     sums: list[list[fx.Node]] = dataclasses.field(default_factory=list)
-    """Of each chunk, what its classes come to for each of `others`."""
+    """Per chunk: one sum for each of `others`."""
     hidden: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Of each chunk, the gradient of its input."""
+    """Per chunk: the gradient of its input."""
     weight: list[fx.Node] = dataclasses.field(default_factory=list)
-    """Of each tile, the gradient of its rows."""
+    """Per tile: the gradient of its rows."""
     bias: list[fx.Node] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """The rows of some tokens; what is one number for each token is a column."""
+    """The rows of a chunk's tokens. Values of one number per token are columns."""
 
     bounds: tuple[int, int]
     hidden: fx.Node
@@ -90,65 +93,65 @@ class Chunk:
     others: Sequence[fx.Node | None]
 
 
-def cut_chunks(insert: NodeBuilder, sweep: Sweep) -> list[Chunk]:
-    """Slice what has a row for each token, all before the first chunk: so the chunks themselves are alike, and compile once."""
+def cut_chunks(insert: NodeBuilder, loop: LoopInputs) -> list[Chunk]:
+    """Slice the values of all chunks in front of the first one, so that chunks are equal regions and compile once."""
     columns = [
         None if n is None else insert(aten.unsqueeze.default, n, 1)
-        for n in (sweep.targets, sweep.target_grad, sweep.total_grad, *(other.grad for other in sweep.others))
+        for n in (loop.targets, loop.target_grad, loop.total_grad, *(other.grad for other in loop.others))
     ]
 
     def rows(node: fx.Node | None, start: int, end: int) -> fx.Node | None:
-        return node if node is None or len(sweep.bounds) == 1 else insert(aten.slice.Tensor, node, 0, start, end)
+        return node if node is None or len(loop.bounds) == 1 else insert(aten.slice.Tensor, node, 0, start, end)
 
     chunks = []
-    for start, end in sweep.bounds:
-        hidden, targets, target_grad, total_grad, *others = (rows(n, start, end) for n in (sweep.hidden, *columns))
+    for start, end in loop.bounds:
+        hidden, targets, target_grad, total_grad, *others = (rows(n, start, end) for n in (loop.hidden, *columns))
         assert hidden is not None
         chunks.append(Chunk((start, end), hidden, targets, target_grad, total_grad, others))
     return chunks
 
 
-def sweep_once(insert: NodeBuilder, sweep: Sweep) -> Swept:
-    """Write the loop for a head in one piece: a chunk's logits are made once, and gone before the next chunk's are made.
+def loop_over_chunks(insert: NodeBuilder, loop: LoopInputs) -> LoopResults:
+    """Write the loop for a head in one piece: each chunk's logits are computed once and freed before the next chunk.
 
-    Their gradient is changed in place: operator by operator, each new tensor of that size would have its pages mapped first.
+    Their gradient is updated in place. A new tensor for each operator would cost page faults of its whole size.
     """
-    (tile,) = sweep.tiles
-    swept = Swept()
-    for chunk in cut_chunks(insert, sweep):
-        values = logits_of(insert, sweep, tile, chunk)
-        log_probs = insert(aten._log_softmax.default, insert.cast(values[-1], sweep.dtype), 1, False, name="log_probs")
+    (tile,) = loop.tiles
+    results = LoopResults()
+    for chunk in cut_chunks(insert, loop):
+        values = logits_of(insert, loop, tile, chunk)
+        log_probs = insert(aten._log_softmax.default, insert.cast(values[-1], loop.dtype), 1, False, name="log_probs")
         if chunk.targets is not None:
             picked = insert(aten.gather.default, log_probs, 1, chunk.targets)
-            swept.picked.append(insert(aten.squeeze.dim, picked, 1, name="picked"))
-        swept.sums.append([sum_of(insert, log_probs, other.weights) for other in sweep.others])
+            results.picked.append(insert(aten.squeeze.dim, picked, 1, name="picked"))
+        results.sums.append([sum_of(insert, log_probs, other.weights) for other in loop.others])
         if chunk.total_grad is not None:
             grad = insert(aten.mul_.Tensor, insert(aten.exp.default, log_probs), chunk.total_grad)
-            grad = add_others(insert, grad, sweep, chunk, tile)
+            grad = add_class_grads(insert, grad, loop, chunk, tile)
             if chunk.targets is not None and chunk.target_grad is not None:
                 grad = insert(aten.scatter_add_.default, grad, 1, chunk.targets, chunk.target_grad)
-            grad = through_pointwise(insert, sweep, grad, values)
-            if "hidden" in sweep.wants:
-                swept.hidden.append(insert(aten.mm.default, grad, tile.weight, name="dhidden"))
-            add_up(insert, sweep, swept, chunk, grad, number=0)
-    return swept
+            grad = pointwise_backward(insert, loop, grad, values)
+            if "hidden" in loop.wants:
+                results.hidden.append(insert(aten.mm.default, grad, tile.weight, name="dhidden"))
+            accumulate_grads(insert, loop, results, chunk, grad, number=0)
+    return results
 
 
-def logits_of(insert: NodeBuilder, sweep: Sweep, tile: Tile, chunk: Chunk) -> list[fx.Node]:
-    """Start a region with the product of a chunk and a tile; return it and the value after each element-wise operator."""
-    hidden = insert(aten.alias.default, chunk.hidden)  # a region starts with no view of a weight: those move
+def logits_of(insert: NodeBuilder, loop: LoopInputs, tile: Tile, chunk: Chunk) -> list[fx.Node]:
+    """Write the product of a chunk and a tile as a region's start; return it and the result of each element-wise operator."""
+    hidden = insert(aten.alias.default, chunk.hidden)  # views of weights move to their use, so they can't mark a region
     mark_region(hidden)
     transposed = insert(aten.permute.default, tile.weight, [1, 0])
     if tile.bias is None:
         logits = insert(aten.mm.default, hidden, transposed, name="logits")
     else:
         logits = insert(aten.addmm.default, tile.bias, hidden, transposed, name="logits")
-    (start, end), classes = chunk.bounds, "" if len(sweep.tiles) == 1 else f", classes {tile.start} to {tile.end}"
+    (start, end), classes = chunk.bounds, "" if len(loop.tiles) == 1 else f", classes {tile.start} to {tile.end}"
     mark_part(logits, f"logits of tokens {start} to {end}{classes}")
     values = [logits]
-    for step in sweep.pointwise:
-        if step in sweep.class_terms:
-            term = weights_of(insert, sweep.class_terms[step], sweep, tile)
+    for step in loop.pointwise:
+        if step in loop.class_terms:
+            term = weights_of(insert, loop.class_terms[step], loop, tile)
             values.append(insert(step.target, values[-1], term))
         elif is_cast(step):
             values.append(insert.cast(values[-1], fake_value(step).dtype))
@@ -157,11 +160,11 @@ def logits_of(insert: NodeBuilder, sweep: Sweep, tile: Tile, chunk: Chunk) -> li
     return values
 
 
-def through_pointwise(insert: NodeBuilder, sweep: Sweep, grad: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
-    """Take a gradient back through the element-wise operators; `values` are what was there in the forward."""
+def pointwise_backward(insert: NodeBuilder, loop: LoopInputs, grad: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+    """Write the backward of the element-wise operators; `values` are the results of `logits_of`."""
     grad = insert.cast(grad, fake_value(values[-1]).dtype)
-    for number, step in reversed(list(enumerate(sweep.pointwise))):
-        if step in sweep.class_terms:
+    for number, step in reversed(list(enumerate(loop.pointwise))):
+        if step in loop.class_terms:
             continue
         if is_cast(step):
             grad = insert.cast(grad, fake_value(input_of(step)).dtype)
@@ -173,45 +176,47 @@ def through_pointwise(insert: NodeBuilder, sweep: Sweep, grad: fx.Node, values: 
 
 
 def sum_of(insert: NodeBuilder, values: fx.Node, weights: fx.Node | None) -> fx.Node:
-    """Write the sum over classes."""
+    """Write the weighted sum over classes."""
     weighted = values if weights is None else insert(aten.mul.Tensor, values, weights)
     return insert(aten.sum.dim_IntList, weighted, [1])
 
 
-def weights_of(insert: NodeBuilder, weights: fx.Node | None, sweep: Sweep, tile: Tile) -> fx.Node | None:
+def weights_of(insert: NodeBuilder, weights: fx.Node | None, loop: LoopInputs, tile: Tile) -> fx.Node | None:
     """Return the weights of a tile's classes."""
-    return weights if weights is None or len(sweep.tiles) == 1 else insert(aten.slice.Tensor, weights, 0, tile.start, tile.end)
+    return weights if weights is None or len(loop.tiles) == 1 else insert(aten.slice.Tensor, weights, 0, tile.start, tile.end)
 
 
-def add_others(insert: NodeBuilder, grad: fx.Node, sweep: Sweep, chunk: Chunk, tile: Tile) -> fx.Node:
-    """Add the gradients that reach all classes."""
-    for other, column in zip(sweep.others, chunk.others, strict=True):
+def add_class_grads(insert: NodeBuilder, grad: fx.Node, loop: LoopInputs, chunk: Chunk, tile: Tile) -> fx.Node:
+    """Add the gradients of sums over all classes."""
+    for other, column in zip(loop.others, chunk.others, strict=True):
         if column is not None:
-            weights = weights_of(insert, other.weights, sweep, tile)
+            weights = weights_of(insert, other.weights, loop, tile)
             part = column if weights is None else insert(aten.mul.Tensor, column, weights)
             grad = insert(aten.add_.Tensor, grad, part)
     return grad
 
 
-def add_up(insert: NodeBuilder, sweep: Sweep, swept: Swept, chunk: Chunk, grad: fx.Node, *, number: int) -> None:
-    """Add a chunk's part to the gradients of a tile's weight and bias, in place: a copy would cost as much as the chunk.
+def accumulate_grads(
+    insert: NodeBuilder, loop: LoopInputs, results: LoopResults, chunk: Chunk, grad: fx.Node, *, number: int
+) -> None:
+    """Accumulate the gradients of tile `number`'s weight and bias in place: a copy would cost as much as the chunk.
 
-    Parts in 16 bits are added up in fp32, since each sum would be rounded anew.
+    Parts in 16 bits accumulate in fp32, since otherwise each sum would be rounded.
     """
-    if "weight" in sweep.wants:
+    if "weight" in loop.wants:
         factors = insert(aten.permute.default, grad, [1, 0]), chunk.hidden
         short = is_narrower(fake_value(grad).dtype, torch.float32)
-        if len(swept.weight) == number:
+        if len(results.weight) == number:
             part = insert(aten.mm.default, *factors, name="dweight")
-            swept.weight.append(insert.cast(part, torch.float32) if short else part)
+            results.weight.append(insert.cast(part, torch.float32) if short else part)
         elif short:
             part = insert(aten.mm.default, *factors)
-            swept.weight[number] = insert(aten.add_.Tensor, swept.weight[number], part, name="dweight")
+            results.weight[number] = insert(aten.add_.Tensor, results.weight[number], part, name="dweight")
         else:
-            swept.weight[number] = insert(aten.addmm_.default, swept.weight[number], *factors, name="dweight")
-    if "bias" in sweep.wants:
-        part = insert(aten.sum.dim_IntList, insert.cast(grad, sweep.dtype), [0])
-        if len(swept.bias) == number:
-            swept.bias.append(part)
+            results.weight[number] = insert(aten.addmm_.default, results.weight[number], *factors, name="dweight")
+    if "bias" in loop.wants:
+        part = insert(aten.sum.dim_IntList, insert.cast(grad, loop.dtype), [0])
+        if len(results.bias) == number:
+            results.bias.append(part)
         else:
-            swept.bias[number] = insert(aten.add.Tensor, swept.bias[number], part, name="dbias")
+            results.bias[number] = insert(aten.add.Tensor, results.bias[number], part, name="dbias")

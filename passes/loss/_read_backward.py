@@ -1,4 +1,4 @@
-"""Read the way back from a log-softmax to the gradients of hidden states, weight and bias."""
+"""Pattern matching of a loss's backward: from the log-softmax to the gradients of hidden states, weight and bias."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """From the gradient of the log-probabilities to those of the head."""
+    """Operators from the gradient of the log-probabilities to those of the head."""
 
     root: fx.Node
     """_log_softmax_backward_data."""
     terms: tuple[Term, ...]
     steps: Steps
-    """Row operators after it."""
+    """Row operators after `root`."""
     hidden: fx.Node | None = None
-    """The product that is the gradient of the head's input; None where none is wanted."""
+    """The product that computes the gradient of the head's input; None if that isn't wanted."""
     weight: fx.Node | None = None
     transposed: bool = False
-    """The gradient of the weight has a column for each class there."""
+    """True if `weight` computes the transposed gradient, with one column per class."""
     bias: fx.Node | None = None
 
 
 def read_backward(logits: Logits, root: fx.Node) -> Backward:
-    """Follow the gradient of the logits to where it is used; raise `UnknownLogitsError` where that is not the head's backward."""
+    """Follow the gradient of the logits to the products that read it; raise `UnknownLogitsError` if they aren't the head's."""
     axis, node, steps = logits.axis, root, []
     pointwise = []
     while not _is_at_product(logits, node):
@@ -77,7 +77,7 @@ def _uses(logits: Logits, grad: fx.Node) -> dict[str, Any]:
 
 
 def _use(logits: Logits, grad: fx.Node, transposed: fx.Node | None, node: fx.Node) -> dict[str, Any]:
-    """Say what a node that reads the gradient of the product, or its transpose, computes."""
+    """Return the fields of `Backward` that `node` computes from the product's gradient, or from its transpose."""
     if node.target is aten.sum.dim_IntList and transposed is None and list(node.args[1]) == [0]:  # type: ignore[arg-type]
         if logits.bias is not None:
             return {"bias": node}
@@ -94,7 +94,7 @@ def _use(logits: Logits, grad: fx.Node, transposed: fx.Node | None, node: fx.Nod
 
 
 def _require_inverse(logits: Logits, backward: list[fx.Node]) -> None:
-    """Require that the gradient goes back through the same element-wise operators."""
+    """Raise unless the backward inverts the element-wise operators of the forward, in order."""
     forward = [step for step in logits.pointwise[::-1] if not is_class_sum(step)]
     if len(forward) != len(backward):
         raise UnknownLogitsError("its gradient isn't that of its logits", logits.softmax)

@@ -1,4 +1,4 @@
-"""Read where the numbers that a log-softmax is taken of come from: a linear head, and what is done to its product."""
+"""Pattern matching of logits: a linear head, and the operators between its product and the log-softmax."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ aten = torch.ops.aten
 HEADS = frozenset({aten.mm.default, aten.addmm.default})
 
 TYPES = frozenset({torch.float32, torch.bfloat16, torch.float64})
-"""Data types of logits. Gradients in fp16 may vanish before they are multiplied by the scale that is to keep them from it."""
+"""Data types of logits. fp16 is missing: the gradients for a tangent of 1 underflow before the loss scale multiplies them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The way from hidden states to a log-softmax."""
+    """Operators from hidden states to a log-softmax."""
 
     product: fx.Node
     hidden: fx.Node
-    """The head's input: a row for each token."""
+    """The head's input, one row per token."""
     weight: fx.Node
-    """A row for each class."""
+    """One row per class."""
     bias: fx.Node | None
     rows: Steps
-    """Row operators between product and log-softmax."""
+    """Row operators between the product and the log-softmax."""
     pointwise: tuple[fx.Node, ...]
-    """Element-wise operators there: casts, soft-capping, sums with a number for each class."""
+    """Element-wise operators in between: casts, soft-capping, sums with one number per class."""
     softmax: fx.Node
     axis: int
-    """Of the log-softmax: the classes."""
+    """Dimension of the classes in the log-softmax."""
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         return int(fake_value(self.product).shape[1])
 
     @property
     def tokens(self) -> int:
-        """How many tokens the loss is of."""
+        """Number of tokens."""
         return int(fake_value(self.softmax).numel()) // max(1, self.classes)
 
 
 def read_logits(softmax: fx.Node) -> Logits:
-    """Trace a log-softmax back to the head; raise `UnknownLogitsError` where there is none, or one of another form."""
+    """Trace a log-softmax back to its linear head; raise `UnknownLogitsError` if it has none, or one of another form."""
     chain = _chain(softmax)
     product = input_of(chain[-1] if chain else softmax)
     if product.target not in HEADS:
@@ -93,19 +93,19 @@ def read_logits(softmax: fx.Node) -> Logits:
 
 
 def comes_from_product(node: fx.Node) -> bool:
-    """Say whether what a node reads is a head's product, or made of one for each token by itself."""
+    """Return whether a node reads a head's product, directly or through row and element-wise operators."""
     return source_product(node) is not None
 
 
 def source_product(node: fx.Node) -> fx.Node | None:
-    """Return the head's product that a node reads, or reads something of that is made for each token by itself."""
+    """Return the head's product that a node reads, directly or through row and element-wise operators; None if there is none."""
     chain = _chain(node)
     product = input_of(chain[-1] if chain else node)
     return product if product.target in HEADS else None
 
 
 def untransposed(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return what a matrix is made of by transpositions, and whether it is transposed to it."""
+    """Strip transpositions off a matrix: return its source, and whether the matrix is the source's transpose."""
     flipped = False
     while node.target in MOVES and fake_value(node).dim() == 2:
         flipped, node = flipped != (axis_after(node, 0) == 1), input_of(node)

@@ -1,4 +1,4 @@
-"""Put the loop over chunks in the place of one loss of a graph, and its gradients in the place of the backward's."""
+"""Rewriting of one matched loss: the loop over chunks replaces the forward, its gradients replace the backward's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_region, positions
 
 from ._find import NLL, SUMS, HeadLoss
-from ._loop import AllClasses, Sweep, Swept, Tile, sweep_once
-from ._loop_tiles import sweep_twice
+from ._loop import AllClasses, LoopInputs, LoopResults, Tile, loop_over_chunks
+from ._loop_tiles import loop_over_tiles
 from ._read_backward import Backward
 from ._row_ops import UnknownLogitsError, is_class_sum, replay, rows_back, rows_last
 from ._token_values import TokenValues
@@ -25,24 +25,24 @@ from ._unit_tangent import at_unit_tangent, find_tangent, inputs_of
 aten = torch.ops.aten
 
 MakeTiles = Callable[[NodeBuilder, fx.Node, fx.Node | None], Sequence[Tile]]
-"""Given a head's weight and bias, returns its tiles."""
+"""Returns the tiles of a head, given its weight and bias."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossPlan:
-    """What must be known of a loss before anything is written."""
+    """Facts of a loss that are decided before the graph changes."""
 
     targets: fx.Node | None
     ignore_index: int | None
-    """Of nll_loss; None where targets are read by other operators, which ignore nothing."""
+    """Of nll_loss; None if other operators read the targets, which ignore nothing."""
     weights: tuple[fx.Node | None, ...]
-    """Of the sums over classes, each once; None stands for classes that count alike."""
+    """Distinct class weights of the sums over classes; None for equal weights."""
     tangent: fx.Node | None
-    """The scalar by which the gradients for a tangent of 1 are multiplied; None where no gradient is wanted."""
+    """The scalar that multiplies the gradients for a tangent of 1; None if no gradient is wanted."""
 
 
 def plan_loss(graph: fx.Graph, loss: HeadLoss) -> LossPlan:
-    """Read what the loss is made of; raise `UnknownLogitsError` where it can't be chunked."""
+    """Collect the facts of a loss; raise `UnknownLogitsError` if it can't be chunked."""
     logits, terms = loss.logits, loss.backward.terms if loss.backward else ()
     targets = {r.node.args[1 if r.node.target in NLL else 2] for r in loss.readers if r.node.target not in SUMS}
     targets |= {term.targets for term in terms if term.targets is not None}
@@ -57,14 +57,14 @@ def plan_loss(graph: fx.Graph, loss: HeadLoss) -> LossPlan:
         raise UnknownLogitsError("its targets are not one class for each token", target)
     weights = [r.weights for r in loss.readers if r.node.target in SUMS]
     weights += [term.weights for term in terms if term.targets is None]
-    tangent = None if loss.backward is None else find_tangent(graph, [t.grad for t in terms], _made_of(logits.softmax))
+    tangent = None if loss.backward is None else find_tangent(graph, [t.grad for t in terms], _descendants(logits.softmax))
     return LossPlan(targets=target, ignore_index=ignore_index, weights=tuple(dict.fromkeys(weights)), tangent=tangent)
 
 
 def rewrite_loss(
     graph: fx.Graph, loss: HeadLoss, plan: LossPlan, *, bounds: Sequence[tuple[int, int]], make_tiles: MakeTiles
 ) -> None:
-    """Write the loop in front of the log-softmax, and let what read the loss and its gradients read what comes out."""
+    """Write the loop in front of the log-softmax and replace the loss and its gradients by the loop's results."""
     logits = loss.logits
     _hoist(graph, loss, plan)
     insert = NodeBuilder(graph, logits.softmax, stage="is_forward")
@@ -83,7 +83,7 @@ def rewrite_loss(
     terms = loss.backward.terms if loss.backward else ()
     grads = at_unit_tangent(insert, [t.grad for t in terms], plan.tangent) if plan.tangent else []
     target_grad, other_grads, total_grad = values.coefficients(list(zip(terms, grads, strict=True)), weights)
-    sweep = Sweep(
+    loop = LoopInputs(
         hidden=rows_last(insert, rows, logits.axis),
         tiles=make_tiles(insert, logits.weight, logits.bias),
         bounds=bounds,
@@ -98,25 +98,28 @@ def rewrite_loss(
         total_grad=total_grad,
         wants=frozenset(n for n in ("hidden", "weight", "bias") if loss.backward and getattr(loss.backward, n) is not None),
     )
-    swept = (sweep_once if len(sweep.tiles) == 1 else sweep_twice)(insert, sweep)
+    results = (loop_over_chunks if len(loop.tiles) == 1 else loop_over_tiles)(insert, loop)
     insert.first = None
-    replaced = _replace_readers(insert, loss, plan, values, swept)
+    replaced = _replace_readers(insert, loss, plan, values, results)
     if loss.backward is not None and plan.tangent is not None:
-        replaced += _replace_gradients(graph, insert, loss, loss.backward, plan.tangent, swept)
+        replaced += _replace_gradients(graph, insert, loss, loss.backward, plan.tangent, results)
     if insert.first is not None:
         mark_region(insert.first)
     _erase_dead(graph, replaced)
 
 
-def _replace_readers(insert: NodeBuilder, loss: HeadLoss, plan: LossPlan, values: TokenValues, swept: Swept) -> list[fx.Node]:
-    picked = _whole(insert, swept.picked)
-    sums = [_whole(insert, [part[i] for part in swept.sums]) for i in range(len(plan.weights))]
+def _replace_readers(
+    insert: NodeBuilder, loss: HeadLoss, plan: LossPlan, values: TokenValues, results: LoopResults
+) -> list[fx.Node]:
+    picked = _whole(insert, results.picked)
+    sums = [_whole(insert, [part[i] for part in results.sums]) for i in range(len(plan.weights))]
     replaced: list[fx.Node] = []
     for reader in loss.readers:
         if reader.node.target in NLL:
             assert picked is not None
             weights, reduction = reader.node.args[2:4]
-            for user in [user for user in reader.node.users if user.args[1] == 0]:  # the total weight is for the backward
+            # output 1, the total weight, is read by the backward alone
+            for user in [user for user in reader.node.users if user.args[1] == 0]:
                 value = values.nll(picked, weights, reduction)  # type: ignore[arg-type]
                 _replace(user, _in_form_of(insert, user, value), replaced)
         else:
@@ -128,11 +131,11 @@ def _replace_readers(insert: NodeBuilder, loss: HeadLoss, plan: LossPlan, values
 
 
 def _replace_gradients(
-    graph: fx.Graph, insert: NodeBuilder, loss: HeadLoss, back: Backward, tangent: fx.Node, swept: Swept
+    graph: fx.Graph, insert: NodeBuilder, loss: HeadLoss, back: Backward, tangent: fx.Node, results: LoopResults
 ) -> list[fx.Node]:
     replaced: list[fx.Node] = []
     if back.hidden is not None:
-        hidden = _whole(insert, swept.hidden)
+        hidden = _whole(insert, results.hidden)
         assert hidden is not None
         hidden = _saved(insert.cast(hidden, fake_value(back.hidden).dtype))
         emit = NodeBuilder(graph, back.hidden, stage="is_backward")
@@ -141,14 +144,14 @@ def _replace_gradients(
         _replace(back.hidden, replay(emit, back.steps, rows, fake_value(back.hidden).shape[1]), replaced)
     if back.weight is not None:
         node, transposed = _end_of_weight(back.weight, back.transposed)
-        weight = _whole(insert, swept.weight)
+        weight = _whole(insert, results.weight)
         assert weight is not None
         weight = _saved(insert.cast(weight, fake_value(node).dtype))
         emit = NodeBuilder(graph, node, stage="is_backward")
         scaled = emit(take_scaled, weight, emit.view(tangent, []))
         _replace(node, emit(aten.permute.default, scaled, [1, 0]) if transposed else scaled, replaced)
     if back.bias is not None:
-        bias = _whole(insert, swept.bias)
+        bias = _whole(insert, results.bias)
         assert bias is not None
         emit = NodeBuilder(graph, back.bias, stage="is_backward")
         scaled = emit(aten.mul.Tensor, _saved(bias), emit.view(tangent, []))
@@ -157,34 +160,34 @@ def _replace_gradients(
 
 
 def _hoist(graph: fx.Graph, loss: HeadLoss, plan: LossPlan) -> None:
-    """Move what the loop reads, and isn't made of the loss, in front of it."""
+    """Move operators behind the log-softmax that the loop reads in front of it. None of them depends on the loss."""
     softmax, terms = loss.logits.softmax, loss.backward.terms if loss.backward else ()
     needed: set[object] = {plan.targets, *plan.weights, *(r.node.args[2] for r in loss.readers if r.node.target in NLL)}
     if plan.tangent is not None:
         needed |= {t.nll.args[3] for t in terms if t.nll is not None} | inputs_of([t.grad for t in terms], plan.tangent)
     place = positions(graph)
-    late: set[fx.Node] = set()
+    moved: set[fx.Node] = set()
     stack = [node for node in needed if isinstance(node, fx.Node)]
     while stack:
         node = stack.pop()
-        if node not in late and place[node] > place[softmax]:
-            late.add(node)
+        if node not in moved and place[node] > place[softmax]:
+            moved.add(node)
             stack += node.all_input_nodes
-    for node in sorted(late, key=place.__getitem__):
+    for node in sorted(moved, key=place.__getitem__):
         softmax.prepend(node)
 
 
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    made, stack = {node}, [node]
+def _descendants(node: fx.Node) -> set[fx.Node]:
+    found, stack = {node}, [node]
     while stack:
-        fresh = set(stack.pop().users) - made
-        made |= fresh
+        fresh = set(stack.pop().users) - found
+        found |= fresh
         stack += fresh
-    return made
+    return found
 
 
 def _end_of_weight(product: fx.Node, transposed: bool) -> tuple[fx.Node, bool]:
-    """Return the last of the transpositions and casts that a gradient goes through, and whether it is transposed there."""
+    """Follow a weight's gradient through transpositions and casts: return the last one, and whether it is transposed there."""
     node = product
     while len(node.users) == 1:
         user = next(iter(node.users))
@@ -216,7 +219,7 @@ def _replace(old: fx.Node, new: fx.Node, replaced: list[fx.Node]) -> None:
 
 
 def _erase_dead(graph: fx.Graph, replaced: Sequence[fx.Node]) -> None:
-    """Erase what was replaced, and what nothing reads since."""
+    """Erase the replaced operators and all that have no users left."""
     place = positions(graph)
     erased: set[fx.Node] = set()
     stack = sorted(replaced, key=place.__getitem__)

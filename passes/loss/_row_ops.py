@@ -1,4 +1,7 @@
-"""Operators between a head's product and its loss that treat each token by itself, and the same operators on hidden states."""
+"""Row operators: those between a head's product and its loss that keep each token's row intact, and their replay on other rows.
+
+Other files of this folder find chains of them in a graph and repeat them on hidden states and gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ SLICES = frozenset({aten.slice.Tensor, aten.slice_backward.default})
 SELECTS = frozenset({aten.select.int, aten.select_backward.default})
 RESIZES = frozenset({aten.unsqueeze.default, aten.squeeze.dim})
 ROW_OPS = VIEWS | ALIASES | COPIES | SLICES | SELECTS | MOVES | RESIZES
-"""They choose and move rows (tokens); the numbers of a row stay together, in order."""
+"""Operators that select or move rows (tokens). The numbers of a row stay adjacent, in order."""
 
 Steps = list[tuple[fx.Node, int]]
-"""Operators in order, each with the axis of its result that the classes are."""
+"""Operators in order, each with the dimension of the classes in its result."""
 
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 SCALAR_OPS = PRODUCTS | {aten.div.Tensor, aten.div.Scalar}
-"""With a number as their second argument."""
+"""Element-wise operators with a number as second argument."""
 
 
 class UnknownLogitsError(Exception):
-    """A graph isn't of a form that can be chunked; the message says why, and the node where."""
+    """A loss doesn't match; `reason` says why, `node` is the operator that doesn't match."""
 
     def __init__(self, reason: str, node: fx.Node) -> None:
         super().__init__(reason)
@@ -40,13 +43,13 @@ class UnknownLogitsError(Exception):
 
 
 def input_of(node: fx.Node) -> fx.Node:
-    """Return an operator's first argument; the operator itself where that is no value of the graph."""
+    """Return an operator's first argument, the operator itself if that isn't a node."""
     source = node.args[0] if node.args else None
     return source if isinstance(source, fx.Node) else node
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Say whether the node is a step of a head element by element: a cast, a product with a number, a tanh or its gradient."""
+    """Return whether the node is an element-wise operator of heads: cast, product with a number, tanh or its backward."""
     if is_cast(node):
         return len(node.all_input_nodes) == 1
     if node.target in SCALAR_OPS:
@@ -55,7 +58,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def is_class_sum(node: fx.Node) -> bool:
-    """Say whether the node adds something to its first input that has fewer elements, such as a number for each class."""
+    """Return whether the node adds a value of fewer dimensions to its first input, such as one number per class."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     first, second = (fake_value(source) for source in node.all_input_nodes)
@@ -63,7 +66,7 @@ def is_class_sum(node: fx.Node) -> bool:
 
 
 def axis_after(node: fx.Node, axis: int) -> int:
-    """Return which axis of a row operator's result the classes are, given the axis of its input; raise if they are mixed."""
+    """Return the dimension of the classes in a row operator's result, given theirs in its input; raise if it splits rows."""
     source = input_of(node)
     before, after = fake_value(source).shape, fake_value(node).shape
     if node.target in VIEWS:
@@ -98,10 +101,7 @@ def axis_after(node: fx.Node, axis: int) -> int:
 
 
 def replay(insert: NodeBuilder, steps: Steps, source: fx.Node, width: int) -> fx.Node:
-    """Repeat row operators on a value that has `width` numbers a token where theirs has its classes.
-
-    `steps` are the operators in order, each with the axis of its result that the classes are.
-    """
+    """Repeat row operators on `source`, whose rows have `width` numbers in place of the classes."""
     current = source
     for node, axis in steps:
         if node.target in VIEWS:
@@ -115,7 +115,7 @@ def replay(insert: NodeBuilder, steps: Steps, source: fx.Node, width: int) -> fx
 
 
 def rows_last(insert: NodeBuilder, source: fx.Node, axis: int) -> fx.Node:
-    """Return the value as a matrix of one row a token, given the axis that isn't tokens."""
+    """Return the value as a matrix of one row per token; `axis` is the dimension that isn't tokens."""
     shape = fake_value(source).shape
     rank = len(shape)
     if axis != rank - 1:
@@ -124,7 +124,7 @@ def rows_last(insert: NodeBuilder, source: fx.Node, axis: int) -> fx.Node:
 
 
 def rows_back(insert: NodeBuilder, rows: fx.Node, shape: Sequence[int], axis: int) -> fx.Node:
-    """Undo `rows_last`: return the rows in a shape whose `axis` isn't tokens."""
+    """Invert `rows_last`: return the rows in `shape`, whose `axis` isn't tokens."""
     rank, width = len(shape), fake_value(rows).shape[1]
     if rank == 2 and axis == 1:
         return rows

@@ -1,4 +1,4 @@
-"""The numbers of a loss that are one for each token, and small: its gradients for a tangent of 1, and the loss itself."""
+"""Values of a loss with one number per token: the gradients of its log-probabilities, and the loss itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IGNORED = -100
 
 
 class TokenValues:
-    """Writes them, given the targets of the tokens and which of these aren't ignored."""
+    """Writes these values, given the tokens' targets and the mask of those that aren't ignored."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TokenValues:
     def coefficients(
         self, terms: list[tuple[Term, fx.Node]], weights: dict[fx.Node | None, fx.Node | None]
     ) -> tuple[fx.Node | None, dict[fx.Node | None, fx.Node], fx.Node | None]:
-        """Return the gradients of the log-probabilities: at the target, by class weights at all classes, their sum negated."""
+        """Return gradients of log-probabilities: at the target; at all classes, by class weights; the negated sum of all."""
         insert = self._insert
         at_target: fx.Node | None = None
         at_all: dict[fx.Node | None, fx.Node] = {}
@@ -67,7 +67,7 @@ class TokenValues:
         return at_target, at_all, None if total is None else insert(aten.neg.default, total)
 
     def nll(self, picked: fx.Node, weights: fx.Node | None, reduction: int) -> fx.Node:
-        """Return the loss that nll_loss_forward does, by PyTorch's own sum where classes have no weights."""
+        """Return the loss of nll_loss_forward. Without class weights PyTorch's own kernel sums it, for the same bits."""
         insert = self._insert
         assert self._valid is not None
         if weights is None:
@@ -103,14 +103,14 @@ class TokenValues:
         return insert(aten.where.self, self._valid, grad, self._zero())
 
     def _target_weights(self, weights: fx.Node) -> fx.Node:
-        """Return the weight of each token's target, 0 where that is ignored."""
+        """Return the class weight of each token's target, 0 for ignored tokens."""
         insert = self._insert
         assert self._valid is not None
         chosen = insert(aten.index.Tensor, insert.cast(weights, self._dtype), [self._targets])
         return insert(aten.where.self, self._valid, chosen, self._zero())
 
     def _total(self, chosen: fx.Node | None) -> fx.Node:
-        """Return by what a mean divides: the sum of the weights of the targets, or how many aren't ignored."""
+        """Return the divisor of a mean: the sum of the targets' weights, or the number of tokens that aren't ignored."""
         if chosen is not None:
             return self._insert(aten.sum.default, chosen)
         return self._insert.cast(self._insert(aten.sum.default, self._valid), self._dtype)

@@ -1,4 +1,7 @@
-"""The gradients of a loss for a tangent of one: what the forward can compute of the backward before its tangent is known."""
+"""Gradients of a loss for a tangent of 1, which the forward can compute before the backward's tangent is known.
+
+The backward multiplies them by the tangent. That is exact only if they are linear in it, which `find_tangent` checks.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,13 @@ _SHAPES = frozenset(
         aten.div.Scalar,
     }
 )
-"""Linear in their first argument, which is the only tensor."""
+"""Operators of one tensor, their first argument, that are linear in it."""
 
 
 def find_tangent(graph: fx.Graph, grads: Sequence[fx.Node], unknown: set[fx.Node]) -> fx.Node:
-    """Return the scalar through which alone the gradients depend on tangents, linearly: of such scalars the last.
+    """Return the last scalar in the graph that carries the gradients' whole dependence on tangents, linearly.
 
-    Nothing else that they depend on may be in `unknown`, what is made of the loss itself. Raises `UnknownLogitsError`.
+    Raises `UnknownLogitsError` if there is none, or if the gradients also depend on values in `unknown`, computed from the loss.
     """
     depending = _depending(graph)
     place = positions(graph)
@@ -64,7 +67,7 @@ def find_tangent(graph: fx.Graph, grads: Sequence[fx.Node], unknown: set[fx.Node
 
 
 def at_unit_tangent(insert: NodeBuilder, grads: Sequence[fx.Node], tangent: fx.Node) -> list[fx.Node]:
-    """Compute gradients that depend on tangents through the scalar `tangent` alone, as if it were 1."""
+    """Write the gradients with 1 in place of the scalar `tangent`, on which they depend linearly."""
     graph = tangent.graph
     cone = _cone(grads, tangent, _depending(graph), set())
     value = fake_value(tangent)
@@ -78,7 +81,7 @@ def at_unit_tangent(insert: NodeBuilder, grads: Sequence[fx.Node], tangent: fx.N
 
 
 def inputs_of(grads: Sequence[fx.Node], tangent: fx.Node) -> set[fx.Node]:
-    """Return what gradients depend on besides the tangent."""
+    """Return the values that the gradients depend on besides the tangent."""
     cone = _cone(grads, tangent, _depending(tangent.graph), set())
     return {source for node in cone - {tangent} for source in node.all_input_nodes if source not in cone}
 
@@ -87,7 +90,7 @@ _MORE = "its gradient depends on more than one tangent"
 
 
 def _depending(graph: fx.Graph) -> set[fx.Node]:
-    """Return what depends on tangents."""
+    """Return the nodes that depend on tangents."""
     depending: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)

@@ -1,4 +1,4 @@
-"""Compute a loss over classes, and its gradients, a chunk of tokens at a time: the logits never exist whole."""
+"""Compute a loss over classes and its gradients in chunks of tokens, so that the logits never exist as a whole."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import fx
 from zinf_compile.ir.compute_shape import CHUNK_BYTES, WORTH_BYTES
 from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, note_skipped, user_line
 
-from ._find import LeftAlone, find_losses
+from ._find import SkippedLoss, find_losses
 from ._head_tiles import tiles_of_head
 from ._read_logits import Logits
 from ._rewrite import MakeTiles, plan_loss, rewrite_loss
 from ._row_ops import UnknownLogitsError, input_of
 
 ROWS = 64
-"""Chunks are multiples of this many tokens, where so many fit."""
+"""Chunks are multiples of this many tokens, unless fewer fit in `chunk_bytes`."""
 
 _log = logging.getLogger("zinf_compile")
 
@@ -30,7 +30,7 @@ def chunk_loss(
     worth: Callable[[Logits], bool] | None = None,
     make_tiles: MakeTiles = tiles_of_head,
 ) -> fx.GraphModule:
-    """Write the loop over chunks of tokens that gives loss and gradients in one sweep, in place of head and log-softmax.
+    """Replace head and log-softmax by a loop over chunks of tokens that computes loss and gradients.
 
         before:  t = t(w);  z = mm(x, t);  l = _log_softmax(z, 1, False);  n = nll_loss_forward(l, y, None, 2, -100)
                  s = n[0];  return (s,)
@@ -47,45 +47,45 @@ def chunk_loss(
                  nll_loss_forward = nll_loss_forward(unsqueeze_1, where, None, 2, -100);  getitem = nll_loss_forward[0]
                  return (getitem,)
 
-    That is a graph without a backward, with chunks of two of four tokens. On a joint graph each chunk also gives its part of the
-    gradients of hidden states, weight and bias, for a tangent of 1; the backward multiplies them by the tangent. The weight's is
-    added up in place, the hidden states' for each token is where it was. What the loss ignores, weighs or smooths is read from
-    the graph (`_find`), and what isn't known leaves the graph as it was, with a note in the dump and the log.
+    The example has no backward, and chunks of two of four tokens. On a joint graph each chunk also computes its gradients of
+    hidden states, weight and bias for a tangent of 1 (`_unit_tangent`), and the backward multiplies them by the tangent. The
+    weight's gradient accumulates in place. Ignored targets, class weights and label smoothing are read from the graph (`_find`).
+    A loss of unknown form stays as it is, with a note in the dump and the log.
 
-    Where nobody says whether it is `enabled`, a loss is computed so if it is `worth` it: by default, if its logits are large.
+    With `enabled=None` a loss is rewritten if `worth` returns True: by default, if its logits are large.
 
-    Chunks follow from the numbers of tokens and classes alone, never from where states live. For a head in several tiles there
-    are two sweeps, in which the tiles come one after the other (`_loop_tiles`).
+    Chunks follow from the numbers of tokens and classes alone, never from tiers. A head in several tiles takes two loops over the
+    tiles (`_loop_tiles`).
     """
     if enabled is False:
         return gm
     worth = worth or (lambda logits: is_large(fake_value(logits.product)))
     losses, others = find_losses(gm.graph)
-    left = [alone for alone in others if enabled or is_large(fake_value(input_of(alone.softmax)))]
+    skipped = [one for one in others if enabled or is_large(fake_value(input_of(one.softmax)))]
     for loss in losses:
         logits = loss.logits
         if enabled or worth(logits):
             try:
                 plan = plan_loss(gm.graph, loss)
             except UnknownLogitsError as error:
-                left.append(LeftAlone(logits.softmax, error.reason, error.node))
+                skipped.append(SkippedLoss(logits.softmax, error.reason, error.node))
                 continue
             bounds = choose_chunks(logits.tokens, logits.classes, chunk_bytes=chunk_bytes)
             rewrite_loss(gm.graph, loss, plan, bounds=bounds, make_tiles=make_tiles)
-    for alone in left:
-        _say(gm, alone)
+    for one in skipped:
+        _note(gm, one)
     return gm
 
 
 def may_chunk(gm: fx.GraphModule, enabled: bool | None, worth_bytes: int = WORTH_BYTES) -> bool:
-    """Say whether a graph as Dynamo captured it may have a loss that `chunk_loss` would rewrite."""
+    """Return whether a graph captured by Dynamo may have a loss that `chunk_loss` would rewrite."""
     if enabled is not None:
         return enabled
     return any(logits_bytes(node.meta.get("example_value")) > worth_bytes for node in gm.graph.nodes)
 
 
 def is_large(logits: object) -> bool:
-    """Say whether traced logits would take more than `WORTH_BYTES` in fp32, in which a loss is taken of them."""
+    """Return whether traced logits take more than `WORTH_BYTES` in fp32, the data type of the log-softmax."""
     return logits_bytes(logits) > WORTH_BYTES
 
 
@@ -95,13 +95,13 @@ def logits_bytes(logits: object) -> int:
 
 
 def choose_chunks(tokens: int, classes: int, *, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Return the first token of each chunk and the one after its last, for logits of 4 bytes."""
+    """Return [start, end) of each chunk in tokens, so that its fp32 logits take at most `chunk_bytes`."""
     rows = max(1, chunk_bytes // (4 * classes))
     rows = rows // ROWS * ROWS or rows
     return [(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
 
 
-def _say(gm: fx.GraphModule, loss: LeftAlone) -> None:
+def _note(gm: fx.GraphModule, loss: SkippedLoss) -> None:
     what = f"chunk_loss leaves {loss.softmax.name} as it is: {loss.reason} ({loss.node.name})"
     note_skipped(gm, what)
     line = user_line(loss.node) or user_line(loss.softmax)

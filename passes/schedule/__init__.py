@@ -1,15 +1,14 @@
-"""Passes that write the schedule: gathers, releases, swaps, prefetch.
+"""Passes that write the schedule of one graph: gathers, releases, swaps, prefetch.
 
-align_regions — Hang transfers on few cut points, so that the compute between them can be compiled as one.
-group_units — Let neighbours in use order move together.
-insert_gathers — Gather each partitioned unit in front of the compute that needs it.
+align_regions — Move transfers to the boundaries of regions, so that each region's compute is compiled as one.
+group_units — Group transfers that are neighbours in order of use.
+insert_gathers — Gather each partitioned unit in front of its uses.
 insert_releases — Release each gathered unit right after its last use.
-insert_row_lookups — Bring the rows that an embedding names, where that moves less than its parameter.
-insert_swaps — Bring the shards of units that live off the device in front of their gathers, and take reduced gradients
-    away.
-merge_gathers — Hold a unit from one use to the next where releasing it in between gains nothing.
-narrow_gathers — Move a parameter in the narrower data type in which it is used.
+insert_row_lookups — Gather single rows for an embedding, where they are fewer bytes than its parameter.
+insert_swaps — Swap shards in to the device in front of their gathers, and swap reduced gradients out.
+merge_gathers — Keep a unit gathered between two uses where that doesn't raise the peak of gathered bytes.
+narrow_gathers — Gather a parameter in the narrower data type of its uses.
 prefetch — Start each gather ahead of its use.
-prefetch_swaps — Start each swap ahead of the gather it is for.
-sink_unit_views — Take views and casts of parameters where they are used, not earlier.
+prefetch_swaps — Start each swap ahead of its gather.
+sink_unit_views — Move views and casts of parameters to their uses.
 """

@@ -1,4 +1,4 @@
-"""Hang transfers on few cut points, so that the compute between them can be compiled as one."""
+"""Move transfers to the boundaries of regions, so that each region's compute is compiled as one."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
         after:   g = all_gather(h.0.up);  k = all_gather(h.0.down);  v = wait(g);  u = wait(k)
                  a = mm(x, v);  b = mm(a, u);  release(v);  release(u)
 
-    A region is the stretch of compute that uses one block of the model (`h.0`), or a part of a block whose units take more than
-    `region_bytes`: equal blocks become equal regions, to be compiled once. Regions follow from names, order and sizes of the
-    units alone, never from budgets, tiers or batch shapes: so the same bits come out for every placement. Where a parameter is
-    cut into tiles, a region also ends with the gradients of tiles of `region_bytes`: the next tile's is not there yet.
+    A region is the compute that uses one block of the model (`h.0`), or a part of a block whose units exceed `region_bytes`.
+    Equal blocks become equal regions, which compile once. Regions follow from names, order and sizes of units alone, never from
+    budgets, tiers or batch shapes, so every placement computes the same bits. A region also ends after `region_bytes` of
+    gradients of tiles, so that no more of them are live at once.
     """
     graph = gm.graph
     waits = [node for node in graph.nodes if node.target is ops.wait]
     starts = {waits[index] for index in choose_regions([slot_behind(node) for node in waits], region_bytes=region_bytes)[1:]}
     regions: list[list[fx.Node]] = [[]]
-    pending: list[fx.Node] = []  # gathers go with the wait that follows them
+    pending: list[fx.Node] = []  # gathers move with the next wait
     reduced = 0
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node in starts or (reduced >= region_bytes and node.target is not ops.reduce_scatter):
-            if not all(map(is_view, regions[-1])):  # views alone are part of what reads them
+            if not all(map(is_view, regions[-1])):  # a region of views alone joins the one that reads them
                 regions.append([])
             reduced = 0
         if node.target is ops.all_gather:

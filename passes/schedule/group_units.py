@@ -1,4 +1,4 @@
-"""Let neighbours in use order move together."""
+"""Group transfers that are neighbours in order of use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zinf_compile.passes.graph.node_facts import set_group, slot_behind, wire_ty
 
 
 def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
-    """Issue transfers that follow each other as one, up to `bucket_bytes` of full units.
+    """Issue consecutive gathers, and consecutive reduce-scatters, as one, up to `bucket_bytes` of full units.
 
         before:  g = all_gather(w0);  v = wait(g);  a = mm(x, v);  h = all_gather(w1);  u = wait(h);  b = mm(a, u)
         after:   g = all_gather(w0, 0);  h = all_gather(w1, 0);  v = wait(g);  a = mm(x, v);  u = wait(h);  b = mm(a, u)
 
-    A gather moves up to the first of its group, a reduce-scatter down to the last of its group. Groups follow from order,
-    sizes and types of what moves alone, so ranks with other batch shapes form the same ones.
+    Gathers move up to the first of their group, reduce-scatters down to the last. Groups follow from order, sizes and data types
+    of the units alone, so ranks with other batch shapes form the same groups.
     """
     gathers = [node for node in gm.graph.nodes if node.target is ops.all_gather]
     for number, group in enumerate(_groups(gathers, bucket_bytes)):
@@ -40,11 +40,11 @@ def group_units(gm: fx.GraphModule, *, bucket_bytes: int) -> fx.GraphModule:
 
 
 def choose_groups(units: Sequence[ParameterSlot], types: Sequence[torch.dtype], *, bucket_bytes: int) -> list[list[int]]:
-    """Divide the sequence of units into groups of one data type and at most `bucket_bytes`; a larger unit is alone.
+    """Divide units in order of use into groups of one data type and at most `bucket_bytes`; a larger unit is alone.
 
-    `types` are those in which the units move. What a region has of one type stays together, so that no region waits for two
-    transfers of a type where one would do; and each type fills a group of its own across the others, so that the few
-    parameters that stay in full precision under autocast don't cut every block's transfer into pieces.
+    `types` are the data types in which the units move. A region's units of one type stay in one group, so that it waits for one
+    transfer per type. Groups of different types may overlap: the few parameters that stay in full precision under autocast don't
+    split the groups of the others.
     """
     starts = choose_regions(units, region_bytes=bucket_bytes)
     groups: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Gather each partitioned unit in front of the compute that needs it."""
+"""Gather each partitioned unit in front of its uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zinf_compile.passes.graph.node_facts import parameters, slot_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One operator's need of some units."""
+    """An operator and the units that it reads."""
 
     consumer: fx.Node
     units: tuple[fx.Node, ...]
@@ -23,21 +23,21 @@ class Use:
 
 
 def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
-    """Replace the use of hollow parameters by the use of gathered ones.
+    """Insert gathers, and replace uses of hollow parameters by uses of gathered ones.
 
         before:  t = t(w);                                          a = addmm(b, x, t)
         after:   g = all_gather(b);  f = wait(g);  h = all_gather(w);  v = wait(h);  t = t(v);  a = addmm(f, x, t)
 
-    A unit used again is kept in between, unless other units of more than `keep_bytes` are gathered meanwhile: then it is
-    gathered anew, so that a tied embedding doesn't stay through the whole forward. Runs after `sink_unit_views`: each
-    consumer's views stand right in front of it.
+    A unit is gathered again for a later use if other units of more than `keep_bytes` are gathered in between; otherwise it is
+    kept. So a tied embedding isn't live for the whole forward. Runs after `sink_unit_views`, which puts each consumer's views
+    right in front of it.
     """
     graph = gm.graph
     derived = derived_from(node for node, _ in parameters(graph))
     uses = find_uses(graph, derived)
-    anew = choose_gathers([tuple(_slot(u) for u in use.units) for use in uses], keep_bytes=keep_bytes)
+    gathered_at = choose_gathers([tuple(_slot(u) for u in use.units) for use in uses], keep_bytes=keep_bytes)
     gathered: dict[fx.Node, fx.Node] = {}
-    for use, fresh in zip(uses, anew, strict=True):
+    for use, fresh in zip(uses, gathered_at, strict=True):
         own = _own_views(use.consumer, derived)
         first = own[0] if own else use.consumer
         for unit in use.units:
@@ -49,7 +49,7 @@ def insert_gathers(gm: fx.GraphModule, *, keep_bytes: int) -> fx.GraphModule:
 
 
 def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
-    """Return the operators that read parameters, in order of execution."""
+    """Return the operators that read parameters, in order."""
     uses = []
     for node in graph.nodes:
         if node in derived:
@@ -64,7 +64,7 @@ def find_uses(graph: fx.Graph, derived: set[fx.Node]) -> list[Use]:
 
 
 def choose_gathers(uses: list[tuple[ParameterSlot, ...]], *, keep_bytes: int) -> list[set[tuple[int, int]]]:
-    """Decide at which use each unit is gathered: for each use, the keys of the slots gathered in front of it."""
+    """Decide which uses a unit is gathered for: return for each use the keys of the slots gathered in front of it."""
     fresh: list[set[tuple[int, int]]] = []
     last_seen: dict[tuple[int, int], int] = {}
     gathered_bytes = 0
@@ -82,11 +82,11 @@ def choose_gathers(uses: list[tuple[ParameterSlot, ...]], *, keep_bytes: int) ->
 
 def _compute_inputs(node: fx.Node, derived: set[fx.Node]) -> list[fx.Node]:
     if node.target is ops.reduce_scatter:
-        return [node.args[0]]  # type: ignore[list-item]  # the unit itself is only named there
+        return [node.args[0]]  # type: ignore[list-item]  # names the unit and doesn't read it
     if node.target is ops.gather_rows:
-        return [node.args[1]]  # type: ignore[list-item]  # of the unit it takes what it needs by itself
+        return [node.args[1]]  # type: ignore[list-item]  # fetches rows of the unit itself
     if node.op == "output" or node.target in METADATA_OPS:
-        return [source for source in node.all_input_nodes if source in derived]  # a hollow parameter itself is good enough
+        return [source for source in node.all_input_nodes if source in derived]  # may read a hollow parameter
     return node.all_input_nodes
 
 

@@ -16,8 +16,7 @@ def insert_releases(gm: fx.GraphModule) -> fx.GraphModule:
         before:  v = wait(g);  t = t(v);  a = mm(x, t);                 b = relu(a)
         after:   v = wait(g);  t = t(v);  a = mm(x, t);  release(v);    b = relu(a)
 
-    Which values share the unit's memory is read from the operators' schemas. A value that would leave the graph while sharing
-    it is returned as a clone.
+    Aliases of the unit's memory are found from the operators' schemas. An output that shares it is returned as a clone.
     """
     graph = gm.graph
     place = positions(graph)

@@ -1,4 +1,4 @@
-"""Bring the rows that an embedding names, where that moves less than its parameter."""
+"""Gather single rows for an embedding, where they are fewer bytes than its parameter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ aten = torch.ops.aten
 
 
 def insert_row_lookups(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], bool]) -> fx.GraphModule:
-    """Replace the lookups in a parameter that the graph uses for nothing else, where it is `chosen`.
+    """Replace embeddings by `gather_rows` for each `chosen` parameter that the graph reads in no other way.
 
         before:  y = embedding(w, i)
         after:   y = gather_rows(w, i)
 
-    On a joint graph before the cut, or an inference graph. The gradient doesn't read the parameter and stays what it is. One in
-    tiles is `tile_matmuls`' matter.
+    Runs on a joint graph before partitioning, or on an inference graph. The gradient doesn't read the parameter and stays as it
+    is. `tile_matmuls` does the same for parameters in tiles.
     """
     for unit, slot in parameters(gm.graph):
         for lookup, chain in find_lookups(unit, slot) if chosen(slot) else ():
@@ -41,7 +41,7 @@ def insert_row_lookups(gm: fx.GraphModule, *, chosen: Callable[[ParameterSlot], 
 
 
 def find_lookups(unit: fx.Node, slot: ParameterSlot) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """Return the embeddings that read a parameter, each with the casts and aliases before it; none where it is read whole too."""
+    """Return the embeddings that read a parameter, each with the casts and aliases before it; none if it has other readers."""
     if slot.tiles or not rounds_of_rows(slot.shape, slot.stride, slot.tiles, slot.format):
         return []
     found: list[tuple[fx.Node, list[fx.Node]]] = []
@@ -61,6 +61,6 @@ def find_lookups(unit: fx.Node, slot: ParameterSlot) -> list[tuple[fx.Node, list
 
 
 def rows_named(lookups: Sequence[tuple[fx.Node, Sequence[fx.Node]]]) -> float:
-    """Return how many rows some lookups name at most, as far as that is known before they run."""
+    """Return the upper bound of rows that the lookups read, with dynamic sizes as traced."""
     indices = [lookup.args[1] for lookup, _ in lookups]
     return float(sum(hinted_numel(node.meta["val"]) for node in indices if isinstance(node, fx.Node)))

@@ -1,4 +1,4 @@
-"""Move a parameter in the narrower data type in which it is used."""
+"""Gather a parameter in the narrower data type of its uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs, is_cas
 from zinf_compile.passes.graph.node_facts import data_types, fake_value, set_type, set_wire_type
 
 WIRE_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""What a gather may be narrowed to: types that every transport moves."""
+"""Data types that a gather may be narrowed to: those that every transport supports."""
 
 
 def narrow_gathers(gm: fx.GraphModule) -> fx.GraphModule:
@@ -22,9 +22,9 @@ def narrow_gathers(gm: fx.GraphModule) -> fx.GraphModule:
         before:  g = all_gather(w);  v = wait(g);  c = _to_copy(v, dtype=torch.bfloat16);  t = t(c);  a = mm(x, t)
         after:   g = all_gather(w, dtype=torch.bfloat16);  v = wait(g);  t = t(v);  a = mm(x, t)
 
-    A cast works element by element, so shards cast before they travel are the bits of the whole unit cast after. Each gather is
-    decided by itself, from the data types of its uses and never from shapes or strides: ranks with other batch shapes decide
-    alike. A part of the unit that doesn't lie in memory as its cast did (a slice) keeps the cast, which then only copies.
+    A cast is element-wise, so casting shards before the gather gives the same bits as casting the unit after it. Each gather is
+    decided alone, from the data types of its uses and never from shapes or strides, so ranks with other batch shapes agree. A
+    view whose strides differ from its cast's (a slice) keeps the cast, which then only copies.
     """
     for full in [node for node in gm.graph.nodes if node.target is ops.wait]:
         views, casts, others = _uses(full)
@@ -35,7 +35,7 @@ def narrow_gathers(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def choose_type(held: torch.dtype, used: Set[torch.dtype]) -> torch.dtype | None:
-    """Return the type as which a unit may travel that is cast to these types only; None for its own."""
+    """Return the data type in which to gather a unit that is only cast to `used`; None for its own."""
     if len(used) != 1:
         return None
     (dtype,) = used
@@ -44,7 +44,7 @@ def choose_type(held: torch.dtype, used: Set[torch.dtype]) -> torch.dtype | None
 
 
 def _uses(full: fx.Node) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Return the views of a unit, the casts of it or of one, and what else reads its values."""
+    """Return the views of a unit, the casts of it or of its views, and its other readers."""
     views: dict[fx.Node, None] = {}
     casts: dict[fx.Node, None] = {}
     others: dict[fx.Node, None] = {}
@@ -69,7 +69,7 @@ def _narrow(graph: fx.Graph, full: fx.Node, views: list[fx.Node], casts: list[fx
     for cast in casts:
         source = cast.args[0]
         assert isinstance(source, fx.Node)
-        if cast.kwargs.keys() <= {"dtype"} and _lies_alike(full, source, cast):
+        if cast.kwargs.keys() <= {"dtype"} and _has_layout_of(full, source, cast):
             cast.replace_all_uses_with(source)
             graph.erase_node(cast)
     set_wire_type(handle, dtype)
@@ -77,8 +77,8 @@ def _narrow(graph: fx.Graph, full: fx.Node, views: list[fx.Node], casts: list[fx
         set_type(node, dtype)
 
 
-def _lies_alike(full: fx.Node, view: fx.Node, cast: fx.Node) -> bool:
-    """Say whether a view starts where the unit does and has the strides of its cast; sizes known at run time only don't count."""
+def _has_layout_of(full: fx.Node, view: fx.Node, cast: fx.Node) -> bool:
+    """Return whether a view has the unit's storage offset and its cast's strides; False where one of them is dynamic."""
     start, found, wanted = (fake_value(node) for node in (full, view, cast))
     layout = (*found.stride(), found.storage_offset())
     expected = (*wanted.stride(), start.storage_offset())

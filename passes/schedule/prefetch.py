@@ -19,12 +19,12 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable
         after:   g = all_gather(w0, 0);  h = all_gather(w1, 1);  v = wait(g);  a = mm(x, v);  release(v)
                  u = wait(h);  b = mm(a, u)
 
-    The first group starts with the graph. A later one starts early only as far as what is gathered and not yet released stays
-    within `limit_bytes`, or what that says for the graph. The order of the gathers never changes. Groups that stand together (a
-    block's, in two data types) start together and count as one.
+    The first group starts with the graph. A later one starts early only as far as bytes gathered and not yet released stay within
+    `limit_bytes`, a number or a function of the graph. The order of gathers never changes. Adjacent groups (a block's, in two
+    data types) start together and count as one.
     """
     groups, released = find_stages(gm.graph)
-    anchors = [group[-1].next for group in groups]  # where a stage's compute begins
+    anchors = [group[-1].next for group in groups]  # the first operator of each stage's compute
     sizes = [sum(live_bytes(node) for node in group) for group in groups]
     most = limit_bytes if isinstance(limit_bytes, int) else limit_bytes(gm.graph)
     chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=most)
@@ -49,13 +49,13 @@ def choose_stages(
 ) -> list[int]:
     """Decide at which stage each group starts; stage k lasts from group k's first use to group k+1's.
 
-    `sizes[k]` are the bytes of group k, `released[k]` its (stage, bytes) releases, `due[k]` the stage at which it is needed: by
-    default its own, k. The result is never later than that and never earlier than the stage of the group before, and no start
-    makes the live bytes of an earlier stage exceed the limit.
+    `sizes[k]` are the bytes of group k, `released[k]` its (stage, bytes) releases, `due[k]` the stage that needs it (default: k).
+    A group starts at `due[k]` or earlier, never before the group in front of it, and no early start makes the live bytes of a
+    stage exceed the limit.
     """
     due = range(len(sizes)) if due is None else due
     change = [0] * (len(sizes) + 1)
-    for number, size in enumerate(sizes):  # everything just in time: from the stage it is due at to its release
+    for number, size in enumerate(sizes):  # just in time: live from the due stage to the release
         change[due[number]] += size
         for stage, freed in released[number]:
             change[stage + 1] -= freed

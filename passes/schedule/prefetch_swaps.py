@@ -1,4 +1,4 @@
-"""Start each swap ahead of the gather it is for."""
+"""Start each swap ahead of its gather."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from .prefetch import choose_stages
 
 
 def prefetch_swaps(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:
-    """Start each hop of a shard's way to the device `look_ahead` stages ahead of the next one.
+    """Start each hop of a shard to the device `look_ahead` stages ahead of the next hop.
 
         before:  s = swap_in(w0, "host", "device", 0);  g = all_gather(s, 0);  v = wait(g);  a = mm(x, v);  release(v)
                  t = swap_in(w1, "host", "device", 1);  h = all_gather(t, 1);  u = wait(h);  b = mm(a, u)
         after:   s = swap_in(w0, "host", "device", 0);  g = all_gather(s, 0);  t = swap_in(w1, "host", "device", 1);  v = wait(g)
                  a = mm(x, v);  release(v);  h = all_gather(t, 1);  u = wait(h);  b = mm(a, u)
 
-    A stage begins where gathers stand together. `prefetch` has put them one stage ahead of their use: so while one group is in
-    use the next is gathered, the one after it copied to the device, and the one after that read from the drive. A read that
-    ends on the device goes two hops' stages ahead of its gather. The first stage's swaps stay with it at the graph's start;
-    a later one starts early only as far as what is on its way to the device, gathered and not yet released stays within
-    `limit_bytes`, or what that says for the graph. No gather moves and no order changes: what ranks must agree on is the same
-    wherever parameters live.
+    Note: the pipeline of hops
+        A stage begins with adjacent gathers, which `prefetch` put one stage ahead of their use. So while one group is in use, the
+        next is gathered, the one after is copied to the device, and a third is read from the drive. A read that ends on the
+        device covers two hops, so it starts twice as far ahead.
+
+    The first stage's swaps stay at the graph's start. A later swap starts early only as far as bytes swapped in or gathered, and
+    not yet released, stay within `limit_bytes`, a number or a function of the graph. No gather moves and no order changes, so
+    the collectives are the same for every placement.
     """
     stages, released = find_stages(gm.graph)
     anchors = [gathers[-1].next for gathers in stages]

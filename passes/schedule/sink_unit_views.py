@@ -1,4 +1,4 @@
-"""Take views and casts of parameters where they are used, not earlier."""
+"""Move views and casts of parameters to their uses."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zinf_compile.passes.graph.node_facts import parameters, positions
 
 
 def sink_unit_views(gm: fx.GraphModule) -> fx.GraphModule:
-    """Give every consumer of a parameter its own chain of views and casts, right in front of it.
+    """Copy the views and casts of a parameter in front of each of its consumers.
 
         before:  t = t(w);  a = relu(x);  b = mm(a, t);  c = mm(b, t)
         after:   a = relu(x);  t_1 = t(w);  b = mm(a, t_1);  t_2 = t(w);  c = mm(b, t_2)
 
-    The partitioner puts recomputed views at the top of the backward; left there, all weights would be gathered at once. Views
-    are free and casts cheap, so each consumer has its own: no gathered unit must live from one use to the next.
+    The partitioner puts recomputed views at the top of the backward, where they would gather all weights at once. Views are free
+    and casts cheap. With its own copies, no consumer needs a unit to stay gathered since an earlier use.
     """
     graph = gm.graph
     derived = derived_from(node for node, _ in parameters(graph))

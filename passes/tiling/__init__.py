@@ -1,16 +1,17 @@
 """Passes that compute with large parameters tile by tile.
 
-_forms — How a value derived from a tiled parameter lies to it: which tiles make it up, and how to derive its part from
-    each.
-_gradients — A gradient in tiles, each computed by itself from what the whole is computed from.
-_pointwise_chains — Which values between products with tiles needn't exist as a whole: decided here, acted upon in
-    `tile_pointwise`.
-_uses — What reads a tiled parameter, tile by tile: matrix products and embeddings.
-accumulate_in_place — Add products to a sum in the sum's own memory.
-lift_tiles — Make each tile of a parameter an input, as a parameter is one.
-reduce_tiles_in_place — Compute the gradients of tiles where their shards will be.
-sink_tile_gradients — Compute the gradient of each tile where the tile itself is used, not all of them at once.
+_forms — Forms of a tiled parameter: values derived from it by views and casts, with the tiles they consist of.
+_gradients — Tiles of a gradient, each computed from slices of the whole gradient's inputs. `tile_matmuls` calls it.
+_pointwise_chains — Analysis for `tile_pointwise`: values between products with tiles that needn't exist as a whole. Changes
+    no graph.
+_uses — Rules for uses of a tiled parameter: matrix products and embeddings, computed from its tiles. `tile_matmuls` calls
+    it.
+accumulate_in_place — Accumulate products in the memory of their sum.
+lift_tiles — Turn each tile of a parameter into an input of the graph.
+reduce_tiles_in_place — Write the gradients of tiles into buffers of the runtime.
+sink_tile_gradients — Move the gradient of each tile next to the last use of the tile.
 tile_matmuls — Compute with large parameters tile by tile.
-tile_pointwise — Compute what lies between products with tiles part by part, where nobody needs it as a whole.
-write_tiles_in_place — Write what the tiles of a matrix give where it belongs in the whole.
+tile_pointwise — Compute element-wise operators between products with tiles in parts, so that their results never exist as a
+    whole.
+write_tiles_in_place — Write products with tiles directly into the matrix that they are parts of.
 """

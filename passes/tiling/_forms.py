@@ -1,4 +1,7 @@
-"""How a value derived from a tiled parameter lies to it: which tiles make it up, and how to derive its part from each."""
+"""Forms of a tiled parameter: values derived from it by views and casts, with the tiles they consist of.
+
+`tile_matmuls` derives the same form of each tile in the place of the whole.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A parameter whose dimensions stand in another order, of one or several of whose rows, in another data type."""
+    """A parameter after permutations, selections, slices at borders of tiles, and casts."""
 
     unit: fx.Node
     slot: ParameterSlot
     dims: tuple[int, ...]
-    """Of the parameter, in the order of the value's."""
+    """Dimensions of the parameter, in the order of the value's dimensions."""
     fixed: tuple[tuple[int, int], ...] = ()
-    """Dimensions of the parameter that the value hasn't, and at which index it was taken."""
+    """(dimension, index) of each selection."""
     windows: tuple[tuple[int, int, int], ...] = ()
-    """Dimensions of the parameter of which it has a stretch alone, between two borders of tiles: [start, end)."""
+    """(dimension, start, end) of each slice [start, end), both at borders of tiles."""
     chain: tuple[fx.Node, ...] = ()
-    """The operators that made it."""
+    """Operators from the parameter to the value."""
 
     def step(self, node: fx.Node) -> Form | None:
-        """Return the form of what an operator makes of the value; None where it isn't one."""
+        """Return the form of `node`, an operator on the value; None where its result has no form."""
         chain = (*self.chain, node)
         if is_cast(node) or node.target in ALIASES:
             return dataclasses.replace(self, chain=chain)
@@ -50,13 +53,13 @@ class Form:
                 dims_ = tuple(self.dims[position] for position in order)
                 return dataclasses.replace(self, dims=dims_, chain=chain)
             case aten.select.int, (int() as dim, int() as index) if rank > 2:
-                taken = self.dims[dim % rank]
-                first, last = next(((a, b) for d, a, b in self.windows if d == taken), (0, self.slot.shape[taken]))
+                selected = self.dims[dim % rank]
+                first, last = next(((a, b) for d, a, b in self.windows if d == selected), (0, self.slot.shape[selected]))
                 return dataclasses.replace(
                     self,
-                    dims=tuple(d for d in self.dims if d != taken),
-                    fixed=(*self.fixed, (taken, first + index % (last - first))),
-                    windows=tuple(window for window in self.windows if window[0] != taken),
+                    dims=tuple(d for d in self.dims if d != selected),
+                    fixed=(*self.fixed, (selected, first + index % (last - first))),
+                    windows=tuple(window for window in self.windows if window[0] != selected),
                     chain=chain,
                 )
             case aten.slice.Tensor, (int() as dim, int() as start, int() as end) if start >= 0:
@@ -69,7 +72,7 @@ class Form:
         return None
 
     def tiles(self) -> list[tuple[int, Box]]:
-        """Return the tiles that make the value up: the number of each, and the box of the value that it is."""
+        """Return the tiles that the value consists of: each one's number, and its box in the value."""
         found = []
         offset = {dim: start for dim, start, _ in self.windows}
         for number, box in enumerate(self.slot.tiles):
@@ -80,34 +83,34 @@ class Form:
         return found
 
     def derive(self, number: int, emit: NodeBuilder) -> fx.Node:
-        """Make of a tile what the value is of the parameter."""
+        """Repeat `chain` on tile `number`."""
         box = self.slot.tiles[number]
         node = emit_tile(self.unit, box, emit)
         dims = list(range(len(box)))
         for step in self.chain:
-            if step.target is aten.slice.Tensor:  # all of the tile
+            if step.target is aten.slice.Tensor:  # contains the whole tile
                 continue
             args: tuple[Any, ...] = (node, *step.args[1:])
             if step.target is aten.select.int:
                 (dim,) = integers(step.args[1:2])
-                taken = dims.pop(dim % len(dims))
-                args = (node, dim, dict(self.fixed)[taken] - box[taken][0])
+                selected = dims.pop(dim % len(dims))
+                args = (node, dim, dict(self.fixed)[selected] - box[selected][0])
             elif step.target in MOVES:
                 before = Form(self.unit, self.slot, tuple(dims)).step(step)
-                assert before is not None, "it was understood before"
+                assert before is not None, "steps of a chain have a form"
                 dims = list(before.dims)
             node = emit(step.target, *args, like=step, kwargs=step.kwargs)
         return node
 
 
 def integers(values: Any) -> list[int]:
-    """Return an operator's numbers as what they are."""
-    assert all(isinstance(value, int) for value in values), "sizes known at run time only were left alone"
+    """Return an operator's sizes or indices, which must be static."""
+    assert all(isinstance(value, int) for value in values), "dynamic sizes have no form"
     return list(values)
 
 
 def emit_tile(unit: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
-    """Name a tile of a parameter."""
+    """Insert a `tile` of a parameter, which the backward recomputes."""
     start, end = ([edge[side] for edge in box] for side in (0, 1))
     tile = emit(ops.tile, unit, start, end, name=f"{unit.name}_tile")
     recompute(tile)
@@ -115,14 +118,14 @@ def emit_tile(unit: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
 
 
 def is_of_tile(operand: fx.Node) -> bool:
-    """Say whether a value is a view of a tile, in whatever type: of one named, or of one that is gathered by itself."""
+    """Return whether a value is a view or cast of a tile: of a `tile` operator, or of a gathered tile."""
     while is_view(operand) or is_cast(operand) or operand.target in (ops.wait, ops.all_gather, ops.swap_in):
         operand = operand.all_input_nodes[0]
     return operand.target is ops.tile or tile_of(operand) is not None
 
 
 def box_of(tile: fx.Node) -> tuple[fx.Node, Box]:
-    """Return the parameter and the box that a `tile` names."""
+    """Return the parameter and the box of a `tile` operator."""
     unit, start, end = tile.args
     assert isinstance(unit, fx.Node)
     return unit, tuple(zip(start, end, strict=True))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A gradient in tiles, each computed by itself from what the whole is computed from."""
+"""Tiles of a gradient, each computed from slices of the whole gradient's inputs. `tile_matmuls` calls it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class GradientTiles:
-    """Cuts gradients of one graph. What is cut stays in the graph, for whoever else reads it; else nobody does any longer."""
+    """Cuts gradients of one graph into tiles. The whole gradient stays in the graph; without other users it is dead code."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -30,15 +30,15 @@ class GradientTiles:
         self._reasons: dict[fx.Node, str] = {}
 
     def cut(self, node: fx.Node, boxes: Sequence[Box]) -> list[fx.Node] | str:
-        """Return the boxes of a gradient; the reason, where it would have to be computed as a whole first.
+        """Return the boxes of a gradient, or the reason why it must be computed as a whole.
 
         g = t(mm(t(d), x))   with row tiles:  t(mm(slice(t(d), 0, 0, r), x)) ..
         """
-        reason = self._whole(node)
+        reason = self._reason_for_whole(node)
         return reason or [self._box(node, box) for box in boxes]
 
-    def _whole(self, node: fx.Node) -> str:
-        """Return why a gradient is there as a whole in any case; empty where it needn't be. Decided before anything is cut."""
+    def _reason_for_whole(self, node: fx.Node) -> str:
+        """Return why a gradient must exist as a whole, empty if it needn't. Decided before the first cut."""
         if node not in self._reasons:
             self._reasons[node] = self._find_reason(node)
         return self._reasons[node]
@@ -50,7 +50,7 @@ class GradientTiles:
             return f"its gradient, {node.name}, is used more than once"
         match node.target:
             case aten.t.default | aten.permute.default | aten.transpose.int:
-                return self._whole(_input(node, 0))
+                return self._reason_for_whole(_input(node, 0))
             case aten.embedding_dense_backward.default if len(node.args) > 4 and node.args[4]:
                 return "an embedding's gradient is scaled by frequency"
             case aten.select_backward.default if not all(isinstance(value, int) for value in node.args[2:4]):
@@ -59,7 +59,7 @@ class GradientTiles:
                 return ""
             case _ if _is_elementwise(node):
                 alike = [n for n in node.all_input_nodes if _is_like(n, fake_value(node))]
-                reasons = [self._whole(n) for n in alike]
+                reasons = [self._reason_for_whole(n) for n in alike]
                 return "" if not all(reasons) else reasons[0] if reasons else f"its gradient is made by {node.name}"
             case aten.cat.default:
                 return ""
@@ -72,7 +72,7 @@ class GradientTiles:
 
     def _compute(self, node: fx.Node, box: Box) -> fx.Node:
         emit = NodeBuilder(self._graph, node)
-        if not self._whole(node):
+        if not self._reason_for_whole(node):
             match node.target:
                 case aten.t.default:
                     return emit(aten.t.default, self._box(_input(node, 0), box[::-1]))
@@ -89,7 +89,7 @@ class GradientTiles:
                 case aten.embedding_dense_backward.default:
                     return _embedding(node, box, emit)
                 case aten.select_backward.default:
-                    return _selection(node, box, emit)
+                    return _select(node, box, emit)
                 case aten.cat.default if (part := _part_of_cat(node, box)) is not None:
                     return part
                 case _ if _is_elementwise(node):
@@ -100,7 +100,7 @@ class GradientTiles:
         return result
 
     def _operand(self, node: fx.Node, box: Box, emit: NodeBuilder, operand: fx.Node) -> fx.Node:
-        """Return what a box of an element-wise result takes of an operand, which may be broadcast."""
+        """Return the part of an operand, which may be broadcast, that a box of an element-wise result reads."""
         value = operand.meta["val"]
         if not isinstance(value, torch.Tensor):
             return operand
@@ -122,7 +122,7 @@ def _is_like(node: fx.Node, whole: torch.Tensor) -> bool:
 
 
 def _embedding(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
-    """Compute the rows of an embedding's gradient: all other indices are sent to one row more, which is left away."""
+    """Compute a box of an embedding's gradient. Indices of other rows accumulate in an extra row, which is sliced off."""
     grad, indices, _, padding = node.args[:4]
     (start, end), columns = box
     assert isinstance(grad, fx.Node)
@@ -137,8 +137,8 @@ def _embedding(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
     return emit(aten.slice.Tensor, whole, 0, 0, rows)
 
 
-def _selection(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
-    """Compute a box of what is zero but at one index of a dimension."""
+def _select(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
+    """Compute a box of a select's gradient, which is zero but at one index."""
     grad, (dim, index) = _input(node, 0), integers(node.args[2:4])
     shape = fake_value(node).shape
     dim, index = dim % len(shape), index % shape[dim]
@@ -152,7 +152,7 @@ def _selection(node: fx.Node, box: Box, emit: NodeBuilder) -> fx.Node:
 
 
 def _part_of_cat(node: fx.Node, box: Box) -> fx.Node | None:
-    """Return the part of a concatenation that a box is; None where it is none."""
+    """Return the concatenated value whose box in the result is `box`, None if there is none."""
     shape, (dim, parts) = fake_value(node).shape, parts_of_cat(node)
     for part, start, end in parts:
         here = tuple((start, end) if d == dim else (0, length) for d, length in enumerate(shape))
@@ -162,7 +162,7 @@ def _part_of_cat(node: fx.Node, box: Box) -> fx.Node | None:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """Return which dimension of its input each of a permutation's is."""
+    """Return a permutation: for each dimension of the result, that of the input."""
     rank = fake_value(node).dim()
     if node.target is aten.permute.default:
         return [dim % rank for dim in integers(node.args[1])]

@@ -1,4 +1,4 @@
-"""What reads a tiled parameter, tile by tile: matrix products and embeddings."""
+"""Rules for uses of a tiled parameter: matrix products and embeddings, computed from its tiles. `tile_matmuls` calls it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Span = tuple[int, int]
 
 
 def tile_use(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.Node | str:
-    """Compute a node, whose argument at `position` has a form, from its tiles; return the reason where that can't be done."""
+    """Compute a node from the tiles of its argument at `position`, or return the reason why that isn't possible."""
     rule = _RULES.get(node.target)
     if rule is None:
         name = getattr(node.target, "_schema", None)
@@ -31,7 +31,7 @@ def tile_use(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.
 
 
 def slice_of(value: fx.Node, dim: int, span: Span, emit: NodeBuilder) -> fx.Node:
-    """Take a stretch of a dimension; the value itself where that is all of it."""
+    """Slice a dimension; return the value itself if the span is the whole dimension."""
     if (0, fake_value(value).shape[dim]) == span:
         return value
     return emit(aten.slice.Tensor, value, dim, *span)
@@ -50,7 +50,7 @@ def _matmul(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.N
     other = node.args[int(biased) + (1 if left else 0)]
     assert isinstance(other, fx.Node)
     batched = node.target is aten.bmm.default
-    summed, kept = (2, 1) if left else (1, 2)  # dimensions of the operand, as of a batch
+    summed, kept = (2, 1) if left else (1, 2)  # dimensions of the batched operand
     tiles = [(number, box if batched else ((0, 1), *box)) for number, box in form.tiles()]
     rows = []
     for batch in _spans(tiles, 0):
@@ -96,7 +96,7 @@ def _products(
 
 
 def _bias_part(bias: object, dim: int, span: Span, emit: NodeBuilder) -> fx.Node:
-    """Return what of a bias belongs to a stretch of the result's rows (0) or columns (1)."""
+    """Return the part of a bias that is added to a span of the result's rows (0) or columns (1)."""
     assert isinstance(bias, fx.Node)
     shape = fake_value(bias).shape
     own = dim - 2 + len(shape)  # shapes are aligned at their ends
@@ -104,17 +104,17 @@ def _bias_part(bias: object, dim: int, span: Span, emit: NodeBuilder) -> fx.Node
 
 
 def _embedding(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> fx.Node | str:
-    """Look rows up, without the rest: `gather_rows`. Else each index in every tile, keeping what the tile that has it says.
+    """Replace an embedding by `gather_rows`, or by one embedding per tile and a selection.
 
         y = gather_rows(w, i)
 
-    where tiles are whole rows, which lie in memory one after the other; and where not,
+    if tiles are contiguous whole rows; else each tile looks up all indices, and `where` keeps the rows that it has:
 
         y = embedding(w, i)
         y = embedding(w_0, where(lt(i, r), i, r - 1))
         z = embedding(w_1, where(ge(i, r), sub(i, r), 0));  y = where(ge(i, r), z, y)
 
-    Indices beyond the first and the last row stay what they are, for the operator to refuse.
+    Indices out of range stay out of range, so that the operator raises.
     """
     if position != 0:
         return "its values are indices"
@@ -131,9 +131,9 @@ def _embedding(node: fx.Node, form: Form, position: int, emit: NodeBuilder) -> f
     tiles = form.tiles()
     rows = _spans(tiles, 0)
     result: fx.Node | None = None
-    for place, (start, end) in enumerate(rows):
+    for index, (start, end) in enumerate(rows):
         local = emit(aten.sub.Tensor, indices, start) if start else indices
-        if place + 1 < len(rows):
+        if index + 1 < len(rows):
             local = emit(aten.where.ScalarOther, emit(aten.lt.Scalar, indices, end), local, end - start - 1)
         if start:
             local = emit(aten.where.ScalarOther, emit(aten.ge.Scalar, indices, start), local, 0)

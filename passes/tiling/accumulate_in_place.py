@@ -1,4 +1,4 @@
-"""Add products to a sum in the sum's own memory."""
+"""Accumulate products in the memory of their sum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _IN_PLACE = {aten.addmm.default: aten.addmm_.default, aten.baddbmm.default: aten
 
 
 def accumulate_in_place(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let a sum of products grow in place where nobody else reads what it was before.
+    """Replace `addmm` and `baddbmm` by their in-place forms where nothing else reads the sum so far.
 
         before:  a = mm(x, w_tile_0);  b = addmm(a, y, w_tile_1)
         after:   a = mm(x, w_tile_0);  b = addmm_(a, y, w_tile_1)
 
-    A layer's input gradient is such a sum over the tiles of its weight: `addmm` would copy it for each. The bits are the same.
+    A layer's input gradient is such a sum over the tiles of its weight, and `addmm` would copy it for each tile. The bits are
+    the same.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and node.target in _IN_PLACE and _is_last_use(node):
@@ -30,7 +31,7 @@ def accumulate_in_place(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_last_use(node: fx.Node) -> bool:
-    """Say whether the sum is a product made for this node alone, in the shape and type of its result."""
+    """Return whether the sum so far is a product with no other user, in the layout and type of the result."""
     total = node.args[0]
     if not isinstance(total, fx.Node) or total.target not in _PRODUCTS or list(total.users) != [node]:
         return False

@@ -1,4 +1,4 @@
-"""Make each tile of a parameter an input, as a parameter is one."""
+"""Turn each tile of a parameter into an input of the graph."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ._forms import box_of
 
 
 def lift_tiles(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace the naming of a tile by a placeholder with a slot of its own, and a joined gradient by those of its tiles.
+    """Replace each `tile` by a placeholder with its own slot, and each `join_tiles` by the gradients of the tiles.
 
         before:  a = tile(w, [0, 0], [4, 8]);  y = mm(x, a);  s = reduce_scatter(g, a);  j = join_tiles([s, r], w);  return (y, j)
         after:   y = mm(x, w_tile_0);  s = reduce_scatter(g, w_tile_0);  return (y, s, r)
 
-    All passes that follow move a tile as they move any parameter. The placeholders stand behind the graph's own, and the other
-    tiles of a gradient behind its outputs; who calls the graph sees neither.
+    Later passes then treat a tile as a parameter. The placeholders come after the graph's own inputs, and a gradient's further
+    tiles after its own outputs. Callers of the graph see neither.
     """
     last = next((node for node in reversed(gm.graph.nodes) if node.op == "placeholder"), None)
     lifted: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -35,11 +35,11 @@ def lift_tiles(gm: fx.GraphModule) -> fx.GraphModule:
             lifted[unit, number] = last
         node.replace_all_uses_with(lifted[unit, number])
         gm.graph.erase_node(node)
-    _part(gm)
+    _split_outputs(gm)
     return gm
 
 
-def _part(gm: fx.GraphModule) -> None:
+def _split_outputs(gm: fx.GraphModule) -> None:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     results = list(output.args[0])
     own = len(results)

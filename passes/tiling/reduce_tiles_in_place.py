@@ -1,4 +1,4 @@
-"""Compute the gradients of tiles where their shards will be."""
+"""Write the gradients of tiles into buffers of the runtime."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .write_tiles_in_place import INTO
 
 
 def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let a product that is a tile's gradient write into memory that the runtime chooses.
+    """Let a product that computes a tile's gradient write into a `reduce_buffer`, which the runtime allocates.
 
         before:  t = t(d);  g = mm(t, x);  s = reduce_scatter(g, w_tile_0)
         after:   r = reduce_buffer(w_tile_0);  t = t(d);  mm_out(r, t, x);  s = reduce_scatter(r, w_tile_0)
 
-    On one process this is the tile's part of the gradient of the whole parameter, to which it was copied before. Left alone is
-    what others read, and what has to be laid out or converted first.
+    On one process the buffer is the tile's part of the whole parameter's gradient, which saves a copy. Gradients with other
+    users, and those that need another layout or data type first, stay as they are.
     """
     for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]:
         grad, unit = reduction.args[:2]
@@ -41,7 +41,7 @@ def reduce_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _made_by_product(grad: fx.Node) -> list[fx.Node]:
-    """Return the views that a gradient is of a product, and the product, if nobody else reads them; else nothing."""
+    """Return the chain of views from a gradient to the product that computes it, empty if one has another user."""
     made = [grad]
     while len(made[-1].users) == 1:
         if made[-1].target in INTO:

@@ -19,14 +19,14 @@ from ._uses import tile_use
 
 
 def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
-    """Replace products with a parameter that is cut into tiles by products with each of them; the same with its gradient.
+    """Replace products with a tiled parameter by products with each tile, and its gradient by a gradient of each tile.
 
         before:  t = t(w);  y = mm(x, t);                                       g = t(mm(t(dy), x));  return [y, g]
         after:   a = tile(w, ..);  y_0 = mm(x, t(a));  b = tile(w, ..);  y_1 = mm(x, t(b));  y = cat([y_0, y_1], 1)
                  g_0 = t(mm(slice(t(dy), 0, 0, r), x));  g_1 = ..;  return [y, join_tiles([g_0, g_1], w)]
 
-    On a joint graph before the cut, or an inference graph. Every tile is a unit by itself from here on, to be gathered, released
-    and reduced alone. A use that is none of these leaves the parameter whole there; the dump says why.
+    Runs on a joint graph before partitioning, or on an inference graph. From here on each tile is a unit that is gathered,
+    released and reduced alone. Other uses read the whole parameter; the dump shows the reason.
     """
     cut = [(node, slot) for node, slot in parameters(gm.graph) if slot.tiles]
     forms: dict[fx.Node, Form] = {}
@@ -38,12 +38,12 @@ def tile_matmuls(gm: fx.GraphModule) -> fx.GraphModule:
                 _tile_use(gm, user, source, form, forms)
     if cut:
         _cut_gradients(gm, {slot.index: (unit, slot) for unit, slot in cut})
-        gm.graph.eliminate_dead_code()  # wholes that were computed in tiles, and what they alone were made from
+        gm.graph.eliminate_dead_code()  # replaced wholes, and operators that only they used
     return gm
 
 
 def _find_forms(whole: Form, forms: dict[fx.Node, Form]) -> None:
-    """Add the parameter, and all that is derived from it so that tiles of the result can be derived from its tiles."""
+    """Add the parameter and all values derived from it that have a form."""
     forms[whole.unit] = whole
     stack = [whole.unit]
     while stack:

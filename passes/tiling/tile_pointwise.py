@@ -1,4 +1,4 @@
-"""Compute what lies between products with tiles part by part, where nobody needs it as a whole."""
+"""Compute element-wise operators between products with tiles in parts, so that their results never exist as a whole."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ._pointwise_chains import (
     part_of_row,
     source_of,
     span_of,
-    turned,
+    untransposed,
 )
 
 aten = torch.ops.aten
 
 
 def tile_pointwise(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let element-wise operators give the parts that are read of their results, each where it is read first.
+    """Compute element-wise results in the parts that are read, each in front of its first reader.
 
         before:  a = mm(x, u_0);  b = mm(x, u_1);  h = cat([a, b], 1);  r = relu(h)
                  p = slice(r, 1, 0, 4);  y = mm(p, v_0);  q = slice(r, 1, 4, 8);  z = addmm(y, q, v_1)
         after:   a = mm(x, u_0);  p = relu(a);  y = mm(p, v_0);  b = mm(x, u_1);  q = relu(b);  z = addmm(y, q, v_1)
 
-    On a joint graph, or one for inference. A result that a product reads as a whole is put together from its parts, where this
-    saves what it is made from; else, and where parts overlap, it stays as it is. Sums over all other dimensions, such as a bias's
-    gradient, are taken of the parts.
+    Runs on a joint graph or an inference graph. A result that a product reads as a whole is concatenated from its parts if that
+    makes its inputs unnecessary as wholes. Otherwise, and where parts overlap, it stays as it is. Sums over all other dimensions,
+    such as a bias's gradient, are computed from the parts.
     """
     if not any(node.target is ops.tile for node in gm.graph.nodes):
         return gm
@@ -54,23 +54,23 @@ def tile_pointwise(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Parts:
-    """The parts of a graph's values, as they are made."""
+    """Parts of a graph's values, each computed once."""
 
     def __init__(self, graph: fx.Graph, chains: Chains) -> None:
         self._graph = graph
         self._chains = chains
         self._made: dict[tuple[fx.Node, Span], fx.Node] = {}
         self.products: list[fx.Node] = []
-        """What was put together with others, and now is read by itself."""
+        """Concatenated products that are now read directly."""
 
     def cut(self, cut: fx.Node) -> fx.Node:
-        """Return what a slice is of, computed alone, where the slice is."""
+        """Return the part that a slice reads, computed in its place."""
         emit, source = NodeBuilder(self._graph, cut), source_of(cut)
-        part = self._part(turned(source), span_of(cut), emit)
-        return part if turned(source) is source else emit(source.target, part, *source.args[1:], like=source)
+        part = self._part(untransposed(source), span_of(cut), emit)
+        return part if untransposed(source) is source else emit(source.target, part, *source.args[1:], like=source)
 
     def sum(self, total: fx.Node) -> fx.Node:
-        """Return a sum over all but the last dimension, put together from those of the parts, each where the part is."""
+        """Return a sum over all but the last dimension, concatenated from the sums of the parts, each right after its part."""
         source, emit, sums = source_of(total), NodeBuilder(self._graph, total), []
         for span in sorted(self._chains.spans[source]):
             part = self._part(source, span, emit)
@@ -79,7 +79,7 @@ class _Parts:
         return emit(aten.cat.default, sums, -1)
 
     def assemble(self, whole: fx.Node) -> fx.Node:
-        """Return a value put together from its parts."""
+        """Return a value concatenated from its parts."""
         emit = NodeBuilder(self._graph, whole)
         return emit(aten.cat.default, [self._compute(whole, s, emit) for s in sorted(self._chains.assembled[whole])], -1)
 
@@ -116,7 +116,7 @@ class _Parts:
 
 
 def _sink(graph: fx.Graph, products: Iterable[fx.Node]) -> None:
-    """Move products in front of what reads them first."""
+    """Move products in front of their first readers."""
     place = positions(graph)
     for product in products:
         min(product.users, key=place.__getitem__).prepend(product)

@@ -1,4 +1,4 @@
-"""Write what the tiles of a matrix give where it belongs in the whole."""
+"""Write products with tiles directly into the matrix that they are parts of."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from ._pointwise_chains import is_row_view
 aten = torch.ops.aten
 
 INTO: Mapping[object, torch._ops.OpOverload] = {aten.mm.default: mm_out, aten.addmm.default: addmm_out}
-"""The operators that write what others return."""
+"""Products, and the operators that write them into a given matrix."""
 
-_GROWN = frozenset({aten.addmm_.default})
-"""Adds a product to a sum in place."""
+_SUMS = frozenset({aten.addmm_.default})
+"""Operators that add a product to a sum in place."""
 
-Place = tuple[tuple[int, int, int], ...]
-"""A part of a whole: (dimension, start, end), each of what those before leave."""
+Slices = tuple[tuple[int, int, int], ...]
+"""Nested slices (dimension, start, end) of the whole, outermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a concatenation puts in one place: a value made from products, or a product and those that are added to it."""
+    """One part of a concatenation: a value computed from products, or a product and those added to it."""
 
-    place: Place
+    slices: Slices
     values: tuple[fx.Node, ...]
 
 
 def write_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
-    """Let products with tiles write into the matrix that is put together from them, in place of being copied there later.
+    """Replace a concatenation of products with tiles by a matrix into which each product writes.
 
         before:  a = mm(x, w_tile_0);  b = mm(x, w_tile_1);  y = cat([a, b], 1)
         after:   y = empty_strided([4, 8], [8, 1]);  a = slice(y, 1, 0, 4);  mm_out(a, x, w_tile_0)
                  b = slice(y, 1, 4, 8);  mm_out(b, x, w_tile_1)
 
-    What element-wise operators make of a product is copied as soon as it is there. So no more than one part is in memory besides
-    the whole, and the bits are the same. Left alone are sizes known at run time only, and parts that others read.
+    Element-wise results of a product are copied as soon as they are computed. At most one part exists besides the whole, and the
+    bits are the same. Values of dynamic sizes, and parts with other users, stay as they are.
     """
     place = positions(gm.graph)
-    for node in reversed(list(gm.graph.nodes)):  # what is put together from what was put together, first
+    for node in reversed(list(gm.graph.nodes)):  # outer concatenations first
         if node.target is aten.cat.default and node.args and node.users:
             parts = _parts(node, ())
             if parts and all(isinstance(size, int) for size in fake_value(node).shape):
@@ -56,15 +56,15 @@ def write_tiles_in_place(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _parts(whole: fx.Node, place: Place) -> list[_Part]:
-    """Return what a concatenation consists of; nothing where that isn't made from products with tiles for it alone."""
-    value, (dim, stretches) = fake_value(whole), parts_of_cat(whole)
+def _parts(whole: fx.Node, slices: Slices) -> list[_Part]:
+    """Return the parts of a concatenation; empty unless each one comes from products with tiles and has no other user."""
+    value, (dim, concatenated) = fake_value(whole), parts_of_cat(whole)
     found: list[_Part] = []
-    for tensor, start, end in stretches:
+    for tensor, start, end in concatenated:
         part = fake_value(tensor)
         if list(tensor.users) != [whole] or (part.dtype, part.dim()) != (value.dtype, value.dim()):
             return []
-        here = (*place, (dim, start, end))
+        here = (*slices, (dim, start, end))
         if tensor.target is aten.cat.default and tensor.args:
             inner = _parts(tensor, here)
         else:
@@ -76,8 +76,8 @@ def _parts(whole: fx.Node, place: Place) -> list[_Part]:
 
 
 def _products(total: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the product with a tile that a value is, and those that were added to it in place; nothing for other values."""
-    if total.target in _GROWN:
+    """Return a product with a tile and the products added to it in place, in order; empty for other values."""
+    if total.target in _SUMS:
         before = total.args[0]
         assert isinstance(before, fx.Node)
         first = _products(before) if list(before.users) == [total] else ()
@@ -86,7 +86,7 @@ def _products(total: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _made_from_product(value: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the value, where element-wise operators make it of a product with a tile."""
+    """Return the value if element-wise operators compute it from a product with a tile, else empty."""
     stack = [value]
     while stack:
         node = stack.pop()
@@ -103,13 +103,13 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
     memory: fx.Node | None = None
     for part in parts:
         for node in part.values:
-            product = node.target in INTO or node.target in _GROWN
+            product = node.target in INTO or node.target in _SUMS
             before, emit = node.prev, NodeBuilder(graph, node, after=not product)
             if memory is None:
                 options = {"dtype": value.dtype, "device": value.device}
                 memory = emit(aten.empty_strided.default, [*value.shape], [*value.stride()], kwargs=options, name="whole")
             piece = memory
-            for dim, start, end in part.place:
+            for dim, start, end in part.slices:
                 piece = emit(aten.slice.Tensor, piece, dim, start, end)
             if not product:
                 emit(copy_out, piece, node)
@@ -128,7 +128,7 @@ def _write(graph: fx.Graph, whole: fx.Node, parts: Sequence[_Part]) -> None:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Remove a concatenation and the products that it was made from, now that others have taken their places."""
+    """Erase a concatenation without users, and its products."""
     if not node.users and (node.target in INTO or node.target is aten.cat.default):
         inputs = node.all_input_nodes
         graph.erase_node(node)

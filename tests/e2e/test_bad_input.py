@@ -366,7 +366,7 @@ def test_a_data_parallel_wrapper_is_refused(wrap: Callable[..., Any], name: str,
         run = torch.compile(model, backend=BACKEND)
     if order == "function":
         run = torch.compile(lambda *batch: 2 * model(*batch), backend=BACKEND)
-    with pytest.raises(UnsupportedModelError, match=f"wrapped in {name}; .*compile the bare model and leave DDP, FSDP"):
+    with pytest.raises(UnsupportedModelError, match=f"wrapped in {name}; .*compile the bare model without DDP, FSDP"):
         run(*vectors(0))
     assert not any(isinstance(p, ShardedParameter) for p in model.parameters())
 

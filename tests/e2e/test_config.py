@@ -30,7 +30,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"mode": None}, "mode=None is not known"),
     (
         {"mode": "max-autotune-no-cudagraphs", "compute": "fx"},
-        "compute='fx' uses none of them; leave the mode away or set compute",
+        "compute='fx' uses none of them; omit the mode or set compute",
     ),
     ({"on_refusal": "warn"}, "on_refusal='warn' is not known; accepted: 'fx', 'error'"),
     ({"optimizer": "disk"}, "optimizer='disk' is not known; accepted: 'device', 'host', 'nvme'"),

@@ -121,5 +121,5 @@ def test_a_row_a_step_and_a_pass_make_an_operator(monkeypatch: pytest.MonkeyPatc
     assert [lane for _, lane in lanes].count(COPY_OUT) == 1
     *_, last_input = (node for node in graph.graph.nodes if node.op == "placeholder")
     last_input.append(next(node for node in graph.graph.nodes if node.target is back_up))
-    with pytest.raises(IllegalGraphError, match="stands apart from its group 3"):
+    with pytest.raises(IllegalGraphError, match="isn't adjacent to the others of its group 3"):
         verify(graph)

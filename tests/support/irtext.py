@@ -98,7 +98,7 @@ def each_a_tile(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def text_of(gm: fx.GraphModule, **renamed: str) -> str:
-    """Print the graph, one operator a line, with nodes renamed for the reader; `return ()` is left away."""
+    """Print the graph, one operator a line, with nodes renamed for the reader; `return ()` is left out."""
     for node in gm.graph.nodes:
         if node.name in renamed:
             node.name = renamed[node.name]

@@ -1,16 +1,17 @@
-"""What `torch.compile` calls: capture, passes, and the callable that runs a graph. Calls every other folder; only the command
-line stands above it.
+"""The `torch.compile` backend: capture, passes, and the callable that runs a graph. It calls every other folder; only the
+command line calls it.
 
 bind — Binds the arguments of one call to the units of the graph's parameter slots; partitions parameters at their first
     call.
-capture — Reads a Dynamo graph's inputs into slots: which are parameters, which buffers, and whether they can be
+capture — Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be
     partitioned.
-choices — Choices that the ranks make together, once per parameter, from sizes that they exchange; later graphs reuse them.
-double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error in the
-    user's terms.
+choices — Choices that all ranks make alike, once per parameter, from sizes that they exchange; later graphs reuse them.
+double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error that says
+    what to do.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
-placement_of_inputs — Takes the placement of a graph from its parameters that are partitioned already.
+placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
+    defaults.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 """

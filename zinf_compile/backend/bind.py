@@ -39,12 +39,12 @@ class Binder:
     def __init__(
         self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]]
     ) -> None:
-        """`lack` returns the memory that a call with these units would be short of, by side."""
+        """`lack` returns, by side, the memory that a call with given units lacks."""
         self._program = program
         self._context = context
         self._placement = placement
         self._lack = lack
-        self._way_in = context.bridge.topology.hops(placement.params)
+        self._path_in = context.bridge.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
@@ -76,7 +76,7 @@ class Binder:
             refuse_second_gradients(context, lacks)
         if fresh:
             self._partition(args, fresh)
-            units.update((r, _home(args[r])) for r in fresh)
+            units.update((r, _unit_of(args[r])) for r in fresh)
         for r in buffers:
             _synchronise(args[r], context)
         if program.buffers and context.size > 1:
@@ -98,7 +98,7 @@ class Binder:
             self._partition(args, fresh)
 
     def _unsynchronised(self, args: Arguments, units: Mapping[int, Unit], fresh: Sequence[int]) -> Sequence[int]:
-        """Return the buffers not yet synchronised with rank 0; replacements by the model are not synchronised again."""
+        """Return the buffers to synchronise with rank 0: each once, even if the model replaces it."""
         program, known = self._program, self._context.synchronised
         if not program.buffers:
             return ()
@@ -108,7 +108,7 @@ class Binder:
         ]
 
     def _look_up(self, args: Arguments) -> tuple[dict[int, Unit], list[int]]:
-        """Return the units of partitioned parameters, and the registers of those that are still whole."""
+        """Return the units of partitioned parameters, and the registers of parameters that aren't partitioned yet."""
         units: dict[int, Unit] = {}
         fresh: list[int] = []
         with no_torch_function():
@@ -116,10 +116,10 @@ class Binder:
                 unit = _checked(args[r], slot, self._context)
                 if unit is None:
                     fresh.append(r)
-                elif unit.backing is not None and unit.backing.tier not in self._way_in:
+                elif unit.backing is not None and unit.backing.tier not in self._path_in:
                     raise PartitionedParameterError(
-                        f"parameter {slot.name} lives on {unit.backing.tier!r}, but this graph was compiled for parameters on "
-                        f"{self._placement.params!r}: several models whose states live in different places each need "
+                        f"parameter {slot.name} is on {unit.backing.tier!r}, but this graph was compiled for parameters on "
+                        f"{self._placement.params!r}: several models with different placements each need "
                         "model.compile(backend=...) of their own"
                     )
                 elif unit.boxes != slot.tiles:
@@ -195,21 +195,21 @@ _SPOILED_ELSEWHERE = (
 )
 
 
-def _home(parameter: torch.Tensor) -> Unit:
+def _unit_of(parameter: torch.Tensor) -> Unit:
     unit = unit_behind(parameter)
     assert unit is not None, "every parameter of a call was checked or partitioned"
     return unit
 
 
 def _first_of(units: Iterable[Unit]) -> int:
-    """Return a number for the units' model: its first serial."""
+    """Return a key of the units' model: their first serial."""
     return min((unit.serial for unit in units), default=-1)
 
 
 def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | None:
-    """Check that the parameter is what the graph was compiled for; return its unit, None while it is whole."""
+    """Check the parameter against the slot that the graph was compiled for; return its unit, None if it isn't partitioned."""
     kind = type(parameter)
-    if kind is not ShardedParameter and kind not in PARAMETER_TYPES:  # what autograd or torch.utils.checkpoint saved
+    if kind is not ShardedParameter and kind not in PARAMETER_TYPES:  # saved by autograd or torch.utils.checkpoint
         saved = unit_behind(parameter)
         if saved is None:
             raise PartitionedParameterError(
@@ -226,10 +226,10 @@ def _checked(parameter: Any, slot: ParameterSlot, context: Context) -> Unit | No
     unit: Unit | None = getattr(parameter, "_zinf_unit", None)
     if kind is ShardedParameter:
         assert unit is not None, "a hollow parameter has a unit"
-        home = unit.context
-        if home.group is not context.group:
+        own = unit.context
+        if own.group is not context.group:
             raise PartitionedParameterError(
-                f"parameter {slot.name} is partitioned over {home.size} ranks of another process group than this graph's "
+                f"parameter {slot.name} is partitioned over {own.size} ranks of another process group than this graph's "
                 f"{context.size}; compile all uses of a model with one process group, made before the first compiled call"
             )
     elif unit is not None:

@@ -1,4 +1,4 @@
-"""Reads a Dynamo graph's inputs into slots: which are parameters, which buffers, and whether they can be partitioned.
+"""Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be partitioned.
 
 Called by `graph_compiler`; knows neither units nor ranks.
 """
@@ -30,7 +30,7 @@ from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
 
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
-"""Methods that return the tensor itself if there is nothing to convert."""
+"""Methods that return the tensor itself if it needs no conversion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,17 +83,17 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
 
 
 def cut_into_tiles(
-    captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, anew: bool = False
+    captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, from_placement: bool = False
 ) -> Captured:
-    """Add to each parameter's slot its tiles and the type in which its gradient is reduced.
+    """Add to each slot its tiles and the data type in which its gradient is reduced.
 
-    They are those of its unit, or, before it is partitioned, those that `placement` gives. `anew`: always the latter.
+    Both come from the unit of a partitioned parameter, else from `placement`; with `from_placement` always from the latter.
     """
     slots = {}
     for index, slot in captured.slots.items():
         unit, parameter = unit_of(inputs[index]), inputs[index]
         assert isinstance(parameter, torch.Tensor)
-        if unit is None or anew:
+        if unit is None or from_placement:
             with no_torch_function():
                 tiles = cut_parameter(parameter, slot.name, placement.tile, world_size)
             own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
@@ -122,7 +122,7 @@ def mark_inputs(gm: fx.GraphModule, captured: Captured) -> None:
 def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
     """Raise `UnsupportedModelError`, with the user's line, where a captured graph runs `parameter.data = value`.
 
-    Assigning a parameter to itself is dropped: a forward that calls `module.to(...)` does so where nothing is to convert.
+    Assigning a parameter to itself is dropped: a forward that calls `module.to(...)` does so if no conversion is needed.
     """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     slots = {placeholders[index]: slot for index, slot in captured.slots.items()}
@@ -136,7 +136,7 @@ def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
 
 
 def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
-    """Say whether the value is the parameter, converted to its own type or device: `parameter.data = parameter.to(...)`."""
+    """Return whether the value is the parameter in its own type and on its own device: `parameter.data = parameter.to(...)`."""
     parameter, value = assignment.args[:2]
     if not isinstance(value, fx.Node) or value.target not in _CONVERSIONS or value.args[0] is not parameter:
         return False
@@ -147,7 +147,7 @@ def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
 
 @contextlib.contextmanager
 def explaining_empty_inputs(captured: Captured, inputs: Sequence[object]) -> Iterator[None]:
-    """Context for tracing: an error of PyTorch's about an input without elements becomes an `UnsupportedModelError` naming it."""
+    """Context for tracing: if it fails and an input has no elements, raise an `UnsupportedModelError` that names the input."""
     try:
         yield
     except ZinfError:

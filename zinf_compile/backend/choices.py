@@ -1,9 +1,12 @@
-"""Choices that the ranks make together, once per parameter, from sizes that they exchange; later graphs reuse them.
+"""Choices that all ranks make alike, once per parameter, from sizes that they exchange; later graphs reuse them.
 
-Whether an embedding's rows are looked up or its parameter is gathered, and whether a head's loss is computed in chunks: both
-determine a graph's transfers, which must be the same on all ranks for any batch. They are made when the first graph with a
-lookup or a loss is compiled, which all ranks do at the same call. A choice is kept with the unit, and by the parameter's name
-and shape, for graphs that one rank compiles or partitions later by itself.
+Two choices: gather an embedding's rows or its whole parameter, and compute a head's loss in chunks or not. `graph_compiler` binds
+them to the passes.
+
+Note: choices and collectives
+    Both choices change a graph's transfers, which must be the same on all ranks for any batch. They are made when the first graph
+    with a lookup or a loss is compiled, which all ranks do at the same call. The unit stores them. A copy, keyed by the
+    parameter's name and shape, serves graphs that one rank later compiles alone.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ class Choices:
     def __init__(
         self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
     ) -> None:
-        """`first`: this is the function's first compilation, which all ranks run, not a recompilation for other inputs."""
+        """`first`: all ranks compile this graph, since it is the function's first; recompilations may be of one rank alone."""
         self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
         self._chosen: dict[tuple[str, int], bool] = {}
-        """By kind and `ParameterSlot.index`."""
+        """Keyed by kind and `ParameterSlot.index`."""
         for slot in slots:
             unit = unit_of(inputs[slot.index])
             for kind in (ROWS, CHUNKS):
@@ -51,28 +54,28 @@ class Choices:
                     self._chosen[kind, slot.index] = known
 
     def rows(self, slot: ParameterSlot) -> bool:
-        """Say whether rows are looked up in a parameter that a graph uses for nothing else."""
+        """Return whether a graph that reads a parameter only by rows gathers its rows."""
         return self._chosen.get((ROWS, slot.index), False)
 
     def chunks(self, logits: Logits) -> bool:
-        """Say whether a loss of these logits is computed in chunks."""
+        """Return whether a loss of these logits is computed in chunks."""
         slot = _parameter_behind(logits.weight)
         return slot is not None and self._chosen.get((CHUNKS, slot.index), False)
 
     @property
     def any_chunks(self) -> bool:
-        """Whether a loss is known to be computed in chunks."""
+        """True if a loss is chunked by an earlier choice."""
         return any(kind == CHUNKS and chosen for (kind, _), chosen in self._chosen.items())
 
     @property
     def may_chunk(self) -> bool:
-        """Whether a loss may be chunked: it is, or is undecided, for some head."""
+        """True if a loss is chunked, or undecided, for some head."""
         return self.any_chunks or any((CHUNKS, slot.index) not in self._chosen for slot in self._slots if len(slot.shape) == 2)
 
     def decide(self, graph: fx.Graph, *, losses: bool, worth_bytes: int) -> None:
-        """Make the open choices for lookups and, with `losses`, heads of a graph.
+        """Make the open choices for a graph's lookups and, with `losses`, its heads.
 
-        A collective operation if any is open, which depends only on the graph and is the same on all ranks.
+        Collective if any choice is open, which depends on the graph alone and is the same on all ranks.
         """
         lookups = {slot.index: found for unit, slot in parameters(graph) if (found := find_lookups(unit, slot))}
         logits = _losses(graph) if losses else {}
@@ -92,7 +95,7 @@ class Choices:
             self._choose(CHUNKS, slot, worth_bytes < largest < math.inf)
 
     def keep(self) -> None:
-        """Store the choices with the units, once the parameters are partitioned."""
+        """Store the choices in the units, once the parameters are partitioned."""
         for slot in self._slots:
             unit = unit_of(self._inputs[slot.index])
             for kind in (ROWS, CHUNKS):
@@ -104,7 +107,7 @@ class Choices:
         self._chosen[kind, slot.index] = self._context.chosen[_key(kind, slot)] = chosen
 
     def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
-        """Say whether the rows of up to `tokens` indices per rank are fewer bytes than the parameter."""
+        """Return whether the rows of up to `tokens` indices per rank are fewer bytes than the parameter."""
         size = self._context.size
         row = slot.bytes // max(1, slot.shape[0])
         shard = slot.format.bytes(math.ceil(slot.numel / size))
@@ -120,22 +123,22 @@ class Choices:
 
 
 def _losses(graph: fx.Graph) -> dict[int, float]:
-    """Return the bytes of the largest logits of each head with a loss; infinity for losses that can't be chunked."""
-    found, left = find_losses(graph)
+    """Return the bytes of the largest logits of each head, keyed by slot; infinity if one of its losses can't be chunked."""
+    found, skipped = find_losses(graph)
     largest: dict[int, float] = {}
     for loss in found:
         slot = _parameter_behind(loss.logits.weight)
         if slot is not None:
             largest[slot.index] = max(largest.get(slot.index, 0), logits_bytes(fake_value(loss.logits.product)))
-    for alone in left:
-        slot = _head_behind(alone.softmax)
+    for one in skipped:
+        slot = _head_behind(one.softmax)
         if slot is not None:
             largest[slot.index] = math.inf
     return largest
 
 
 def _head_behind(softmax: fx.Node) -> ParameterSlot | None:
-    """Return the head whose logits a log-softmax reads, whether or not it can be chunked."""
+    """Return the slot of the head whose logits a log-softmax reads, even of one that can't be chunked."""
     product = source_product(softmax)
     operands = product.all_input_nodes if product is not None else []
     return next((slot for operand in reversed(operands) if (slot := _parameter_behind(operand)) is not None), None)

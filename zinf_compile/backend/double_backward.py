@@ -1,4 +1,4 @@
-"""Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error in the user's terms."""
+"""Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error that says what to do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zinf_compile.errors import UnsupportedModelError
 
 
 def reject_double_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled graph of which a second backward, through its gradients, raises `UnsupportedModelError`.
+    """Return the compiled graph with a check: differentiating its gradients raises `UnsupportedModelError`.
 
-    A backward with `create_graph=True` by itself is accepted: only differentiating its gradients raises.
+    A backward with `create_graph=True` alone is accepted.
     """
 
     def run(*args: Any) -> Any:
@@ -36,7 +36,7 @@ def _after_backward(grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> 
 
 def _refuse(grad_outputs: Sequence[Any]) -> NoReturn:
     raise UnsupportedModelError(
-        "double backward: something differentiates gradients that a compiled graph gave with create_graph=True (a gradient "
-        'penalty, a Hessian), and graphs compiled with backend="zero_infinity" have no such second backward. Leave '
-        "create_graph away, approximate by finite differences of first gradients, or train this model uncompiled"
+        "double backward: something differentiates gradients that a compiled graph computed with create_graph=True (a gradient "
+        'penalty, a Hessian); graphs compiled with backend="zero_infinity" support first gradients only. Omit create_graph, '
+        "approximate by finite differences of first gradients, or train this model uncompiled"
     )

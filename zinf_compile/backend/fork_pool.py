@@ -1,6 +1,6 @@
 """Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
 
-Called by `regions`; knows nothing of compilation.
+Called by `regions`; imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 Job = Callable[[], object]
 
 _jobs: Sequence[Job] = ()
-"""In a worker: its jobs, inherited by the fork since most can't be pickled."""
+"""Jobs of a worker process. They are inherited by the fork, since most can't be pickled."""
 
 
 def run_forked(jobs: Sequence[Job], *, processes: int, timeout_s: float = 600.0) -> Iterator[int]:
@@ -47,10 +47,10 @@ def run_forked(jobs: Sequence[Job], *, processes: int, timeout_s: float = 600.0)
 
 @contextlib.contextmanager
 def _workers(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[None], int]]:
-    """Context with workers that run the jobs, as futures with their jobs' numbers. At its end the workers are killed."""
+    """Context in which workers run the jobs; yields the jobs' numbers by future. Its exit kills the workers."""
     context, running, pool = _RecordingForkContext(), dict[Future[None], int](), None
     try:
-        # no memory, process or semaphore left, a daemon that may not fork, or a worker that died already
+        # out of memory, processes or semaphores; a daemon, which may not fork; a worker that died already
         with contextlib.suppress(OSError, NotImplementedError, AssertionError, BrokenProcessPool), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking with threads; jobs use none
             size = max(1, min(processes, len(jobs)))
@@ -61,7 +61,7 @@ def _workers(jobs: Sequence[Job], processes: int) -> Iterator[dict[Future[None],
     finally:
         for worker in context.made:
             if worker.pid is not None:
-                worker.kill()  # SIGKILL: nothing of the parent may be flushed, closed or joined in it
+                worker.kill()  # SIGKILL, so that it flushes, closes and joins nothing of the parent
                 worker.join()
         if pool is not None:
             pool.shutdown()
@@ -93,7 +93,7 @@ def _become_worker(jobs: Sequence[Job]) -> None:
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()  # returns if the parent was killed; otherwise it kills its workers
+    parent.join()  # returns only if the parent was killed: otherwise the parent kills its workers
     os._exit(1)
 
 

@@ -87,10 +87,10 @@ def zero_infinity(
 
 
 class GraphCompiler:
-    """Compiles one captured graph. Subclassed where the result is inspected rather than run."""
+    """Compiles one captured graph. `zinf dump` subclasses it to inspect the result."""
 
     backward_ahead = True
-    """The backward is compiled with its forward: its regions in parallel, its errors before any parameter is partitioned."""
+    """Compile the backward together with its forward: regions in parallel, errors before any parameter is partitioned."""
 
     def __init__(self, config: Config, *, given: Sequence[str] = ()) -> None:
         self.config = config
@@ -100,7 +100,7 @@ class GraphCompiler:
         _numbers.append(self.number)
         self._budget: GraphBudget | None = None
         self.shape = config.shape()
-        """What decides bits; where states live doesn't change it."""
+        """The values that decide bits. Tiers don't change it."""
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
         self._together = False
@@ -132,7 +132,7 @@ class GraphCompiler:
         slots = list(captured.slots.values())
         self._together = self.config.chunk_loss is None and context.size > 1
         self._choices = Choices(slots, example_inputs, context, self.config.placement(), first=is_first_variant())
-        _tell_tiles(slots, self.number)
+        _log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
         self.unified = context.bridge.unified
@@ -154,7 +154,7 @@ class GraphCompiler:
         return compiled
 
     def _trace(self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context) -> Compiled:
-        """Take a captured graph through AOTAutograd and the passes."""
+        """Run AOTAutograd and the passes on a captured graph."""
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             mark_inputs(joint, captured)
@@ -192,7 +192,7 @@ class GraphCompiler:
     def _measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
     ) -> GraphBudget:
-        """Return the graph's budget under another `device_memory` and the tiles that follow from it."""
+        """Return the graph's budget with another `device_memory` and the tiles that follow from it."""
         measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
         return measurer.measure(gm, inputs, captured, context, like=self)
 
@@ -212,7 +212,7 @@ class GraphCompiler:
         run_passes(joint, self.joint_passes())
 
     def run_inference_passes(self, graph: fx.GraphModule) -> None:
-        """Rewrite a graph that has no backward."""
+        """Rewrite a graph without a backward."""
         run_passes(graph, inference_passes(**self._loss_settings()))
 
     def joint_passes(self) -> tuple[Pass, ...]:
@@ -220,7 +220,7 @@ class GraphCompiler:
         return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cut the joint graph into forward and backward."""
+        """Partition the joint graph into forward and backward."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
@@ -237,7 +237,7 @@ class GraphCompiler:
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 
     def graph_passes(self) -> tuple[Pass, ...]:
-        """Return the passes that write the schedule, for the placement of this model."""
+        """Return the passes that write the schedule for the placement of this model."""
         placement = self.config.placement()
         return graph_passes(
             bucket_bytes=self._bucket,
@@ -257,7 +257,7 @@ class GraphCompiler:
         }
 
     def _decide(self, graph: fx.GraphModule) -> None:
-        """Make the open choices about losses and lookups of this graph, with the other ranks."""
+        """Make the open choices for losses and lookups of this graph, a collective operation."""
         if self._choices is not None:
             self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.shape.worth_bytes)
 
@@ -265,7 +265,7 @@ class GraphCompiler:
         return logits_bytes(fake_value(logits.product)) > self.shape.worth_bytes
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
-        """Return AOTAutograd's decompositions; if a loss may be chunked, without the operators it is matched by."""
+        """Return AOTAutograd's decompositions, without the operators that `chunk_loss` matches if it may run."""
         if self.config.compute != "inductor":
             return None
         together = self._choices if self._together else None
@@ -279,15 +279,15 @@ class GraphCompiler:
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
         lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
         binder = Binder(program, context, self.config.placement(), lack=lack)
-        self._binder = self._binder or binder  # the forward's, which is compiled first
+        self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
             return execute(program, binder.bind(args), context, args, ShardedGradient)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for: takes a list and empties it
-        run.budget = self._budget  # type: ignore[attr-defined]  # what it claims counts for as long as it may run
+        run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
+        run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run
         return run
 
 
@@ -311,13 +311,13 @@ _NOTHING = Program(
 
 
 class _Measurer(GraphCompiler):
-    """Compiles a graph that exceeds its budget with other tiles, to measure its memory; nothing of it runs."""
+    """Compiles a graph that exceeds its budget with other tiles, to measure its memory. The result never runs."""
 
     def measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
     ) -> GraphBudget:
-        """Return the budget, under this configuration, of the graph that `like` compiles."""
-        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, anew=True)
+        """Return the budget of the graph that `like` compiles, with this configuration."""
+        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, from_placement=True)
         slots = list(captured.slots.values())
         self._choices, self._together, self.unified = like._choices, like._together, like.unified
         self._bucket = self.shape.bucket_of(slots)
@@ -337,16 +337,16 @@ class _Measurer(GraphCompiler):
         return run
 
 
-def _tell_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
+def _log_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
     cut = [slot for slot in slots if slot.tiles]
     if cut:
-        # the first of a parameter's tiles is as large as any
+        # a parameter's first tile is its largest
         listed = ", ".join(f"{slot.name} in {len(slot.tiles)} of up to {slot.cut(0).bytes:,} bytes" for slot in cut)
         _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)
 
 
 def _reject_wrappers() -> None:
-    """Raise `UnsupportedModelError` inside a data-parallel wrapper: the `self` of a frame on the stack."""
+    """Raise `UnsupportedModelError` if a frame on the stack has a data-parallel wrapper as its `self`."""
     for caller in callers():
         for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
             if isinstance(caller, wrapper):
@@ -355,8 +355,8 @@ def _reject_wrappers() -> None:
 
 def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"the model is wrapped in {wrapper.__name__}; this backend partitions the model and averages its gradients by itself: "
-        "compile the bare model and leave DDP, FSDP and fully_shard away. accelerate and transformers' Trainer wrap models on "
+        f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
+        "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "
         "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
         "zinf_compile.hf.adopt(accelerator) right after making theirs"
     )

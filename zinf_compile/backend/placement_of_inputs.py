@@ -1,4 +1,4 @@
-"""Takes the placement of a graph from its parameters that are partitioned already.
+"""Placement of a graph whose parameters are partitioned already: theirs, in the place of the options' defaults.
 
 Called by `graph_compiler` before the passes.
 """
@@ -49,7 +49,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
 
 
 def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
-    """Say whether all parameters have the tiles that follow from `device_memory`, without option `tile`."""
+    """Return whether tiles follow from `device_memory`: option `tile` isn't given, and all parameters have those tiles."""
     if config.tile is not None or "tile" in given or config.device_memory is None:
         return False
     units = [unit for value in inputs if (unit := unit_of(value)) is not None and unit.shape and unit.numel]
@@ -57,13 +57,12 @@ def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -
 
 
 def _reduces_alike(unit: Unit, wanted: Placement, option: str) -> bool:
-    """Say whether `reduce_dtype` equals its default for this unit."""
+    """Return whether `reduce_dtype` equals its default for this unit."""
     return option == "reduce_dtype" and wanted.reduce_dtype == unit.reduce_dtype
 
 
 def _contradiction(unit: Unit, option: str, asked: object, found: object) -> OptionError:
     return OptionError(
-        f"option {option}={asked!r}, but parameter {unit.name} was partitioned with {option}={found!r} and stays there: give the "
-        "option the same value, or leave it away: later graphs use the options of partition(), partitioned() or the first "
-        "compiled call"
+        f"option {option}={asked!r}, but parameter {unit.name} was partitioned with {option}={found!r}: give the option the "
+        "same value, or omit it: later graphs use the options of partition(), partitioned() or the first compiled call"
     )

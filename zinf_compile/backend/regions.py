@@ -43,11 +43,11 @@ _LIBRARY_CALLS = frozenset(
     {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default, aten.baddbmm_.default}
     | {mm_out, addmm_out, copy_out, aten.empty_strided.default}
 )
-"""Operators that Inductor calls as eager PyTorch does, unless it autotunes."""
+"""Operators for which Inductor calls the same library as eager PyTorch, unless it autotunes."""
 
 
 class SharedRegion:
-    """All regions of one structure: a callable once they are compiled."""
+    """One compiled callable for all regions of one structure. Callable after `resolve`."""
 
     __slots__ = ("_fn", "backward", "graph", "mode", "threads")
 
@@ -88,9 +88,9 @@ _compiling_s = 0.0
 
 
 class InductorRegions:
-    """The regions of one captured graph, forward and backward; equal ones, of any graph, are compiled once.
+    """The regions of one captured graph, forward and backward. Equal regions, also of other graphs, are compiled once.
 
-    Symbolic sizes and attributes belong to their graph: regions with them are shared within it only.
+    Regions with symbolic sizes or attributes are shared within their graph only, to which these belong.
     """
 
     def __init__(self, *, mode: str = "default", on_refusal: str = "fx") -> None:
@@ -114,18 +114,18 @@ class InductorRegions:
         return shared
 
     def compile(self, *, rank: int, ranks: int) -> None:
-        """Compile the collected regions; the ranks of a node start at different ones, to fill their common cache together."""
+        """Compile the collected regions. Ranks of a node start at different ones, so that they share the work by their cache."""
         waiting = [shared for shared in self._waiting if shared.graph is not None]
         problem = unwritable_inductor_cache() if waiting else ""
         if problem:
             for shared in waiting:
-                shared.resolve(self._run_instead(shared, problem))
+                shared.resolve(self._without_inductor(shared, problem))
         elif waiting:
             on_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
             first = int(os.environ.get("LOCAL_RANK", rank)) % on_node * len(waiting) // on_node
             waiting = waiting[first:] + waiting[:first]
             concurrent.futures.wait(_probe_vector_isa())
-            with _counted():
+            with _timed():
                 for number in _in_order_of_readiness(waiting, processes=inductor_processes() // on_node):
                     waiting[number].resolve(self._compile(waiting[number]))
         self._waiting.clear()
@@ -134,10 +134,10 @@ class InductorRegions:
         try:
             return shared.compile()
         except Exception as error:
-            return self._run_instead(shared, describe_refusal(error), error)
+            return self._without_inductor(shared, describe_refusal(error), error)
 
-    def _run_instead(self, shared: SharedRegion, reason: str, error: Exception | None = None) -> Compiled:
-        """Return the region as a callable without Inductor, with a warning; later graphs try Inductor again."""
+    def _without_inductor(self, shared: SharedRegion, reason: str, error: Exception | None = None) -> Compiled:
+        """Warn and return the region as a callable without Inductor; later graphs try Inductor again."""
         assert shared.graph is not None
         with _lock:
             _shared.pop(self._waiting[shared], None)
@@ -150,7 +150,7 @@ class InductorRegions:
             _warned.add(reason)
             warnings.warn(
                 f"Inductor can't compile a region of the model ({reason}); it runs operator by operator. Option "
-                "on_refusal='error' makes this an error, with all that Inductor says",
+                "on_refusal='error' makes this an error, with Inductor's whole message",
                 stacklevel=2,
             )
         return run_by_operator(shared.graph)
@@ -162,7 +162,7 @@ def decompositions() -> dict[Any, Any]:
 
 
 def prepare(device: torch.device) -> None:
-    """Start, in the background, what compiling for a device needs before the first region is known."""
+    """Start the preparations for compiling for a device in the background, before the first region is known."""
     if device.type == "cpu":
         _probe_vector_isa()
 
@@ -173,7 +173,7 @@ def seconds_compiling() -> float:
 
 
 def describe_refusal(error: Exception) -> str:
-    """Return the first line of an error of Inductor's, with the operator it is about where it names one."""
+    """Return the first line of Inductor's error, with the operator if it names one."""
     lines = str(error).splitlines() or [""]
     operator = next((line.split()[1] for line in lines if line.lstrip().startswith("target: ")), "")
     reason = f"{type(error).__name__}: {lines[0]}"
@@ -197,7 +197,7 @@ def structure(region: fx.GraphModule) -> tuple[Any, ...]:
 
 
 def _is_library_call(node: fx.Node) -> bool:
-    """Say whether a node has nothing to compile; regions of such nodes, such as a tile's product, run faster uncompiled."""
+    """Return whether a node needs no compilation. Regions of such nodes alone, such as a tile's product, run faster without."""
     return node.op in ("placeholder", "output") or node.target in _LIBRARY_CALLS or is_view(node)
 
 
@@ -222,10 +222,10 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _in_order_of_readiness(waiting: Sequence[SharedRegion], *, processes: int) -> Iterator[int]:
-    """Yield the regions' numbers as forked workers finish them and their compiled code is in the cache."""
+    """Yield the regions' numbers as forked workers put their compiled code into the cache."""
     devices = {node.meta["val"].device.type for shared in waiting for node in _tensors(shared.graph)}
-    tried_out = waiting[0].mode != "default"  # autotuning measures: nothing else may run meanwhile
-    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or tried_out or not caches_compiled_regions():
+    autotunes = waiting[0].mode != "default"  # autotuning measures time, so nothing else may run
+    if processes < 2 or len(waiting) < 2 or devices != {"cpu"} or autotunes or not caches_compiled_regions():
         return iter(range(len(waiting)))
     return run_forked([functools.partial(shared.compile, alone=True) for shared in waiting], processes=processes)
 
@@ -237,7 +237,7 @@ def _tensors(graph: fx.GraphModule | None) -> Iterator[fx.Node]:
 
 @functools.cache
 def _probe_vector_isa() -> tuple[Future[bool], ...]:
-    """Start Inductor's probes of vector instructions: it builds and loads a library for each, ten seconds in all."""
+    """Start Inductor's probes of vector instructions, each of which builds and loads a library: ten seconds in all."""
     probes = vector_isa_probes()
     threads = ThreadPoolExecutor(max(1, len(probes)), thread_name_prefix="zinf-probe")
     futures = tuple(threads.submit(probe) for probe in probes)
@@ -246,7 +246,7 @@ def _probe_vector_isa() -> tuple[Future[bool], ...]:
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[None]:
+def _timed() -> Iterator[None]:
     global _compiling_s  # noqa: PLW0603
     start = time.perf_counter()
     try:

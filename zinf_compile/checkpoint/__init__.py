@@ -1,23 +1,31 @@
-"""Whole states in and out of a partitioned model, and safetensors files read and written without trust in what they say.
+"""Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
-file_layout — The files of one rank's part of a checkpoint, planned before the first byte: which rectangles, where in which
-    file.
-folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all new
-    ones.
-gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a time.
-load_optimizer_state — Full states of an optimizer, scattered over the ranks when they are loaded.
-parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in memory.
-rectangles — Flat ranges of a tensor as rectangles: a shard is a flat range, while files hold rectangles of the whole
-    tensor.
+file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
+folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
+    new ones.
+gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a
+    time.
+load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
+manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
+parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
+    memory.
+plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
+    model.
+rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
+rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
-safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library refuses,
-    naming the tensors.
-safetensors_index — Finds the files of a checkpoint, and from an index which file has which tensor.
+safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library
+    refuses, naming the tensors.
+safetensors_index — Finds the files of a checkpoint and, with an index, the tensors of each file.
 safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
 safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
-save_optimizer_state — Full states of an optimizer, gathered on rank 0 to be saved.
-save_safetensors — Save a partitioned model as safetensors in the layout of transformers, with the tensors of one file in
-    memory at a time.
+save — Saves a model and its optimizers; every rank writes its own shards, and nothing is gathered.
+save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's
+    `state_dict()`.
+save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file
+    in memory at a time.
+saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
+shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
 """

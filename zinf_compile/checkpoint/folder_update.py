@@ -19,7 +19,7 @@ from pathlib import Path
 
 _STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
 _LOCK_TIMEOUT_S = 60.0
-"""Another process holds the lock while it renames its files, for as long as a few syncs of a folder take."""
+"""Far longer than another process needs: it holds the lock while it renames files and syncs the folder a few times."""
 _LOCK_POLL_S = 0.01
 
 
@@ -33,7 +33,7 @@ class FolderUpdate:
         self._uncommitted: list[Path] = []
         """Files renamed into the folder before the commit."""
         self._committed = False
-        """Whether readers of the folder find the new files."""
+        """True once readers of the folder find the new files."""
 
     def begin(self) -> None:
         """Make the folder if it is missing, remove staging folders of dead processes, and make one. Raises `OSError`."""
@@ -92,7 +92,7 @@ class FolderUpdate:
         self._committed = True
 
     def end(self) -> None:
-        """Remove what was not committed. A second call does nothing."""
+        """Remove uncommitted files. A second call does nothing."""
         with contextlib.suppress(OSError):
             for path in reversed(self._uncommitted):
                 path.unlink(missing_ok=True)
@@ -115,7 +115,7 @@ class FolderUpdate:
 
     @contextlib.contextmanager
     def _explained(self, path: Path | None = None) -> Iterator[None]:
-        """Context that adds to an error of the filesystem what it means for the save, keeping its errno."""
+        """Context that adds the state of the save to an error of the filesystem and keeps its errno."""
         try:
             yield
         except OSError as error:
@@ -144,7 +144,7 @@ def _sync(folder: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a filesystem without that
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the filesystem
             raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(folder)) from error
     finally:
         os.close(fd)
@@ -152,7 +152,7 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context with the folder locked against other saves; yields whether the filesystem supports such locks."""
+    """Context with the folder locked against other saves; yields False where the filesystem has no such locks."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         locked = _wait_for_lock(fd, folder)
@@ -175,5 +175,5 @@ def _wait_for_lock(fd: int, folder: Path) -> bool:
             if time.monotonic() > deadline:
                 raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), os.fspath(folder)) from error
             time.sleep(_LOCK_POLL_S)
-        except OSError:  # a network filesystem may have none
+        except OSError:  # unsupported by some network filesystems
             return False

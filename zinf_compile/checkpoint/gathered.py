@@ -40,7 +40,7 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     try:
         yield model
     except BaseException:
-        _repartition(found, write=False)  # the other ranks may not have failed: nothing collective here
+        _repartition(found, write=False)  # not collective: other ranks may not have failed
         raise
     converted = _converted(found) if write else ""
     if write and first is not None:
@@ -66,7 +66,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     keep = unit is None or unit.shard_group.rank == 0
     failed = PartitionedParameterError("state_dict() of the model failed on rank 0, see there; nothing was saved")
     with contextlib.nullcontext() if unit is None else unit.ranks.fail_together("saving the model", elsewhere=failed):
-        skeleton: dict[str, Any] = model.state_dict(keep_vars=True) if keep else {}  # with the parameters themselves in it
+        skeleton: dict[str, Any] = model.state_dict(keep_vars=True) if keep else {}  # contains the parameters themselves
     state: dict[str, Any] = dict.fromkeys(skeleton)
     names = state_names(model)
     copies: dict[int, torch.Tensor] = {}
@@ -111,7 +111,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any] | None) -> N
             broadcast_into(target, value, unit.context, "loading the model")
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
-        unit.context.eager_changes = 0  # changes made on single ranks before are replaced
+        unit.context.eager_changes = 0  # changes on single ranks are overwritten
 
 
 def plain(model: nn.Module) -> nn.Module:
@@ -127,9 +127,9 @@ def partitioned_parameters(model: nn.Module) -> dict[str, ShardedParameter]:
 
 
 def agree_on_units(found: Mapping[str, ShardedParameter], what: str, detail: str, *, compare_steps: bool = True) -> Unit | None:
-    """Check that all ranks do this with the same model after the same steps; return the first of its units.
+    """Check that all ranks do the same with the same model after the same steps; return the model's first unit.
 
-    None if nothing is partitioned. `compare_steps=False`: the values are about to be replaced.
+    Returns None if nothing is partitioned. `compare_steps=False`: for operations that overwrite all values.
     """
     if not found:
         return None
@@ -252,7 +252,7 @@ def _mismatches(targets: Mapping[str, torch.Tensor], state: Mapping[str, Any] | 
 def _share_problems(unit: Unit | None, problems: list[str]) -> None:
     count = len(problems)
     if unit is not None:
-        count = int(unit.ranks.agree(["loading the model: is the state all right"], what="loading the model", value=count)[0])
+        count = int(unit.ranks.agree(["loading the model: checking the state"], what="loading the model", value=count)[0])
     if count:
         listed = "; ".join(problems) if problems else f"{count} mismatches, named on rank 0"
         raise UnsupportedModelError(f"the state doesn't fit the model; nothing was changed. {listed}")

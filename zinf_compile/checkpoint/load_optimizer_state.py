@@ -1,4 +1,4 @@
-"""Full states of an optimizer, scattered over the ranks when they are loaded."""
+"""Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .gathered import broadcast_into
 from .save_optimizer_state import agree_on_order, large_states, ranks_of, units_of
 
 _MOVED_BYTES = 64 << 20
-"""Loaded states are moved to their tier together once they reach this size, since small ones share a chunk."""
+"""Bytes of loaded states that are moved to their tier at a time. Small states share a chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """Shape and type of a state tensor of rank 0, as the other ranks are told it."""
+    """Shape and data type of a state tensor of rank 0, sent to the other ranks."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -57,11 +57,11 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: Mapping[str, Any
     with ranks.fail_together("loading the optimizer"):
         problems = _mismatches(optimizer, units, state) if first else []
         plan = _plan(state) if first and state is not None and not problems else {}
-    _raise_for(optimizer, ranks.share(problems, what="loading the optimizer: does the state fit"))
+    _raise_for(optimizer, ranks.share(problems, what="loading the optimizer: checking the state"))
     plan = ranks.share(plan, what="loading the optimizer")
     for key, unit in enumerate(units):
         if unit is not None and unit.placement.master_of(unit.dtype) is None:
-            plan["state"].get(key, {}).pop(MASTER, None)  # this optimizer updates the parameter itself
+            plan["state"].get(key, {}).pop(MASTER, None)  # this optimizer has no master copies
     given = state["state"] if first and state is not None else {}
     large = dict(large_states(plan["state"], units))
 

@@ -15,7 +15,7 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor to read a file by, links followed; raise `CheckpointError` where it isn't a file."""
+    """Open a file to read, through links, and return its descriptor; raise `CheckpointError` if it isn't a regular file."""
     try:
         _check(path, os.stat(path))  # before open(), which alone may act on a device
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """Return all of a small file of UTF-8; raise `CheckpointError` where it isn't one."""
+    """Return the text of a UTF-8 file; raise `CheckpointError` if it has more than `most_bytes` or can't be decoded."""
     fd = open_regular(path)
     with open(fd, "rb") as file:
         size = os.fstat(fd).st_size

@@ -21,7 +21,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 _OTHER_BITS = {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Types of the format that no parameter is loaded from."""
+"""Bits per element of types in the format that no parameter can have."""
 _MOST_HEADER_BYTES = 100_000_000
 """Limit of the format."""
 _MOST_NUMBER = (1 << 64) - 1
@@ -29,10 +29,10 @@ _MOST_NUMBER = (1 << 64) - 1
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor as a header describes it."""
+    """A tensor in a header."""
 
     dtype: torch.dtype | str
-    """The format's own name for one that no parameter has."""
+    """The format's name for a type that no parameter can have."""
     shape: tuple[int, ...]
     begin: int
     """Offset of its first byte in the file."""
@@ -58,7 +58,7 @@ def read_header(path: Path, fd: int) -> dict[str, Entry]:
     except TypeError as error:
         raise CheckpointError(f"{path} is no safetensors file: its header is {error}") from error
     except ValueError as error:
-        said = f"{path} is no safetensors file: its header is not JSON as it should be ({error})"
+        said = f"{path} is no safetensors file: its header is not JSON ({error})"
         raise CheckpointError(said) from error
     problems = _metadata_problems(header.pop("__metadata__", None))
     entries: dict[str, Entry] = {}
@@ -102,7 +102,7 @@ def _entry(described: Any, data: int) -> Entry | str:
     for length in (*shape, bits):
         total *= length
         if total > _MOST_NUMBER:
-            return f" has the shape {_brief(shape)}, of more bytes than there can be"
+            return f" has the shape {_brief(shape)}, of more than 2**64 bits"
     if total != (end - begin) * 8:
         return f", {_brief(shape)} {dtype}, has {end - begin:,} bytes, from {begin:,} to {end:,} of the data"
     return Entry(DTYPES.get(dtype) or str(dtype), tuple(shape), data + begin, data + end)

@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint, and from an index which file has which tensor."""
+"""Finds the files of a checkpoint and, with an index, the tensors of each file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .strict_json import parse_object
 SINGLE = "model.safetensors"
 """A model in a single file. In a folder it takes precedence over an index, as in transformers."""
 INDEX = "model.safetensors.index.json"
-"""Maps tensors to the files that have them."""
+"""The index: maps each tensor to its file."""
 _MOST_INDEX_BYTES = 100_000_000
 
 
 def find_files(path: Path) -> dict[Path, set[str] | None]:
-    """Return the files of a checkpoint, and which of their tensors belong to it (None: all). Raises `CheckpointError`."""
+    """Return the files of a checkpoint, each with the names of its tensors (None: all of them). Raises `CheckpointError`."""
     try:
         if path.is_dir():
             return _files_of_folder(path)
@@ -71,7 +71,7 @@ def _name_problem(file: object) -> str:
     if not isinstance(file, str) or not file:
         return "no name of a file"
     if "\0" in file:
-        return "which no file can be called"
+        return "which contains a NUL character"
     parts = PurePosixPath(file)
     if parts.is_absolute() or ".." in parts.parts:
         return "which leads out of the folder of the index"

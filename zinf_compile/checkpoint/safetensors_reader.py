@@ -30,7 +30,7 @@ class Stored:
 
     path: Path
     dtype: torch.dtype | str
-    """The format's own name for one that no parameter has."""
+    """The format's name for a type that no parameter can have."""
     shape: tuple[int, ...]
     start: int
     """Offset of its first byte in the file."""

@@ -1,4 +1,4 @@
-"""Full states of an optimizer, gathered on rank 0 to be saved."""
+"""Saving of an optimizer's full states: gathered on rank 0 in the format of eager's `state_dict()`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def full_optimizer_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
     """Return the units of an optimizer's parameters in the order in which a state dict numbers them, and their context.
 
-    None in place of a unit: neither the parameter is partitioned nor are its states split.
+    None in place of a unit: the parameter isn't partitioned, and its states aren't split.
     """
     split = split_units(optimizer)
     units = [unit_of(p) or split.get(p) for group in optimizer.param_groups for p in group["params"]]
@@ -79,7 +79,7 @@ def units_of(optimizer: Optimizer) -> tuple[list[Unit | None], Context | None]:
 
 
 def ranks_of(units: Sequence[Unit | None]) -> Ranks:
-    """Return the ranks that the units of an optimizer, one at least, are cut over."""
+    """Return the ranks over which an optimizer's units are partitioned. At least one of `units` is one."""
     return next(unit.ranks for unit in units if unit is not None)
 
 

@@ -1,4 +1,4 @@
-"""Save a partitioned model as safetensors in the layout of transformers, with the tensors of one file in memory at a time."""
+"""Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .safetensors_index import INDEX, SINGLE
 from .safetensors_writer import new_file, save_file, write_all
 
 _SAVED = re.compile(r"model((-[0-9a-f]{16})?-\d{5}-of-\d{5})?\.safetensors")
-"""Names of files that a save writes, and transformers too."""
+"""Names of the files that a save by this package or by transformers writes."""
 
 
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int | str = "1GiB") -> list[str]:
@@ -34,7 +34,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
     their first name. The folder is made where it is missing. Several files have names unique to each save, and the index is
     renamed into place last: a process killed at any moment, or a full drive, leaves all old files or all new ones, for
     transformers and for `partition(checkpoint=)`. The next save removes leftovers of a killed process. Returns the names of the
-    files. Raises `OSError` with errno and path, on other ranks `PartitionedParameterError`, where writing fails.
+    files. If writing fails it raises `OSError` with errno and path on rank 0, `PartitionedParameterError` on the others.
     """
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving the model as safetensors", "")
@@ -101,7 +101,7 @@ def _write(update: FolderUpdate, file: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Commit the files: transformers reads a single file, if there is one, rather than an index."""
+    """Commit the files. The order depends on transformers, which prefers a single file to an index."""
     if len(plan) == 1:
         update.replace(list(plan), last=SINGLE, stale=INDEX, stale_wins=False, old=_SAVED)
         return
@@ -124,7 +124,7 @@ def _on_first_rank(ranks: Ranks | None, act: Callable[[], object]) -> None:
     if ranks is None:
         act()
         return
-    with ranks.fail_together("saving the model: is a file written", elsewhere=PartitionedParameterError(_NOT_WRITTEN)):
+    with ranks.fail_together("saving the model: writing a file", elsewhere=PartitionedParameterError(_NOT_WRITTEN)):
         if ranks.rank == 0:
             act()
 

@@ -10,7 +10,7 @@ _MOST_NESTED = 127
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return a JSON object; raise `ValueError` where the text isn't JSON, `TypeError` where it is another value."""
+    """Return a JSON object; raise `ValueError` for text that isn't JSON, `TypeError` for other JSON values."""
     try:
         value = json.loads(
             text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole_number
@@ -48,7 +48,7 @@ def _whole_number(text: str) -> int | float:
 
 
 def _check(value: Any) -> None:
-    """Raise `ValueError` for text that isn't Unicode, and for what is nested too deeply."""
+    """Raise `ValueError` for lone surrogates and for values nested too deeply."""
     level: list[Any] = [value]
     for _ in range(_MOST_NESTED):
         inner: list[Any] = []

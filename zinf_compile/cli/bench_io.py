@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Return what the command prints."""
+    """Return the command's output."""
     found = measure(
         options.folder,
         size=options.size,
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> str:
 def measure(
     folder: str, *, size: int, burst: int, seconds: float, blocks: Sequence[int], depths: Sequence[int], engine: str = "auto"
 ) -> dict[str, Any]:
-    """Measure the drive under `folder`; return what `--json` prints.
+    """Measure the drive under `folder`; return the object that `--json` prints.
 
     Keys are added in later versions, never renamed. Sizes are in bytes; rates of "both" are those of reads and writes together.
 
@@ -92,9 +92,9 @@ def measure(
     """
     size -= size % (2 * max(blocks))
     if odd := [block for block in blocks if block % 4096]:
-        raise OptionError(f"--block {odd[0]} is no multiple of 4096, which direct I/O asks for")
+        raise OptionError(f"--block {odd[0]} is no block size; accepted: multiples of 4096, as direct I/O requires")
     if not size:
-        raise OptionError(f"--size holds no two blocks of {max(blocks):,} bytes; accepted: a larger one, or smaller blocks")
+        raise OptionError(f"--size is less than two blocks of {max(blocks):,} bytes; accepted: a larger one, or smaller blocks")
     with closing(ScratchFile(folder)) as scratch:
         place = look_up(folder)
         scratch.reserve(size)
@@ -161,7 +161,7 @@ class Case:
         return {"mode": self.mode, "block": self._block, "depth": self._depth, "bytes_per_s": rate}
 
     def request(self, number: int) -> tuple[bool, int]:
-        """Return whether the transfer of this number is a write, and its offset."""
+        """Return (is a write, offset) of a transfer, given its number."""
         if self.mode != "both":
             return self.mode == "write", number * self._block % self._size
         half = self._size // 2

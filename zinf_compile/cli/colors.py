@@ -1,4 +1,4 @@
-"""Colours for the text of a dump, where a terminal shows it."""
+"""Colours for the text of a dump on a terminal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STYLES = {
     "wait": "2", "release": "2",  # faint: nothing moves
     "region": "1",  # bold: compute
 }  # fmt: skip
-"""By operator, the parameter of ANSI's "select graphic rendition"."""
+"""ANSI "select graphic rendition" codes by operator."""
 
 _OPERATOR = re.compile(rf"^(?:(\w+) = )?({'|'.join(_STYLES)})\b(.*)$")
 _COMMENT = re.compile(r"(#.*)$")
 
 
 def colored(text: str) -> str:
-    """Return a dump's lines in colours, where the standard output is a terminal and `NO_COLOR` isn't set; else as they are."""
+    """Return a dump's text, coloured if the standard output is a terminal and `NO_COLOR` isn't set."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty():
         return text
     return "\n".join(map(_colored_line, text.split("\n")))

@@ -1,4 +1,4 @@
-"""`zinf doctor`: reports what this machine offers for offloading, and obstacles."""
+"""`zinf doctor`: reports the machine's support for offloading, and obstacles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine offers for offloading",
+        help="report this machine's support for offloading",
         description="Print versions, the I/O engine and why it was chosen, limits, and the properties of a folder's drive.",
     )
     parser.add_argument("--nvme", metavar="DIR", help="the folder for states on a drive")
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Return what the command prints: one row per fact, concerns below; or all of it as JSON."""
+    """Return the command's output: one row per fact and the concerns below, or all of it as JSON."""
     found = examine(options.nvme)
     if options.json:
         return json.dumps(found, indent=2)
@@ -57,7 +57,7 @@ def examine(nvme: str | None) -> dict[str, Any]:
         limits      memlock, file_size, open_files, cpus, memory (by cgroup), cgroups (each limit by the file that sets it)
         nvme        of the folder given: path, filesystem, source, mount_point, free, total, direct, alignment, preallocates,
                     user_quota, group_quota
-        concerns    what to look at, one sentence each
+        concerns    problems found, one sentence each
     """
     concerns: list[str] = []
     found: dict[str, Any] = {"torch": _examine_torch(), "engine": _examine_engine(concerns), "limits": _examine_limits(concerns)}

@@ -1,4 +1,4 @@
-"""The `zinf` command."""
+"""The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BETWEEN_RANKS = ("gathered", "reduced")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2 for what the user can correct)."""
+    """Run the command line; return the exit status (2 for errors that the user can correct)."""
     options = _parser().parse_args(arguments)
     try:
         print(options.run(options))
@@ -69,7 +69,7 @@ def dump(options: argparse.Namespace) -> str:
     if options.diff:
         parts = [_difference(s, title, options.diff) for s, title in zip(seen, titles, strict=True)]
         return "\n".join(parts) or f"# no graph goes through {options.diff}"
-    whole = options.ops or options.after  # the effect of a pass shows in its operators
+    whole = options.ops or options.after  # a pass is shown by its operators
     texts = [s.text if whole else s.summary for s in seen]
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
     shape = Config.from_options(given, check_folders=False).shape().text()
@@ -95,23 +95,23 @@ def report(
 ) -> dict[str, Any]:
     """Return the content of `--format json`: the totals of all graphs found, and each graph shown.
 
-    Keys are added in later versions, never renamed. All bytes are those of one rank when each graph runs once; what the optimizer
-    moves is in no graph.
+    Keys are added in later versions, never renamed. All bytes are those of one rank when each graph runs once, without the
+    optimizer's transfers.
 
         schedule_hash   16 hexadecimal digits; equal on two machines if all graphs have the same collectives in the same order
         world           number of ranks
         device          cpu, where the device is host memory, or cuda, which has memory of its own
-        compute_shape   what decides bits, beside the model and its types: bucket_bytes, tile_bytes, piece_numel, chunk_bytes,
-                        worth_bytes, chunk_loss, compute, mode
+        compute_shape   the values that decide bits, beside the model and its types: bucket_bytes, tile_bytes, piece_numel,
+                        chunk_bytes, worth_bytes, chunk_loss, compute, mode
         options         the options in force, as they are written for torch.compile; defaults included
         traffic         of all graphs: units; by link gathered and reduced (between ranks), read (from a drive, to the host or to
                         a device that is host memory), copied_in (host to device), copied_out (device to host), written (to a
-                        drive); live (the most bytes of full units held at once)
+                        drive); live (the peak of full units, in bytes)
         graphs          in order of compilation; of each:
             name, kind      forward, backward or inference
             collectives     in order; of each: operator (all_gather or reduce_scatter), group (those of one operator and group are
-                            issued as one; -1: alone), unit (the parameter's name), dtype (as which it moves), bytes (of the full
-                            unit in that type), moved (per rank)
+                            issued as one; -1: no group), unit (the parameter's name), dtype (in which it moves), bytes (of the
+                            full unit in that type), moved (per rank)
             swaps           in order; of each: operator (swap_in or swap_out), from and to (device, host or nvme), unit, moved
                             (the bytes of this rank's shard)
             traffic         as above
@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         "dump",
         help="print a model's schedule",
         description="Trace a model on fake tensors (no weight is allocated) and print its graphs: a line for each transfer, "
-        "one for the compute between two, and blocks of equal structure once; then what they move and hold.",
+        "one for the compute between two, and blocks of equal structure once; then a table of the bytes that they move and hold.",
     )
     dumping.add_argument(
         "target", metavar="TARGET", help=f"MODULE:FUNCTION, returning (model, example inputs); or {', '.join(TARGETS)}"

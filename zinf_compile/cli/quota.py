@@ -8,12 +8,12 @@ import os
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYS_QUOTACTL_FD = 443
-"""The same number on every architecture; since Linux 5.14."""
+"""System call number on every architecture, since Linux 5.14."""
 _GET_QUOTA = 0x800007
 _OF = {"user": 0, "group": 1}
 _BLOCK_BYTES = 1024
 _NONE = frozenset({errno.ESRCH, errno.ENOSYS, errno.ENOENT, errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV, errno.ENOTBLK})
-"""Errors of the kernel where no quotas exist."""
+"""Kernel errors that mean that no quota exists."""
 
 
 class _DiskQuota(ctypes.Structure):
@@ -33,7 +33,7 @@ class _DiskQuota(ctypes.Structure):
 
 
 def describe_quota(folder: str, *, of: str) -> str:
-    """Say how much of its quota the "user" or "group" has used on the filesystem of `folder`; "none" where there is none."""
+    """Return text on the quota of the "user" or "group" on the filesystem of `folder`: bytes used and limit, or "none"."""
     number = os.getuid() if of == "user" else os.getgid()
     quota = _DiskQuota()
     command = ctypes.c_uint((_GET_QUOTA << 8 | _OF[of]) & 0xFFFFFFFF)

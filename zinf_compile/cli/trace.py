@@ -50,12 +50,12 @@ class Scheduled:
     kind: str
     """forward, backward or inference."""
     text: str
-    """The graph after all passes, or after the one asked for: the joint graph, if that is a joint pass. Empty for a graph that
-    isn't there at that pass: a backward is still part of the joint graph, an inference graph never is."""
+    """The graph after all passes, or after pass `after`. For a joint pass a forward shows the joint graph; a backward and an
+    inference graph are empty."""
     summary: str
     """The graph after all passes, with one line for each region between transfers."""
     before: str
-    """The graph before the pass asked for; empty if none is."""
+    """The graph before pass `after`; empty if none is given."""
     collectives: tuple[Collective, ...]
     swaps: tuple[Swap, ...]
     traffic: Traffic
@@ -75,7 +75,7 @@ def load_target(spec: str) -> Target:
     if not colon or not module_name or not function_name:
         raise DumpError(f"target {spec!r} is not known; accepted: MODULE:FUNCTION, or one of {', '.join(TARGETS)}")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: the user's module lies in the current folder
+        sys.path.insert(0, "")  # as `python -m` does: the user's module may be in the current folder
     try:
         target = getattr(importlib.import_module(module_name), function_name)
     except ImportError as error:
@@ -103,9 +103,9 @@ def trace(
 
     Graphs come in the order of compilation, each forward followed by its backward. For a `device` other than "cpu" the schedule
     is that of a device with memory of its own; the operators remain the CPU's. `after` names the pass around which graphs are
-    kept as text. Folders among the options need not exist, and memory sets a limit only where the options do. Raises
-    `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad options, `BudgetError` where
-    the model doesn't fit within them.
+    kept as text. Folders in the options need not exist, and memory is limited only by the options. Raises
+    `DumpError` for an unknown pass or a target that returns something else, `OptionError` for bad options, `BudgetError` if the
+    model exceeds their caps.
     """
     config = Config.from_options(options, check_folders=False)
     known = pass_names(config)
@@ -121,7 +121,7 @@ def trace(
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
-    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_player(device)):
+    with _clean_compiler(), fake_process_group(world_size), fake_mode(), simulating(_simulated_device(device)):
         result = target()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
             raise DumpError(f"the target returned a {type(result).__name__}; accepted: (model, example inputs)")
@@ -140,7 +140,7 @@ def pass_names(config: Config) -> list[str]:
 
 
 class _Recorder(GraphCompiler):
-    """Schedules forward and backward as soon as the joint graph is cut, and runs only the forward, on fake tensors."""
+    """Schedules forward and backward as soon as the joint graph is partitioned; runs the forward alone, on fake tensors."""
 
     backward_ahead = False
 
@@ -214,7 +214,7 @@ class _Recorder(GraphCompiler):
         )
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Pass], *, policies: bool = False) -> tuple[str, str] | None:
-        """Run the passes; return the graph as text before and after the one asked for, None if it is not among them."""
+        """Run the passes; return the graph as text before and after pass `after`, None if it isn't among them."""
         if self._after is None or self._after not in map(pass_name, passes):
             run_passes(gm, passes)
             return None
@@ -227,11 +227,11 @@ class _Recorder(GraphCompiler):
 
 
 def _skip_compilation(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    return region.forward  # never called: a dump compiles no region, which at 70B would be a tenth of its time
+    return region.forward  # never called; compiling regions would take a tenth of the time at 70B
 
 
 @cache
-def _player(device: str) -> DeviceLink:
+def _simulated_device(device: str) -> DeviceLink:
     return HostIsDevice(GatherMemory()) if device == "cpu" else SimulatedDevice()
 
 

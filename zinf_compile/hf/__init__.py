@@ -14,14 +14,15 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
         trainer = zinf_compile.hf.adopt(transformers.Trainer(model=model, args=args, ...))
         accelerator = zinf_compile.hf.adopt(accelerate.Accelerator())
 
-    Called once, right after construction, on all ranks. It replaces methods of this one object: `prepare_model` doesn't wrap in
-    DDP what `torch.compile` was called on before, with whichever backend (the gradients of a partitioned model are averaged by
-    its graphs); checkpoints are saved and loaded by collective calls, so that every method that saves or loads is called on
-    all ranks. Weights are written by rank 0 as safetensors, one file's tensors in memory at a time, and read one parameter at a
-    time. Optimizer states are whole in one file, which needs host memory for all of them on rank 0, and load on any number of
-    ranks; while rank 0 writes it the others wait, for `timeout_s` (an option of the backend) at most. On several nodes all ranks
-    must see the folder that rank 0 writes. peft's adapters, trainers with a `_save` of their own and pickled files need the whole
-    model in rank 0's memory to be saved; adapters need it on each rank to be loaded.
+    Called once, right after construction, on all ranks. It replaces methods of this one object. `prepare_model` doesn't wrap a
+    compiled model, of any backend, in DDP: the graphs of a partitioned model average its gradients. Checkpoints are saved and
+    loaded by collective calls, so every method that saves or loads must be called on all ranks.
+
+    Rank 0 writes weights as safetensors, with one file's tensors in memory at a time; they are read one parameter at a time.
+    Optimizer states are one file of full states, which needs host memory for all of them on rank 0 and loads on any number of
+    ranks. While rank 0 writes it the others wait, at most for option `timeout_s` of the backend. On several nodes all ranks must
+    see the folder that rank 0 writes. peft's adapters, trainers with their own `_save` and pickled files need the whole model in
+    rank 0's memory for saving; adapters need it on each rank for loading.
 
     Raises `TypeError` for anything else, `UnsupportedModelError` for an accelerator that is set up for FSDP, DeepSpeed or
     Megatron-LM.
@@ -49,5 +50,5 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
 
 
 def _is(target: object, library: str, name: str) -> bool:
-    """Say whether an object is of a library's class, without importing the library."""
+    """Return whether an object is of a library's class, without importing the library."""
     return any(kind.__name__ == name and kind.__module__.split(".")[0] == library for kind in type(target).__mro__)

@@ -1,4 +1,4 @@
-"""accelerate's `Accelerator` with partitioned models: without DDP, its checkpoints by collective calls."""
+"""accelerate's `Accelerator` with partitioned models: no DDP, and checkpoints by collective calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .files import context_of, load_optimizer, load_weights, save_optimizer, unwrapped
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Kinds of `distributed_type` that leave models and optimizers to PyTorch."""
+"""Values of `distributed_type` with which accelerate doesn't change models and optimizers itself."""
 
 
 def adopt_accelerator(accelerator: Any) -> None:
@@ -54,7 +54,7 @@ class _Adopted:
         accelerator.register_load_state_pre_hook(self._read)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
-        """Prepare compiled models as for evaluation, which differs from training by DDP alone."""
+        """Prepare compiled models as for evaluation, which differs from training only by DDP."""
         ours = is_compiled(model) or any(isinstance(p, ShardedParameter) for p in model.parameters())
         prepared: nn.Module = self._prepare_model(
             model, device_placement=device_placement, evaluation_mode=evaluation_mode or ours

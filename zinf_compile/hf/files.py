@@ -1,4 +1,4 @@
-"""Checkpoints of transformers and accelerate on disk: saves and loads weights and optimizer states of a partitioned model.
+"""Checkpoints of transformers and accelerate: saves and loads weights and optimizer states of a partitioned model.
 
 Rank 0 writes and reads; the others take part in gathers and scatters. Each function is a collective operation.
 """
@@ -33,7 +33,7 @@ def context_of(model: nn.Module) -> Context | None:
 
 
 class _Weights(Mapping[str, torch.Tensor]):
-    """The tensors of safetensors files by name, one read at a time; a tied one also by its other names."""
+    """Tensors of safetensors files by name, each read when asked for. Tied ones are also found by their other names."""
 
     def __init__(self, files: TensorFiles, model: nn.Module) -> None:
         self._files = files
@@ -58,14 +58,14 @@ class _Weights(Mapping[str, torch.Tensor]):
 
 
 def has_weights(folder: Path) -> bool:
-    """Say whether a folder has the weights of a full model in a format of `load_weights`."""
+    """Return whether a folder has the weights of a full model in a format of `load_weights`."""
     return any((folder / name).is_file() for name in (*SAFETENSORS, PICKLED))
 
 
 def load_weights(model: nn.Module, folder: Path, context: Context | None) -> None:
-    """Load a folder's weights, one parameter at a time; into a model that isn't partitioned yet, on each rank for itself.
+    """Load a folder's weights, one parameter at a time. Ranks of a model that isn't partitioned yet each read the files.
 
-    Raises `UnsupportedModelError`, on all ranks, where they don't fit; then nothing was changed.
+    Raises `UnsupportedModelError` on all ranks if they don't fit the model; nothing is changed then.
     """
     model = plain(model)
     weights: Mapping[str, Any] | None = None
@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, folder: Path, context: Context | None) -> Non
 
 
 def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
-    """Write whole states, as eager's `state_dict()`; where nothing is partitioned, the process that `writes` does."""
+    """Write full states in the format of eager's `state_dict()`, on rank 0; with no partitioned parameter, where `writes`."""
     context = units_of(optimizer)[1]
     state = full_optimizer_state_dict(optimizer)
     if context is None:
@@ -98,7 +98,7 @@ def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
 
 
 def load_optimizer(optimizer: Optimizer, file: Path) -> None:
-    """Load whole states; before anything is partitioned, on each rank for itself."""
+    """Load full states. With no partitioned parameter yet, each rank reads the file."""
     context = units_of(optimizer)[1]
     if context is None:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))

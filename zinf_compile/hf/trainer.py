@@ -1,4 +1,4 @@
-"""transformers' `Trainer` with a partitioned model: its accelerator without DDP, its checkpoints by collective calls."""
+"""transformers' `Trainer` with a partitioned model: no DDP, and checkpoints by collective calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def adopt_trainer(trainer: transformers.Trainer) -> None:
 class _Adopted:
     """Replacements for methods of a trainer, with the originals.
 
-    Each is called on all ranks, as the trainer does by itself. Where nothing is partitioned, as before the first step of a model
-    that was compiled whole, the trainer's own method runs.
+    The trainer calls each of them on all ranks. With no partitioned parameter, as before the first step of a compiled model, the
+    trainer's own method runs.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -47,7 +47,7 @@ class _Adopted:
         trainer._load_best_model = self.load_best
 
     def create_accelerator(self) -> None:
-        """Adopt the new accelerator too: a search of batch size or of settings makes others."""
+        """Adopt the new accelerator too. A search of batch size or settings creates several."""
         self._create_accelerator()
         adopt_accelerator(self._trainer.accelerator)
 
@@ -84,7 +84,7 @@ class _Adopted:
         torch.save(trainer.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def save_optimizer(self, output_dir: str) -> None:
-        """Write the optimizer's whole states and the scheduler, as the trainer does on one process."""
+        """Write the optimizer's full states and the scheduler, as the trainer does on one process."""
         trainer = self._trainer
         optimizer = unwrapped(trainer.optimizer)
         context = units_of(optimizer)[1]
@@ -119,7 +119,7 @@ class _Adopted:
         self._load_into(plain(trainer.model), trainer.state.best_model_checkpoint, self._load_best)
 
     def _load_into(self, model: Any, folder: str, otherwise: Any) -> None:
-        """Load one parameter at a time where the folder has a whole model; adapters need the model whole on each rank."""
+        """Load a full model one parameter at a time. Adapters need the whole model on each rank."""
         context = context_of(model)
         if context is None:
             otherwise()

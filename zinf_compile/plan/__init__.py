@@ -1,7 +1,7 @@
-"""What a rank's memory must hold for a captured graph, and how far ahead its transfers may run within the caps. Values and pure
-functions: no FX, no runtime, no live memory, so that all of it works on a laptop.
+"""Memory of a captured graph on one rank, and how far ahead its transfers run within the caps. Values and pure functions: no
+FX, no runtime, no live memory, so that all of it works on a laptop.
 
-headroom — What is left within the caps, and what a graph's transfers take of it.
-memory_model — The one formula for memory: bytes of the device and of host memory that the parameters of a graph take.
-plan — The values that passes and the budget exchange: the memory that a graph needs, and how far ahead it runs.
+headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
+memory_model — The one formula for memory: device and host bytes that the parameters of a graph take.
+plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 """

@@ -1,4 +1,4 @@
-"""What is left within the caps, and what a graph's transfers take of it."""
+"""Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Headroom:
 def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_bytes: int, one_ahead: int) -> GraphPlan:
     """Decide how far ahead one graph runs with `spare` bytes left within the caps.
 
-    `one_ahead`: bytes gathered, or on their way, where nothing but the look-ahead bounds the schedule; more would not be used.
-    First come chunks of the step, then gathers up to the standing number of buckets, gradients, staging, and more gathers.
+    `one_ahead`: bytes gathered or being swapped in if the look-ahead alone bounds the schedule, the most that it can use. Memory
+    goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers.
     """
     room = Headroom(spare, unified=model.unified)
     chunk_buffers = 1 + room.take(CHUNK_BUFFERS - 1, *model.chunk)

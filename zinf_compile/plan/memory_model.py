@@ -1,8 +1,8 @@
-"""The one formula for memory: bytes of the device and of host memory that the parameters of a graph take.
+"""The one formula for memory: device and host bytes that the parameters of a graph take.
 
-Everything that is checked against a cap before it is made is counted here: shards, reduced gradients, optimizer states, a chunk
-of the step, and what passes through memory while a graph runs. What is held at the moment is the ledger's to say, not this
-module's. The property test in `tests/e2e/test_memory_model.py` compares both.
+It counts everything that is checked against a cap before allocation: shards, reduced gradients, optimizer states, a chunk of the
+step, and transient memory while a graph runs. The ledger of the runtime counts live memory; `tests/e2e/test_memory_model.py`
+compares both.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from .plan import GraphMemory, GraphPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Passing:
-    """What one graph holds for a while where nothing runs ahead, in bytes."""
+    """Transient memory of one graph without prefetch, in bytes."""
 
     full: int
-    """Full units gathered at once, in their own types, in which shards arrive."""
+    """Peak of gathered units, in their own types, in which shards are swapped in."""
     widening: float
-    """By how much their own type is wider than the one they are gathered in."""
+    """Ratio of their own bytes to those of the gather."""
     gathered: int
-    """What these take on the device, shards that arrive included; 0 where what is used is held anyway."""
+    """Device bytes of these and of the shards being gathered; 0 if compute reads the shards themselves."""
     rows: int
-    """Rows that are looked up."""
+    """Rows of `gather_rows`."""
     left: int
-    """Gradients that one stretch of compute leaves behind, until they are where they live."""
+    """Gradients of one region, until they reach their tier."""
     reduced: int
-    """These, and those of the stretch before that are still under way."""
+    """These, and those of the region before that are still in transfer."""
     converted: int
-    """Gradients that are cast to the type in which they are reduced, where nothing else counts them."""
+    """Gradients cast to the type of their reduction, unless `reduced` counts them."""
     largest: str
-    """A parameter among those gathered."""
+    """Name of a gathered parameter, for messages."""
     on_device: float
-    """Bytes of the device for each byte of a full unit that is brought ahead."""
+    """Device bytes per byte of a prefetched full unit."""
     on_host: float
-    """The same of host memory beside it."""
+    """Host bytes per byte of a prefetched full unit."""
     least: Sides
     """All that passes at once."""
     unified: bool
@@ -66,34 +66,34 @@ class MemoryModel:
     size: int
     unified: bool
     shards: Sides
-    """Of parameters, but for those on the account already."""
+    """Shards of parameters, without those that are allocated already."""
     gradients: Sides
-    """One reduced gradient of each that is trained."""
+    """One reduced gradient per trained parameter."""
     states: Sides
-    """What Adam keeps, and master copies: a guess, until an optimizer makes its first step."""
+    """States of Adam, and master copies: an estimate until an optimizer's first step."""
     chunk: Sides
-    """One chunk of the optimizer's step, at most."""
+    """Largest chunk of the optimizer's step."""
     leaving: int
-    """Of host memory: one gradient, or a tile's, on its way to a drive."""
+    """Host bytes of one gradient, or of a tile's, that is written to a drive."""
     read: int
-    """Of host memory: two gradients, or tiles', while one is added to the other. A norm reads one."""
+    """Host bytes of two gradients, or of two tiles', while they are added. A norm reads one."""
     normed: int
-    """Of a device with memory of its own: one gradient while its norm is taken there."""
+    """Device bytes of one gradient while its norm is computed, on a device with memory of its own."""
     staging: int
-    """Of host memory: one block that doesn't begin or end at a page."""
+    """Host bytes of one block that isn't aligned to pages."""
 
     @property
     def stays(self) -> Sides:
-        """What is there all the time: shards, and gradients between backward and step."""
+        """Resident memory: shards, and gradients between backward and step."""
         return self.shards.plus(self.gradients)
 
     @property
     def later(self) -> Sides:
-        """What comes on top with the first steps: states, and second gradients while they accumulate."""
+        """Memory that the first steps add: states, and second gradients during accumulation."""
         return self.states.plus(self.gradients)
 
     def before_computing(self, largest: int) -> Sides:
-        """Return what partitioning takes: shards and gradients, one parameter of `largest` bytes whole, and staging."""
+        """Return the memory of partitioning: shards, gradients, one whole parameter of `largest` bytes, and staging."""
         whole = largest + self.staging
         return self.stays.plus(Sides(whole, 0) if self.unified else Sides(0, whole))
 
@@ -109,7 +109,7 @@ class MemoryModel:
         gathered = math.ceil(full * on_device) + cast if moves or graph.narrowed else 0
         rows = graph.rows if moves else 0
         left, reduced = self._on_their_way(graph.left), self._on_their_way(graph.reduced)
-        converted = 0 if reduced else graph.converted  # in `reduced`, where there is any
+        converted = 0 if reduced else graph.converted  # counted in `reduced` otherwise
         computing = gathered + rows + reduced + converted
         if self.unified:
             least = Sides(max(computing, self.read) + self.staging, 0)
@@ -151,8 +151,8 @@ def model_memory(
 ) -> MemoryModel:
     """Return the memory model of parameters on each of `size` ranks.
 
-    `held`: those whose shards are on the account already, by `ParameterSlot.index`. `moved`: all that a graph uses, where that
-    is more than `slots`: these were planned for by an earlier graph, and pass through memory here as well.
+    `held`: the `ParameterSlot.index` of parameters whose shards are allocated already. `moved`: all parameters of a graph, if an
+    earlier graph planned for some of them: they are missing in `slots`, but their transfers count.
     """
     own = [(slot, placement.of_parameter(dim=len(slot.shape), numel=slot.numel), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
@@ -183,21 +183,21 @@ def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], *, unified: bool) -
 
 
 def shard_numel(numel: int, size: int) -> int:
-    """Return the elements of a shard, padding included."""
+    """Return the elements of a shard, with padding."""
     return math.ceil(numel / size)
 
 
 def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return what Adam keeps of a parameter: two states, and a master copy where there is one."""
+    """Return Adam's states of a parameter by name, and its master copy if it has one."""
     master = placement.master_of(dtype)
     kept = dict.fromkeys(("exp_avg", "exp_avg_sq"), master or dtype)
     return kept if master is None else {"master": master, **kept}
 
 
 def chunk_numel(shards: Sequence[int], piece_numel: int) -> int:
-    """Return the most elements of a chunk of shards of these sizes, gaps included.
+    """Return an upper bound of a chunk's elements for shards of these sizes, with padding.
 
-    One piece alone may exceed `piece_numel` by its gap, several never do.
+    A single piece may exceed `piece_numel` by its padding, several never do.
     """
     return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in shards))
 

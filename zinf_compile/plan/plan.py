@@ -1,4 +1,4 @@
-"""The values that passes and the budget exchange: the memory that a graph needs, and how far ahead it runs."""
+"""Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ import dataclasses
 from zinf_compile.ir.sizes import Sides
 
 BUCKETS_GATHERED = 3
-"""The gathers of one graph run ahead while no more than this many buckets are gathered, or as much as memory has room for."""
+"""Default limit of buckets gathered at once. Gathers run ahead up to it, and further if memory allows."""
 
 BUCKETS_ON_THE_WAY = 5
-"""The same of its swaps: buckets that are gathered or on their way to the device."""
+"""Default limit for swaps: buckets gathered or being swapped in."""
 
 BUCKETS_REDUCED = 4
-"""Full gradients on their way to their tier or to other ranks, where there is room for as many."""
+"""Limit, in buckets, of full gradients being reduced or swapped out, if memory allows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """The least memory of the device in which one graph's schedule can run, in bytes."""
+    """Minimum device memory of one graph's schedule, in bytes."""
 
     gathered: int
-    """Full units held at once when each is gathered just before its use."""
+    """Peak of full units if each is gathered just before its use."""
     rows: int
-    """What rows that are looked up take on their way."""
+    """Peak of rows in transfer."""
     largest: str
-    """A parameter among those held then."""
+    """Name of a parameter gathered at that peak, for messages."""
     narrowed: bool
-    """Some are gathered in a narrower type than their own: a copy, even where nothing travels."""
+    """True if a unit is gathered in a narrower type than its own, which is a copy even on one rank."""
     widening: float
-    """The most by which a unit's own type is wider than its gather's; a shard that is swapped in arrives in its own."""
+    """Largest ratio of a unit's own bytes to its gather's. Shards are swapped in in their own type."""
     cast: int
-    """The largest that is gathered in a narrower type, in that: on a single rank both are there while it is cast."""
+    """Largest unit gathered in a narrower type, in that type. On one rank both forms exist during the cast."""
     converted: int
-    """The most bytes of gradients, in their own type, that are cast together to that in which they are reduced."""
+    """Peak of gradients, in their own type, that are cast together to the type of their reduction."""
     left: int
-    """The most bytes of gradients that one stretch of compute leaves behind, while they are cast in both types."""
+    """Peak of gradients that one region computes, in both types during the cast."""
     reduced: int
-    """The same with the last transfer of the stretch before, which may still be under way."""
+    """The same, plus the last transfer of the region before, which may still be running."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan:
-    """What one graph takes beside the least, where there is room for it, in bytes."""
+    """Memory that one graph uses beyond its minimum, in bytes."""
 
     ahead: int
-    """Full units that are gathered, or on their way, before their use; in their own types."""
+    """Full units gathered or being swapped in ahead of their use, in their own types."""
     reduced: int
-    """Full gradients that are on their way while compute makes more."""
+    """Full gradients being reduced or swapped out during compute."""
     staging: int
-    """Blocks on their way between memory and a drive."""
+    """Blocks being read or written."""
     chunk_buffers: int
-    """Chunks of the optimizer's step in memory at a time, the first one included."""
+    """Number of chunks of the optimizer's step in memory at once."""
     wish: Sides
-    """What it would take with no caps."""
+    """Memory that it would use without caps."""

@@ -62,7 +62,7 @@ HOSTILE = {
     "three offsets": (header_of(data_offsets=[0, 4, 4]), 4, "a has the data_offsets"),
     "a huge number": (header_of(shape=[2**64, 0], data_offsets=[0, 0]), 0, "a has the shape"),
     "digits without end": (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', 4, "not JSON"),
-    "an overflow": (header_of(shape=[2**63, 4, 0], data_offsets=[0, 0]), 0, "more bytes than there can be"),
+    "an overflow": (header_of(shape=[2**63, 4, 0], data_offsets=[0, 0]), 0, r"more than 2\*\*64 bits"),
     "another type": (header_of(dtype="F33"), 4, "a is of type 'F33'; accepted: F64, F32"),
     "a type that is no text": (header_of(dtype=["F32"]), 4, "a is of type"),
     "another size": (header_of(shape=[2]), 4, r"a, \[2\] F32, has 4 bytes"),

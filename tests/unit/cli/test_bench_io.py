@@ -72,8 +72,8 @@ def test_arguments_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ("arguments", "says"),
     [
         (["--size", "1000TB"], "bytes needed"),
-        (["--size", "1MiB"], "no two blocks of 4,194,304 bytes"),
-        (["--size", "1MiB", "--block", "1000"], "no multiple of 4096"),
+        (["--size", "1MiB"], "less than two blocks of 4,194,304 bytes"),
+        (["--size", "1MiB", "--block", "1000"], "accepted: multiples of 4096"),
     ],
 )
 def test_sizes_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str) -> None:

@@ -30,7 +30,7 @@ def on_meta(build: Callable[[], nn.Module]) -> Any:
 
 
 def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
-    """Save a model's state, tied weights once, with some tensors changed, added or (None) left away."""
+    """Save a model's state, tied weights once, with some tensors changed, added or (None) left out."""
     state = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in model.state_dict().items()}
     for name, value in changes.items():
         state.pop(name.replace("__", "."), None)

@@ -142,7 +142,7 @@ def test_docstring_example() -> None:
     gm.graph.lint()
 
 
-def test_gradients_come_out_of_the_same_sweep() -> None:
+def test_gradients_come_out_of_the_same_loop() -> None:
     assert text_of(chunk_loss(small(TRAINED), enabled=True, chunk_bytes=2 * 6 * 4)) == REWRITTEN.lstrip()
 
 
@@ -177,7 +177,7 @@ def run(gm: fx.GraphModule, head: Head, x: torch.Tensor, targets: torch.Tensor, 
     return [loss, *(found[name] for name in ("x", "head.weight", "head.bias") if name in found)]
 
 
-SWEEPS = {"once": {}, "twice": {"make_tiles": in_tiles(13)}}
+LOOPS = {"once": {}, "twice": {"make_tiles": in_tiles(13)}}
 
 
 @pytest.mark.parametrize(("name", "bias"), [*((name, name < "m") for name in LOSSES), ("mean", True), ("capped", False)])
@@ -187,7 +187,7 @@ def test_numbers_are_those_of_whole_logits_within_rounding(name: str, bias: bool
     targets[0, :2] = -100 if name not in ("gathered", "ignored_class", "ignored_class_0") else 3
     reference = exact(head, x, targets)
     joint = joint_of(head, x, targets)
-    for sweep, settings in SWEEPS.items():
+    for loop, settings in LOOPS.items():
         gm = chunk_loss(copied(joint), enabled=True, chunk_bytes=CHUNK_BYTES, **settings)
         gm.graph.lint()
         assert not skipped_notes(gm)
@@ -197,7 +197,7 @@ def test_numbers_are_those_of_whole_logits_within_rounding(name: str, bias: bool
         for what, value, expected, bound in zip(
             ("loss", "hidden", "weight", "bias"), found, reference.values, reference.bounds, strict=False
         ):
-            assert_within(f"{what}, swept {sweep}", value, expected, bound)
+            assert_within(f"{what}, looped {loop}", value, expected, bound)
         doubled = run(gm, head, x, targets, tangent=2.0)
         for value, twice in zip(found[1:], doubled[1:], strict=True):
             assert torch.equal(2 * value, twice)  # a power of two: exact

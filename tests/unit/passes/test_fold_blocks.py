@@ -1,4 +1,4 @@
-"""What repeats from block to block is written once, and nothing else is left away."""
+"""Lines that repeat from block to block are printed once; no other line is missing."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def swapped(text: str, *, params: tuple[str, ...] = (), grads: tuple[str, ...] =
 
 def test_docstring_example() -> None:
     gm = swapped(BEFORE, params=TWO_HOPS, grads=TWO_HOPS[::-1])
-    assert text_of(gm, read="s", copied="t", away="o", away_1="q") == AFTER.lstrip()
+    assert text_of(gm, read="s", copied="t", offloaded="o", offloaded_1="q") == AFTER.lstrip()
     assert example_of(insert_swaps) == (lines_of(BEFORE), lines_of(AFTER))
 
 
@@ -65,7 +65,7 @@ def test_rows_come_from_the_first_tier() -> None:
 def test_where_the_device_is_host_memory_there_is_one_hop() -> None:
     lines = text_of(swapped(BEFORE, params=ONE_HOP, grads=ONE_HOP[::-1])).splitlines()
     assert lines[:2] == ['read = swap_in(w, "nvme", "device", 0)', "g = all_gather(read, 0)"]
-    assert lines[-2:] == ['away = swap_out(r, "device", "nvme")', "return (away,)"]
+    assert lines[-2:] == ['offloaded = swap_out(r, "device", "nvme")', "return (offloaded,)"]
 
 
 def test_parameters_on_the_host_are_copied() -> None:
@@ -112,21 +112,21 @@ def test_gradients_leave_behind_the_last_of_their_group() -> None:
     assert text_of(gm).splitlines()[1:] == [
         "r = reduce_scatter(a, w, 0)",
         "s = reduce_scatter(x, u, 0)",
-        'away = swap_out(r, "device", "host")',
-        'away_1 = swap_out(away, "host", "nvme")',
-        'away_2 = swap_out(s, "device", "host")',
-        'away_3 = swap_out(away_2, "host", "nvme")',
+        'offloaded = swap_out(r, "device", "host")',
+        'offloaded_1 = swap_out(offloaded, "host", "nvme")',
+        'offloaded_2 = swap_out(s, "device", "host")',
+        'offloaded_3 = swap_out(offloaded_2, "host", "nvme")',
         "q = reduce_scatter(x, e, 1)",
-        'away_4 = swap_out(q, "device", "host")',
-        'away_5 = swap_out(away_4, "host", "nvme")',
-        "return (away_3, away_1, away_5)",
+        'offloaded_4 = swap_out(q, "device", "host")',
+        'offloaded_5 = swap_out(offloaded_4, "host", "nvme")',
+        "return (offloaded_3, offloaded_1, offloaded_5)",
     ]
 
 
 def test_lone_gradients_leave_one_by_one() -> None:
     text = "r = reduce_scatter(x, w); s = reduce_scatter(x, u); return (r, s)"
     assert [line[:5] for line in text_of(swapped(text, grads=("device", "host"))).splitlines()] == [
-        "r = r", "away ", "s = r", "away_", "retur",
+        "r = r", "offlo", "s = r", "offlo", "retur",
     ]  # fmt: skip
 
 

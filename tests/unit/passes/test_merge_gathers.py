@@ -12,7 +12,7 @@ from zinf_compile.ir.steps import Region
 from zinf_compile.passes import graph_passes
 from zinf_compile.passes.graph.node_facts import mark_region
 from zinf_compile.passes.lower import lower
-from zinf_compile.passes.schedule.merge_gathers import Move, choose_held, merge_gathers
+from zinf_compile.passes.schedule.merge_gathers import Move, choose_kept, merge_gathers
 from zinf_compile.passes.verify import peak_gathered_bytes, verify
 
 INPUTS = {"x": torch.empty(4, 4), "w": unit(4, 4), "e": unit(4, 4)}
@@ -161,18 +161,18 @@ def gaps(moves: list[Move]) -> list[tuple[int, int]]:
 
 
 @given(sequences(st.integers(0, 9)))
-def test_the_peak_stays_and_what_fits_is_held(moves: list[Move]) -> None:
-    held = choose_held(moves)
-    assert set(held) <= set(gaps(moves))
-    assert len(held) == len(set(held))
+def test_the_peak_stays_and_what_fits_is_kept(moves: list[Move]) -> None:
+    kept = choose_kept(moves)
+    assert set(kept) <= set(gaps(moves))
+    assert len(kept) == len(set(kept))
     peak = max(live_bytes(moves, []), default=0)
-    assert max(live_bytes(moves, held), default=0) == peak
+    assert max(live_bytes(moves, kept), default=0) == peak
     if max(live_bytes(moves, gaps(moves)), default=0) == peak:
-        assert sorted(held) == gaps(moves), "all fit together"
+        assert sorted(kept) == gaps(moves), "all fit together"
 
 
 @given(sequences(st.just(1)))
-def test_for_units_of_one_size_no_choice_holds_more(moves: list[Move]) -> None:
+def test_for_units_of_one_size_no_choice_keeps_more(moves: list[Move]) -> None:
     peak = max(live_bytes(moves, []), default=0)
     found = gaps(moves)
     best = max(
@@ -181,10 +181,10 @@ def test_for_units_of_one_size_no_choice_holds_more(moves: list[Move]) -> None:
         for subset in itertools.combinations(found, count)
         if max(live_bytes(moves, list(subset)), default=0) == peak
     )
-    assert len(choose_held(moves)) == best
+    assert len(choose_kept(moves)) == best
 
 
-def test_where_not_all_fit_the_unit_used_soonest_is_held() -> None:
+def test_where_not_all_fit_the_unit_used_soonest_is_kept() -> None:
     moves = [Move("a", 1, True), Move("b", 1, True), Move("a", 1, False), Move("b", 1, False), Move("c", 1, True),
             Move("c", 1, False), Move("b", 1, True), Move("b", 1, False), Move("a", 1, True), Move("a", 1, False)]  # fmt: skip
-    assert choose_held(moves) == [(3, 6)]
+    assert choose_kept(moves) == [(3, 6)]

@@ -132,14 +132,14 @@ def test_swaps_have_lanes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "circle"),
+    ("text", "cycle"),
     [
         ("g = all_gather(w, 0); h = all_gather(u, 1); k = all_gather(z, 0)", "g -> h -> g"),
         ("g = all_gather(w, 0); v = wait(g); a = relu(v); k = all_gather(z, 0)", "g -> v -> a -> g"),
     ],
 )
-def test_a_group_that_waits_for_itself_is_named(text: str, circle: str) -> None:
-    with pytest.raises(IllegalGraphError, match=f"in a circle: {circle}$"):
+def test_a_group_that_waits_for_itself_is_named(text: str, cycle: str) -> None:
+    with pytest.raises(IllegalGraphError, match=f"in a cycle: {cycle}$"):
         transfers_of(text, w=unit(4), u=unit(4), z=unit(4))
 
 

@@ -108,11 +108,11 @@ ILLEGAL = {
     ),
     "a group torn apart": (
         "g = all_gather(w, 0); v = wait(g); h = all_gather(u, 0); f = wait(h); release(v); release(f)",
-        "h stands apart from its group 0",
+        "h isn't adjacent to the others of its group 0",
     ),
     "reductions of one group torn apart": (
         "r = reduce_scatter(x, w, 0); a = relu(x); s = reduce_scatter(a, u, 0)",
-        "s stands apart from its group 0",
+        "s isn't adjacent to the others of its group 0",
     ),
     "a group of two types": (
         "g = all_gather(w, 0); h = all_gather(u, 0, dtype=torch.bfloat16); v = wait(g); f = wait(h); release(v); release(f)",
@@ -139,7 +139,7 @@ ILLEGAL = {
         'r = reduce_scatter(x, w); s = swap_in(r, "host", "device"); g = all_gather(s); v = wait(g); release(v)',
         "s swaps r in, which is not a parameter",
     ),
-    "a swap in that leads away": (
+    "a swap in that leads further from the device": (
         's = swap_in(w, "device", "host"); t = swap_in(s, "host", "device"); g = all_gather(t); v = wait(g); release(v)',
         "s moves from device to host, which is no nearer to the device",
     ),
@@ -192,14 +192,14 @@ ILLEGAL = {
         'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); q = swap_out(r, "device", "nvme"); return (o, q)',
         "r is swapped out and used besides",
     ),
-    "a gradient far away read by compute": (
+    "an offloaded gradient read by compute": (
         'r = reduce_scatter(x, w); o = swap_out(r, "device", "host"); a = relu(o); return (a,)',
         "a reads o, a reduced gradient, which may only leave the graph",
     ),
     "swaps of one group torn apart": (
         's = swap_in(w, "nvme", "device", 0); a = relu(x); t = swap_in(u, "nvme", "device", 0)\n'
         "g = all_gather(s, 0); h = all_gather(t, 0); v = wait(g); f = wait(h); release(v); release(f)",
-        "t stands apart from its group 0",
+        "t isn't adjacent to the others of its group 0",
     ),
 }
 
