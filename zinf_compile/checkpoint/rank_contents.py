@@ -125,7 +125,7 @@ class RankContents:
         tensors: dict[str, torch.Tensor] = {}
         encoded = encode(value, key, tensors)
         for name, tensor in tensors.items():
-            self.add_whole(name, tensor)
+            self.add_whole(name, tensor, rank=0)  # states of a number are among them: rank 0 has its element
         return encoded
 
     def _add_parameter(self, key: str, parameter: ShardedParameter) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -109,13 +110,22 @@ def _write_values(contents: RankContents, writers: Sequence[PartsWriter]) -> Non
     for writer in writers:
         for part in writer.layout.parts:
             places[part.key].append((contents.tensors[part.key].parts[len(places[part.key])], writer, part))
+    collected: dict[str, list[torch.Tensor]] = {}
+    """Of parts whose elements are written in another order than they come in."""
     for key, start, values in contents.values():
         for shard_part, writer, part in places[key]:
             first = max(start, shard_part.start)
             last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
-            if first < last:
-                assert shard_part.order is None, "rearranged ones are gathered"
-                writer.write(part, first - shard_part.start, values[first - start : last - start])
+            if first >= last:
+                continue
+            piece = values[first - start : last - start]
+            if shard_part.order is None:
+                writer.write(part, first - shard_part.start, piece)
+                continue
+            kept = collected.setdefault(key, [])
+            kept.append(piece.clone())
+            if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
+                writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
 
 
 def _description(contents: RankContents, size: int) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,19 @@ from zinf_compile.runtime.storage.engine import crc32c
 
 from .manifest import MANIFEST, rank_manifest, saved_name, saves_in
 from .parts_writer import CHECKED_BYTES
+from .rectangles import Rectangle
 from .regular_file import open_regular
 from .strict_json import parse_object
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavedPart:
-    """A rectangle in a file: a run of the elements of its tensor, in row-major order."""
+    """A rectangle in a file."""
 
     file: str
+    rectangle: Rectangle
     first: int
-    """Number of its first element in the tensor."""
+    """Number of its first element in the tensor, in row-major order."""
     numel: int
     begin: int
     """Offset of that in the file."""
@@ -44,6 +48,8 @@ class Saved:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: list[SavedPart] = dataclasses.field(default_factory=list)
+    in_runs: bool = True
+    """The elements of each part follow each other in the tensor, too."""
 
 
 class SavedFiles:
@@ -68,18 +74,17 @@ class SavedFiles:
                     self.tensors[key].parts.append(_part(file, part, self.tensors[key]))
         for key, tensor in self.tensors.items():
             tensor.parts.sort(key=lambda part: part.first)
-            end = 0
-            for part in tensor.parts:
-                if part.first != end:
-                    break
-                end += part.numel
-            if end != math.prod(tensor.shape):
+            tensor.in_runs = all(_is_run(part.rectangle, tensor.shape) for part in tensor.parts)
+            ends = list(itertools.accumulate((part.numel for part in tensor.parts), initial=0))
+            gaps = tensor.in_runs and any(part.first != end for part, end in zip(tensor.parts, ends, strict=False))
+            if gaps or ends[-1] != math.prod(tensor.shape):
                 raise CheckpointError(
-                    f"{self.folder} is damaged: of {key}, {list(tensor.shape)}, elements from {end} on are missing"
+                    f"{self.folder} is damaged: the parts of {key} don't make up the {math.prod(tensor.shape)} elements of "
+                    f"{list(tensor.shape)}; {ends[-1]} are there"
                 )
 
     def read(self, key: str, start: int, into: torch.Tensor) -> None:
-        """Fill a flat host tensor of the stored type with elements from number `start` on, in row-major order."""
+        """Fill a flat host tensor of the stored type with elements from number `start` on, of a tensor that is `in_runs`."""
         tensor, done = self.tensors[key], 0
         number = bisect.bisect_right(tensor.parts, start, key=lambda part: part.first) - 1
         while done < into.numel():
@@ -92,9 +97,13 @@ class SavedFiles:
     def whole(self, key: str) -> torch.Tensor:
         """Return a whole tensor."""
         tensor = self.tensors[key]
-        flat = torch.empty(math.prod(tensor.shape), dtype=tensor.dtype)
-        self.read(key, 0, flat)
-        return flat.view(tensor.shape)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for part in tensor.parts:
+            values, r = torch.empty(part.numel, dtype=tensor.dtype), part.rectangle
+            self._read(key, part, 0, values)
+            window = tuple(slice(o, o + size) for o, size in zip(r.offsets, r.sizes, strict=True))
+            whole[window] = values.view(r.sizes)
+        return whole
 
     def close(self) -> None:
         """Close the files."""
@@ -154,7 +163,14 @@ def _read(path: Path, checksum: int | None = None) -> dict[str, Any]:
 
 
 def _part(file: str, described: dict[str, Any], tensor: Saved) -> SavedPart:
-    first = 0
-    for offset, size in zip(described["offsets"], tensor.shape, strict=True):
+    rectangle, first = Rectangle(tuple(described["offsets"]), tuple(described["sizes"])), 0
+    for offset, size in zip(rectangle.offsets, tensor.shape, strict=True):
         first = first * size + offset
-    return SavedPart(file, first, math.prod(described["sizes"]), described["begin"], tuple(described["crc32c"]))
+    return SavedPart(file, rectangle, first, rectangle.numel, described["begin"], tuple(described["crc32c"]))
+
+
+def _is_run(rectangle: Rectangle, shape: Sequence[int]) -> bool:
+    """Return whether the elements of a rectangle follow each other in row-major order: behind its first long side it is whole."""
+    sides = list(zip(rectangle.sizes, shape, strict=True))
+    first = next((dim for dim, (size, _) in enumerate(sides) if size > 1), len(sides))
+    return all(size == whole for size, whole in sides[first + 1 :])
