@@ -34,10 +34,11 @@ from tabulate import tabulate
 
 import zinf_compile
 from zinf_compile.cli.models import GPT
+from zinf_compile.ir.compute_shape import PIECE_NUMEL
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine, File
 from zinf_compile.runtime.storage.extent_store import Store
-from zinf_compile.runtime.units import pieces as chunks
+from zinf_compile.runtime.units.pieces import cut_pieces
 
 TARGETS = {"seed": 6, "cached": 1.5, "files": 1.5}
 """The largest ratios to writing that are good enough; PyTorch's own kernels draw a seed's numbers, on two cores."""
@@ -54,8 +55,8 @@ def write_shards(width: int, folder: str) -> Store:
     """Write as many bytes as the parameters have, in the same pieces."""
     model = make(width)
     sizes = [p.numel() for p in model.parameters()]
-    pieces = [(start, end) for size in sizes for start, end in chunks.cut_pieces(size, piece_numel=chunks.PIECE_NUMEL)]
-    source = aligned_buffer(2 * chunks.PIECE_NUMEL, pinned=False)
+    pieces = [(start, end) for size in sizes for start, end in cut_pieces(size, piece_numel=PIECE_NUMEL)]
+    source = aligned_buffer(2 * PIECE_NUMEL, pinned=False)
     store = Store(folder, [(str(number), 2 * (end - start)) for number, (start, end) in enumerate(pieces)])
     under_way: list[Any] = []
     for number, (start, end) in enumerate(pieces):

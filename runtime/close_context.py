@@ -18,11 +18,11 @@ from .context import Context
 _log = logging.getLogger("zinf_compile")
 
 _KEPT = ("rank", "memory", "units", "spoiled", "ending")
-"""What finalizers of tensors and units still use, in their own time."""
+"""Attributes that finalizers of tensors and units may still use."""
 
 
 class ClosedContext:
-    """What a context becomes in place: whoever still holds it (a parameter, a compiled graph) is refused whatever it asks for."""
+    """A context that was closed in place: it refuses whatever its holders (parameters, compiled graphs) ask for."""
 
     closed = True
 

@@ -1,4 +1,4 @@
-"""What a rank has of a model that several share: the ranks, its memory, its lanes, drives and what it knows of the units."""
+"""The context of one rank: its ranks, memory, lanes, drives and units, for all models of one process group and device."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from zinf_compile.runtime.system.process_wide import process_wide
 
 
 class Context:
-    """Everything a rank needs to move units of one process group. Creating one is a collective operation."""
+    """The runtime of one rank for the units of one process group. Creating one is a collective operation."""
 
     closed: ClassVar[bool] = False
-    """Let go of: see `close_context`."""
+    """Whether it was closed by `close_context`."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, player: DeviceLink | None = None
+        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float, link: DeviceLink | None = None
     ) -> None:
         self.group = group
         self.device = device
@@ -45,15 +45,15 @@ class Context:
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
         gather_memory = GatherMemory()
-        self.bridge: DeviceLink = player or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
-        self.bridge.attach(self.lanes.meter)
+        self.link: DeviceLink = link or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
+        self.link.attach(self.lanes.meter)
         self._engine: Engine | None = None
         self.memory = Memory(
             device,
             gather_memory,
-            unified=self.bridge.unified,
+            topology=self.link.topology,
             staging_bytes=STAGING_BYTES,
-            host_buffer=self.bridge.host_buffer,
+            host_buffer=self.link.host_buffer,
             waiting=self._waiting_for_memory,
             drives_used=lambda: self._engine is not None,
         )
@@ -71,9 +71,9 @@ class Context:
         self.spoiled: weakref.WeakKeyDictionary[Any, tuple[str, int | None]] = weakref.WeakKeyDictionary()
         """Units of which a change ended in its middle: why, and the parameter's version then."""
         self.ending = False
-        """The process ends: whoever works beside it stops."""
+        """Whether the process ends: lanes stop."""
         self.chosen: dict[Hashable, bool] = {}
-        """The same as `Unit.chosen`, by the names and forms of parameters that were decided about."""
+        """Decisions as in `Unit.chosen`, by names and shapes of the parameters."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self._collectives: dict[tuple[int, ...], tuple[Collectives, Collectives]] = {}
@@ -82,7 +82,7 @@ class Context:
         self.gathers, self.reductions = self.collectives(self.ranks.shard_group)
 
     def collectives(self, group: ShardGroup) -> tuple[Collectives, Collectives]:
-        """Return what gathers and what reduces the units of a group; made at the first call for its ranks, as by `Ranks.of`."""
+        """Return a group's collectives for gathers and for reductions; made at the first call for its ranks, as by `Ranks.of`."""
         found = self._collectives.get(group.partition)
         if found is None:
             found = self._collectives[group.partition] = self._connect(self.ranks.of(group))
@@ -98,7 +98,7 @@ class Context:
 
     @property
     def engine(self) -> Engine:
-        """What moves bytes to and from drives; made when first needed. Who uses drives is short of memory."""
+        """The I/O engine of drives; made when first needed. Freed blocks go back to the system from then on."""
         if self._engine is None:
             return_large_blocks()
             self._engine = Engine(timeout_s=self.ranks.timeout_s)
@@ -106,7 +106,7 @@ class Context:
         return self._engine
 
     def wait_for_drives(self, timeout_s: float) -> None:
-        """From now on a drive may stand still for so long."""
+        """Set the time-out of drives."""
         self.ranks.timeout_s = timeout_s
         if self._engine is not None:
             self._engine.timeout_s = timeout_s
@@ -188,10 +188,10 @@ def context_for(group: dist.ProcessGroup | None, device: torch.device, *, timeou
             f"WORLD_SIZE is {world} but torch.distributed is not initialised: call torch.distributed.init_process_group() before "
             "the first call of the compiled model, or unset WORLD_SIZE to train on this process alone"
         )
-    player = simulated_link(device)
-    key = (group, str(device), player)
+    link = simulated_link(device)
+    key = (group, str(device), link)
     if key not in _contexts:
-        _contexts[key] = Context(group, device, timeout_s=timeout_s, player=player)
+        _contexts[key] = Context(group, device, timeout_s=timeout_s, link=link)
     context = _contexts[key]
     if context.size > 1 and timeout_s != context.ranks.timeout_s:
         raise OptionError(

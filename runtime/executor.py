@@ -12,10 +12,10 @@ from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
-from zinf_compile.runtime.transfer.swap import SwapHandle, swap_in, swap_out
-from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.swap import SwapHandle, swap_in, swap_out
+from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
@@ -42,7 +42,7 @@ class Run:
         self.leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
 
     def gradient_of(self, tile: Tile) -> TileGradients:
-        """Return the gradient that a tile's is a part of."""
+        """Return the gradient of all tiles of a unit."""
         if tile.unit not in self.tiled:
             self.tiled[tile.unit] = TileGradients(tile.unit, leaves_for=self.leaves_for)
         return self.tiled[tile.unit]
@@ -99,7 +99,7 @@ def _wait(step: Wait, run: Run) -> None:
 
 
 def _release(step: Release, run: Run) -> None:
-    """The register is freed after the step: the ledger notices when the memory goes."""
+    """Do nothing: the register is freed after the step, and the ledger notices."""
 
 
 def _gather_rows(step: GatherRows, run: Run) -> None:
@@ -117,9 +117,9 @@ def _swap_in(step: SwapIn, run: Run) -> None:
 
 def _swap_out(step: SwapOut, run: Run) -> None:
     grad = run.registers[step.grad]
-    take_out: Any = swap_out if grad.together is None else grad.together.take_out
-    away, leaving = take_out(grad.unit, grad.shard, step.dst, grad.reduction)
-    run.registers[step.out] = ReduceHandle(grad.unit, away, leaving, grad.together)
+    swap: Any = swap_out if grad.together is None else grad.together.swap_out
+    shard, leaving = swap(grad.unit, grad.shard, step.dst, grad.reduction)
+    run.registers[step.out] = ReduceHandle(grad.unit, shard, leaving, grad.together)
 
 
 def _gather(step: Gather, run: Run) -> None:
@@ -169,7 +169,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     if group.size == 1:
         for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.stays:
-                value, shard = registers[grad], whole.room(unit, step.dtype)  # type: ignore[arg-type]
+                value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
                     shard.copy_(unit.flat(value))
                 del value
@@ -180,7 +180,7 @@ def _reduce(step: Reduce, run: Run) -> None:
         return
     grads = _full_gradients(step, members, registers, context)
     shards = [
-        grad.new_empty(unit.shard_numel) if whole is None else whole.room(unit, grad.dtype)  # type: ignore[arg-type]
+        grad.new_empty(unit.shard_numel) if whole is None else whole.reduce_buffer(unit, grad.dtype)  # type: ignore[arg-type]
         for unit, grad, whole in zip(members, grads, together, strict=True)
     ]
     parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
@@ -215,7 +215,7 @@ def _reduce(step: Reduce, run: Run) -> None:
 
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:
-    """Return what a reduction sends, flat and in its type, once there is room for it on the way; that room is taken."""
+    """Return the flat gradients that a reduction sends, in its type, within the limit of those under way."""
     held = format_of(step.dtype).bytes(sum(unit.numel for unit in members))
     values = [registers[grad] for grad, *_ in step.members]
     converted = sum(value.nbytes for value in values if value.dtype != step.dtype)  # there until it is cast
@@ -253,8 +253,8 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
     tile = run.units[step.unit]
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
     whole = run.gradient_of(tile)
-    if run.context.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
-        run.registers[step.out] = tile.logical(whole.room(tile, tile.dtype))
+    if tile.shard_group.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
+        run.registers[step.out] = tile.logical(whole.reduce_buffer(tile, tile.dtype))
     else:
         run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)
 
@@ -278,4 +278,4 @@ PERFORM: dict[type, Callable[[Any, Run], None]] = {
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,
 }
-"""How each kind of step is performed, but for a region, which the loop calls itself. (A `match` would cost as much again.)"""
+"""The function of each kind of step, but for a region, which the loop calls itself. (A `match` would cost as much again.)"""

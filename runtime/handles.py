@@ -1,12 +1,12 @@
-"""What a register holds while a transfer is under way; `SwapHandle` stands with the hop that makes it, in `transfer.swap`."""
+"""The values that a register may hold while a transfer is under way; `SwapHandle` is in `units.swap`, with its hop."""
 
 from __future__ import annotations
 
 import torch
 
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.transfer.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
@@ -22,7 +22,7 @@ class GatherHandle:
         self.pending = pending
         self.what = what
         self.dtype = dtype
-        """As which the unit is wanted, where that is another than it arrives in."""
+        """The type to cast the unit to, where that is another than it arrives in."""
 
 
 class ReduceHandle:
@@ -41,11 +41,11 @@ class ReduceHandle:
         self.shard = shard
         self.reduction = reduction
         self.together = together
-        """Of a tile's: the gradient that it is a part of."""
+        """The gradient of all tiles, where this is of one tile."""
 
 
 class Reduction:
-    """A gradient's way to its shard; `wait` names graph and unit when it breaks."""
+    """A gradient's reduction and offload; `wait` names graph and unit when it breaks."""
 
     __slots__ = ("_context", "_pending", "_what")
 

@@ -13,11 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-from hypothesis import settings
+gc.disable()  # while tests and what they import are read: nothing of it ever goes
 
-from zinf_compile.runtime import context
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from guard_timing import without_guard_timing  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from zinf_compile.runtime import context  # noqa: E402
 
 _ROOT = Path(__file__).parent.parent
 _PREFIX = "last run on a GPU:"
@@ -30,6 +33,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY"):  # Inductor's cache would run code the
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
         f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     )
+without_guard_timing()
 logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
 
 
@@ -65,9 +69,10 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Let the garbage collector leave alone what was imported, for as long as the tests run."""
-    gc.collect()
+    """Let the garbage collector leave alone what was imported, for as long as the tests run, and look less often at the rest."""
     gc.freeze()
+    gc.set_threshold(10_000, 20, 10)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -21,7 +21,7 @@ class IoUringSupport:
 
 @final
 class DirectIoAlignment:
-    """What direct I/O on a file asks for, in bytes; 0 where it doesn't say."""
+    """Alignment that a file requires for direct I/O, in bytes; 0 where it is unknown."""
 
     @property
     def memory(self) -> int:

@@ -39,7 +39,7 @@ _LEAST_TILE = 1 << 20
 REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which gradients may be reduced: every transport supports their sum."""
 
-SHAPE_PARTS = ("chunk_bytes", "worth_bytes")
+SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes")
 """Keys of option `compute_shape`."""
 
 MODES = ("default", "max-autotune-no-cudagraphs")
@@ -108,8 +108,9 @@ class Config:
     whole logits by the order in which tokens are summed."""
 
     compute_shape: Mapping[str, int] | None = None
-    """Parts of the compute shape, which `zinf dump` prints, that aren't options of their own: `"chunk_bytes"`, the bytes of a
-    chunk's logits in fp32, and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
+    """Parts of the compute shape, which `zinf dump` prints, that aren't options of their own: `"piece_numel"`, the elements of a
+    shard that an optimizer updates together and a drive stores together, `"chunk_bytes"`, the bytes of a chunk's logits in fp32,
+    and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
 
     params: str = "device"
     """Tier of parameters between their uses: `"device"`, `"host"` (the same for a model on the CPU) or `"nvme"` (the drive of
@@ -239,6 +240,7 @@ class Config:
             master=torch.float32 if self.master else None,
             reduce_dtype=self.reduction,
             tile=self.tile_bytes,
+            piece_numel=self.shape().piece_numel,
         )
 
     def resolve_group(self) -> dist.ProcessGroup | None:
@@ -292,7 +294,7 @@ class Config:
             )
         for name, value in pinned.items():
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise OptionError(f"option compute_shape: {name}={value!r} is not a size; accepted: a positive number of bytes")
+                raise OptionError(f"option compute_shape: {name}={value!r} is not a size; accepted: a positive whole number")
 
     def _folders(self) -> tuple[str, ...]:
         given = (self.nvme,) if isinstance(self.nvme, str | os.PathLike) else tuple(self.nvme)

@@ -37,11 +37,8 @@ def stats(model: nn.Module) -> dict[str, Any]:
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
         return {}
-    accounts = (
-        {Tier.DEVICE: context.memory.ledger}
-        if context.bridge.unified
-        else {Tier.DEVICE: context.memory.ledger, Tier.HOST: context.memory.host_ledger}
-    )
+    ledgers = {Tier.DEVICE: context.memory.ledger, Tier.HOST: context.memory.host_ledger}
+    accounts = {side: ledgers[side] for side in context.link.topology.sides}
     return {
         "steps": context.lanes.meter.steps,
         "links": context.lanes.meter.report(),
@@ -94,11 +91,11 @@ def _is_trained(unit: Unit) -> bool:
 
 
 def _tier(tier: Tier, context: Context) -> Tier:
-    return context.bridge.topology.side(tier) or tier
+    return context.link.topology.side(tier) or tier
 
 
 def _updated_on(placement: Placement, context: Context) -> str:
-    return _NAMES[Tier.DEVICE if context.bridge.unified or placement.update_on_device else Tier.HOST]
+    return _NAMES[context.link.topology.updated_on(placement)]
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-// What Python sees of csrc/ as zinf_compile._csrc. The signatures are repeated in zinf_compile/_csrc.pyi.
+// The Python module zinf_compile._csrc. The signatures are repeated in zinf_compile/_csrc.pyi.
 //
 // Ownership: Python owns every object returned; each is a copy that refers to nothing here.
 // Threads: called with the GIL held; functions that may block release it.

@@ -1,4 +1,4 @@
-// The engine as Python sees it. zinf_compile/runtime/storage/engine.py makes of it what users see.
+// Python bindings of the I/O engine, wrapped by zinf_compile/runtime/storage/engine.py.
 //
 // Ownership: Python owns engines and pendings. Memory is passed as an address, which engine.py keeps alive.
 // Threads: called with the GIL held; what may block releases it. No I/O thread ever takes the GIL.

@@ -1,4 +1,4 @@
-// The generator's state as Python sees it. zinf_compile/init/mt19937.py makes of it what the rest uses.
+// Python bindings of the generator's state, wrapped by zinf_compile/init/mt19937.py.
 //
 // Ownership: Python owns the states. Memory is passed as an address, which mt19937.py keeps alive.
 // Threads: called with the GIL held, released while numbers are skipped: one thread at a time may use a state.

@@ -11,7 +11,7 @@
 
 namespace zinf {
 
-// The checksum of what `value` is the checksum of, followed by `bytes`. 0 is the checksum of no bytes.
+// Extends a checksum by `bytes`: the result is that of the earlier bytes and these. 0 is the checksum of no bytes.
 std::uint32_t crc32c(std::span<const std::byte> bytes, std::uint32_t value = 0);
 
 // A way to compute it: from the remainder so far to the one after the bytes, both being checksums with all bits flipped.

@@ -1,4 +1,4 @@
-// The I/O threads behind an engine: what takes chunks from RequestQueue and moves them. One file per way to do it.
+// The I/O threads behind an engine: they take chunks from RequestQueue and move them. One file per backend.
 //
 // Ownership: an instance owns its threads and kernel objects; destroying it ends them, after RequestQueue::end().
 // Threads: made, told of work and destroyed by the engine, one call at a time.

@@ -39,7 +39,7 @@ enum class Next {
     later,     // the same, after a pause: the kernel has no room now
 };
 
-// Takes in what a system call gave for the rest of `chunk`: a number of bytes, or -errno.
+// Records the result of a system call for the rest of `chunk`: a number of bytes, or -errno.
 Next advance(Chunk& chunk, ssize_t result);
 
 // Sums the chunk's bytes, if its request wants that: before or during a write, after a read.

@@ -1,4 +1,4 @@
-// What a file asks of direct I/O (O_DIRECT): how buffers and offsets must be aligned.
+// The alignment of buffers and offsets that a file requires for direct I/O (O_DIRECT).
 //
 // Ownership: plain values; nothing stays open.
 // Threads: any thread may call. The call may block on a network filesystem: don't hold the GIL.

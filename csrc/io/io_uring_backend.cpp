@@ -1,4 +1,4 @@
-// One thread with an io_uring: it submits chunks, sums bytes while the kernel moves others, and takes the results in. Where the
+// One thread with an io_uring: it submits chunks, sums bytes while the kernel moves others, and records the results. Where the
 // kernel refuses to go on with the ring, threads take its place.
 #include <algorithm>
 #include <atomic>
@@ -23,8 +23,8 @@ namespace {
 constexpr std::chrono::milliseconds pause{1};
 constexpr std::size_t largest = std::size_t{1} << 30;  // an entry's length has 32 bits, and its result a sign
 
-// What the user_data of an entry says, where it is no chunk's place.
-constexpr std::uint64_t bell_rang = ~std::uint64_t{0};
+// Values of an entry's user_data that are no chunk's index.
+constexpr std::uint64_t notified = ~std::uint64_t{0};
 constexpr std::uint64_t time_passed = ~std::uint64_t{1};
 constexpr unsigned extra_entries = 2;
 
@@ -33,10 +33,10 @@ public:
     IoUringBackend(std::shared_ptr<RequestQueue> requests, std::shared_ptr<SystemCalls> calls, unsigned depth)
         : requests_(std::move(requests)),
           calls_(std::move(calls)),
-          bell_(::eventfd(0, EFD_CLOEXEC)),
+          event_(::eventfd(0, EFD_CLOEXEC)),
           ring_(calls_, depth + extra_entries),
           under_way_(depth) {
-        if (!bell_.is_open()) throw std::system_error(errno, std::system_category(), "eventfd");
+        if (!event_.is_open()) throw std::system_error(errno, std::system_category(), "eventfd");
         for (std::size_t place = depth; place > 0; --place) free_.push_back(place - 1);
         try_out();
     }
@@ -45,7 +45,7 @@ public:
         if (!thread_.joinable()) thread_ = std::jthread([this] { run(); });
     }
 
-    void notify() override { ::eventfd_write(bell_.get(), 1); }
+    void notify() override { ::eventfd_write(event_.get(), 1); }
 
     int broken() const override { return broken_; }
 
@@ -87,7 +87,7 @@ private:
         } catch (const std::system_error&) {  // those that were made go on
         }
         while (const auto withdrawn = ring_.withdraw()) {
-            if (*withdrawn != bell_rang && *withdrawn != time_passed) resumed_.push_back(leave(*withdrawn));
+            if (*withdrawn != notified && *withdrawn != time_passed) resumed_.push_back(leave(*withdrawn));
         }
         while (!idle()) {
             sum();
@@ -159,15 +159,15 @@ private:
         ring_.push(entry);
     }
 
-    // The bell is an entry too: a read that ends when notify() is called.
+    // Reads the eventfd by an entry, which ends when notify() is called.
     void listen() {
         if (std::exchange(listening_, true)) return;
         io_uring_sqe entry{};
         entry.opcode = IORING_OP_READ;
-        entry.fd = bell_.get();
-        entry.addr = reinterpret_cast<std::uintptr_t>(&rung_);
-        entry.len = sizeof rung_;
-        entry.user_data = bell_rang;
+        entry.fd = event_.get();
+        entry.addr = reinterpret_cast<std::uintptr_t>(&event_count_);
+        entry.len = sizeof event_count_;
+        entry.user_data = notified;
         ring_.push(entry);
     }
 
@@ -195,7 +195,7 @@ private:
     }
 
     void take(const IoUring::Completion& completion) {
-        if (completion.user_data == bell_rang) {
+        if (completion.user_data == notified) {
             listening_ = false;
             return;
         }
@@ -222,7 +222,7 @@ private:
 
     std::shared_ptr<RequestQueue> requests_;
     std::shared_ptr<SystemCalls> calls_;
-    FileDescriptor bell_;
+    FileDescriptor event_;
     IoUring ring_;
     std::vector<std::optional<Chunk>> under_way_;  // by place
     std::vector<std::size_t> free_;                // places
@@ -230,7 +230,7 @@ private:
     std::deque<Chunk> arrived_;                    // reads to be summed, then finished
     std::deque<Chunk> resumed_;                    // to go on with
     Clock::time_point resume_at_{};                // nothing is begun before that
-    std::uint64_t rung_ = 0;
+    std::uint64_t event_count_ = 0;
     __kernel_timespec time_{};
     bool listening_ = false;
     bool timing_ = false;

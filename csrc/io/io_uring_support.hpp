@@ -16,7 +16,7 @@ struct IoUringSupport {
     bool available() const noexcept { return error == 0; }
 };
 
-// What a refusal of io_uring_setup with this errno means and what to do about it.
+// Explains a refusal of io_uring_setup with this errno, and says what to do about it.
 std::string io_uring_refusal(int error);
 
 // Sets up the smallest ring and closes it again.

@@ -22,10 +22,10 @@ struct Request {
     // The next piece to move. Not after all_cut().
     Chunk cut_next(const std::shared_ptr<Request>& self);
 
-    // After an error what was not begun stays undone: gives up the chunks that weren't cut.
+    // After an error: gives up the chunks that weren't cut.
     void give_up();
 
-    // Takes in a chunk's result.
+    // Records a chunk's result.
     void take(const Chunk& chunk);
 
     const std::uint64_t number;

@@ -1,4 +1,4 @@
-// What the callers' threads and the I/O threads of one engine share: the queue of requests and their results.
+// The queue of one engine's requests and their results, shared by the callers' threads and the I/O threads.
 //
 // Ownership: shared by the engine, its I/O threads and its requests. Refers to no I/O object.
 // Threads: any thread may call anything; one mutex guards all.

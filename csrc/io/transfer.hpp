@@ -1,4 +1,4 @@
-// What the engine is asked to do and what came of it: plain values.
+// A transfer to perform, and its result: plain values.
 //
 // Ownership: a Transfer refers to memory and to a descriptor of the caller's, who keeps both until it is done.
 // Threads: values; any thread.

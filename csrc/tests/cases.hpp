@@ -21,7 +21,7 @@ struct Case {
 
 std::span<const Case> cases();
 
-// What needs faults of its own: a kernel for each.
+// Cases with faults of their own: each sets up its kernel.
 void run_fault_cases(Kind kind);
 void run_crc32c_cases();
 

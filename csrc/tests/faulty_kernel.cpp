@@ -129,8 +129,8 @@ std::optional<std::int32_t> FaultyKernel::try_entry(const Waiting& waiting) {
     if (::fstat(entry.fd, &about) != 0 || S_ISREG(about.st_mode)) {
         return static_cast<std::int32_t>(read(entry.fd, address, entry.len, entry.off));
     }
-    pollfd bell{.fd = entry.fd, .events = POLLIN, .revents = 0};  // no file: the engine's eventfd
-    if (::poll(&bell, 1, 0) != 1) return std::nullopt;
+    pollfd event{.fd = entry.fd, .events = POLLIN, .revents = 0};  // no file: the engine's eventfd
+    if (::poll(&event, 1, 0) != 1) return std::nullopt;
     return static_cast<std::int32_t>(::read(entry.fd, address, entry.len));
 }
 

@@ -1,5 +1,5 @@
-// A kernel as bad as kernels may be, beneath the engine: it moves less than asked, is interrupted, has no room, fails, and
-// completes what a ring was given late and in any order.
+// A faulty kernel beneath the engine: it moves less than asked, is interrupted, has full queues, fails, and completes the entries
+// of a ring late and in any order.
 //
 // Ownership: owns the memory of the ring it simulates; one ring for each instance.
 // Threads: read and write from any thread; the ring from one thread at a time, as the kernel's own.

@@ -1,4 +1,4 @@
-// What the tests transfer: a nameless file and random bytes.
+// A nameless file and random bytes, for the tests to transfer.
 //
 // Ownership: a Scratch owns its descriptor.
 // Threads: any.

@@ -1,10 +1,9 @@
 """Collectives, and what ranks compare with each other.
 
-collectives — Shards to full units and gradients to shards, for several units at once, straight into the buffers that
-    compute uses.
-ranks — What the ranks of a process group compare, exchange and share, and how they fail together.
-shard_group — Over which ranks a unit is cut into shards, and which ranks have copies of the same shard: a plain value, on
-    each rank its own.
+collectives — Collectives: shards to full units and gradients to shards, several units at once, straight into the buffers of
+    compute.
+ranks — Exchanges of small values between ranks: comparing, sharing, and failing on all ranks together.
+shard_group — The ranks over which a unit is cut into shards, and those with copies of the same shard: a plain value.
 shard_ranges — The arithmetic of shards: rank r's contiguous 1/N of a unit, flat, padded to a multiple of N.
 steps_done — The optimizer steps that the shards of units went through, as the ranks compare them.
 """

@@ -1,4 +1,4 @@
-"""Shards to full units and gradients to shards, for several units at once, straight into the buffers that compute uses."""
+"""Collectives: shards to full units and gradients to shards, several units at once, straight into the buffers of compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 
 
 class Collectives(Protocol):
-    """What a lane performs. Flat tensors; shards are padded, full units are not."""
+    """Collectives that a lane performs. Flat tensors; shards are padded, full units are not."""
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer of `numel` elements that `all_gather` can fill."""

@@ -1,6 +1,6 @@
-"""What the ranks of a process group compare, exchange and share, and how they fail together.
+"""Exchanges of small values between ranks: comparing, sharing, and failing on all ranks together.
 
-Small values on the host, over a control group of their own; `collectives` moves shards and gradients.
+On the host, over a control group of their own; `collectives` moves shards and gradients.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .shard_group import ShardGroup
 from .steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
 
 _END_WITHIN_S = 10.0
-"""How long a rank that ends waits for the others."""
+"""Seconds that a rank that ends waits for the others."""
 
 ENDING = "ending"
-"""What a rank does whose process ends without an error."""
+"""The name of the last comparison, when a process ends without an error."""
 
 _TRANSPORT = re.compile(r"gloo|nccl|ucc|mpi\b|tcp|socket|connection|peer|timed? ?out", re.IGNORECASE)
-"""What the messages of broken transfers have in common; they have no class of their own."""
+"""Words in the messages of broken transfers, which have no class of their own."""
 
 
 class Ranks:
@@ -58,7 +58,7 @@ class Ranks:
         self.shard_group = ShardGroup.over(members, members[self.rank])
         """All of these ranks."""
         self._of: dict[tuple[int, ...], Ranks] = {self.shard_group.partition: self}
-        """By the ranks that hold a unit's shards."""
+        """`Ranks` by the ranks that hold a unit's shards."""
         self.timeout_s = timeout_s
         self.connected = group is not None and self.size > 1 and dist.get_backend(group) != "fake"
         """Whether there are other ranks to speak with."""
@@ -68,7 +68,7 @@ class Ranks:
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
         self.groups: list[dist.ProcessGroup] = []
-        """Those made of these ranks."""
+        """Process groups made of these ranks."""
         if group is not None and self.connected:
             self._members = members
             if self._are_some:

@@ -1,4 +1,4 @@
-"""Over which ranks a unit is cut into shards, and which ranks have copies of the same shard: a plain value, on each rank its own.
+"""The ranks over which a unit is cut into shards, and those with copies of the same shard: a plain value.
 
 A unit refers to its `ShardGroup`; what these ranks compare and exchange goes through `Ranks.of(group)`.
 """
@@ -52,15 +52,15 @@ class ShardGroup:
 
     @property
     def size(self) -> int:
-        """Into how many shards a unit is cut."""
+        """Number of shards of a unit."""
         return len(self.partition)
 
     @property
     def rank(self) -> int:
-        """Which of the shards this rank has."""
+        """Number of this rank's shard."""
         return self.partition.index(self.me)
 
     @property
     def mesh_size(self) -> int:
-        """How many ranks the mesh has."""
+        """Ranks of the mesh."""
         return math.prod(axis.size for axis in self.axes)

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from zinf_compile.ir.program import digest_of
 
 STEPS = "step() of "
-"""How a line about steps begins."""
+"""The beginning of each line about steps."""
 
 BITS = (1 << 63) - 1
-"""Of a digest."""
+"""The bits of a digest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,4 +62,4 @@ ADVICE = (
     "all of them), or with other settings, such as the learning rate: shards of one parameter now belong to different steps. "
     "Load a checkpoint of model and optimizer on all ranks to go on from there"
 )
-"""What to do where ranks differ in a step."""
+"""Advice where ranks differ in a step."""

@@ -1,5 +1,6 @@
 """Copies between host memory and a device with memory of its own.
 
-link — Between host memory and a device's own.
-simulated — A device that the CPU plays: for machines without one, and for plans of a device that isn't there.
+link — The link between host memory and a device's own: buffers on both sides, and copies.
+simulated — A simulated device, for machines without one and for plans of a device that isn't there: the CPU computes in its
+    place.
 """

@@ -1,4 +1,4 @@
-"""Between host memory and a device's own."""
+"""The link between host memory and a device's own: buffers on both sides, and copies."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ class DeviceLink(Protocol):
     topology: Topology
     """How tiers are linked; where the device is host memory nothing is ever copied."""
 
-    @property
-    def unified(self) -> bool:
-        """Whether the device is host memory."""
-
     def attach(self, meter: Meter) -> None:
         """Count what crosses on this meter."""
 
@@ -44,8 +40,7 @@ class DeviceLink(Protocol):
 class HostIsDevice:
     """A device that is host memory."""
 
-    topology = Topology(unified=True)
-    unified = True
+    topology = Topology(host_apart=False)
 
     def __init__(self, memory: GatherMemory) -> None:
         self._memory = memory
@@ -71,8 +66,7 @@ class HostIsDevice:
 class CudaLink:
     """A GPU: pinned host memory, and a stream for each direction."""
 
-    topology = Topology(unified=False)
-    unified = False
+    topology = Topology(host_apart=True)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

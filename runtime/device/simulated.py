@@ -1,4 +1,4 @@
-"""A device that the CPU plays: for machines without one, and for plans of a device that isn't there."""
+"""A simulated device, for machines without one and for plans of a device that isn't there: the CPU computes in its place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .link import MOST_COPIES, DeviceLink
 
 
 class SimulatedLink:
-    """One direction between host memory and a device that is only said to have memory of its own."""
+    """One direction between host memory and a simulated device."""
 
     def __init__(self, name: str, *, bytes_per_s: float, latency_s: float) -> None:
         self.bytes = 0
         self.meters: list[Meter] = []
-        """Where what crosses is counted, too."""
+        """Meters that count its bytes, too."""
         self.name = name
         self.spans: list[tuple[float, float]] = []
         self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
@@ -46,13 +46,12 @@ class SimulatedLink:
 
 
 class SimulatedDevice:
-    """A device with memory of its own, two links away, played by the CPU: for machines without one.
+    """A device with memory of its own, behind two links, simulated by the CPU.
 
     Its buffers are counted, and so is what crosses each link, at a speed that can be set.
     """
 
-    topology = Topology(unified=False)
-    unified = False
+    topology = Topology(host_apart=True)
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
         self.links = {
@@ -84,19 +83,19 @@ class SimulatedDevice:
         return self.links["to host"].copy(source, into, after)
 
 
-_players: list[DeviceLink] = []
+_simulated: list[DeviceLink] = []
 
 
 @contextlib.contextmanager
 def simulating(device: DeviceLink) -> Iterator[DeviceLink]:
-    """Context in which the CPU plays `device` for every model that is partitioned."""
-    _players.append(device)
+    """Context in which every model that is partitioned uses the simulated `device`."""
+    _simulated.append(device)
     try:
         yield device
     finally:
-        _players.remove(device)
+        _simulated.remove(device)
 
 
 def simulated_link(device: torch.device) -> DeviceLink | None:
-    """Return what plays the device, inside `simulating`."""
-    return _players[-1] if device.type == "cpu" and _players else None
+    """Return the simulated device, inside `simulating`."""
+    return _simulated[-1] if device.type == "cpu" and _simulated else None

@@ -27,10 +27,10 @@ class Pending(Protocol):
 
 
 class Lane(Protocol):
-    """Where transfers are performed in order."""
+    """Performs transfers in order."""
 
     log: Spans | None
-    """Where a lane of the CPU notes when each transfer submitted from now on started and ended; None: nowhere."""
+    """Log of start and end of each transfer submitted from now on, of lanes of the CPU; None: none is kept."""
 
     def submit(self, transfer: Callable[[], None]) -> Pending:
         """Start `transfer` after everything submitted before it."""
@@ -129,7 +129,7 @@ class ThreadLane:
         return job
 
     def close(self) -> None:
-        """Let the queue run empty and end the thread."""
+        """Perform the transfers that are queued, and end the thread."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout=5.0)

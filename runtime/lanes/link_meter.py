@@ -1,4 +1,7 @@
-"""What crossed each link, how much at a time, and how long compute stood still for it; totals, and those of the last step."""
+"""Bytes, peaks and waiting time of each link, in total and of the last step.
+
+`stats()` reads them; links, stores and collectives count here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class Meter:
         self._last: tuple[dict[str, int], dict[str, float]] = (dict(self._bytes), dict(self._waited_s))
         self._under_way: dict[str, int] = dict.fromkeys(LINKS, 0)
         self._peak: dict[str, int] = dict.fromkeys(LINKS, 0)
-        """Of the step under way."""
+        """Peaks of the step under way."""
         self._peak_before: dict[str, int] = dict.fromkeys(LINKS, 0)
         self._peak_last: dict[str, int] = dict.fromkeys(LINKS, 0)
         self.steps = 0

@@ -1,4 +1,4 @@
-"""How much of the time that transfers took compute went on, from what lanes and waits noted of themselves."""
+"""The part of the time of transfers during which compute went on, from logs that lanes and waits keep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Span = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""
 
 MOST_SPANS = 100_000
-"""What one log keeps; older spans are dropped."""
+"""Spans that one log keeps; older ones are dropped."""
 
 
 class Spans(collections.deque[Span]):
@@ -55,12 +55,12 @@ def timed(transfer: Callable[[], None], spans: Spans) -> Callable[[], None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Log:
-    """What one rank noted."""
+    """The logs of one rank."""
 
     gathers: Spans = dataclasses.field(default_factory=Spans)
     reductions: Spans = dataclasses.field(default_factory=Spans)
     waits: Spans = dataclasses.field(default_factory=Spans)
-    """When compute stood still: for a transfer, for room on a lane, for an answer of another rank."""
+    """Times when compute stood still: for a transfer, for a full lane, for another rank."""
 
     def transfer_s(self) -> float:
         """Return the seconds that transfers took, those of the two lanes added up; they wait for other ranks, too."""
@@ -72,7 +72,7 @@ class Log:
 
 
 class Recorded(Protocol):
-    """Whose lanes and waits are noted: a `Context`."""
+    """A `Context`, as far as its lanes and waits are logged."""
 
     device: torch.device
     lanes: Any

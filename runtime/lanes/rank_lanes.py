@@ -1,4 +1,4 @@
-"""The lanes of one rank, one for each link, and what is noted of the time for which compute waits for them."""
+"""The lanes of one rank, one for each link, and its meter."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _UNTIMED = contextlib.nullcontext()
 
 
 class Lanes:
-    """Where the transfers of a rank are performed: gathers and reductions, and what moves between tiers."""
+    """The lanes of a rank: of gathers, of reductions, of transfers between tiers, and of deferred updates."""
 
     def __init__(self) -> None:
         self.gather: Lane = InlineLane()
         self.reduce: Lane = InlineLane()
         self.meter = Meter()
         self.waits: Spans | None = None
-        """Where it is noted when compute stands still, see `overlap_log.recorded`; None: nowhere."""
+        """Log of the times when compute stands still, see `overlap_log.recorded`; None: none is kept."""
         self._swap: Lane | None = None
         self._update: Lane | None = None
 
@@ -35,14 +35,14 @@ class Lanes:
 
     @property
     def swap(self) -> Lane:
-        """On which gradients leave for their tier; made when first needed."""
+        """The lane of gradients to their tier; made when first needed."""
         if self._swap is None:
             self._swap = ThreadLane("zinf-swap", link=WRITTEN, forgiving=True)
         return self._swap
 
     @property
     def update(self) -> Lane:
-        """On which what is left of a step is done beside the next forward; made when first needed."""
+        """The lane of deferred steps, beside the next forward; made when first needed."""
         if self._update is None:
             self._update = ThreadLane("zinf-update", forgiving=True)
         return self._update

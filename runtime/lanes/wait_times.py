@@ -1,4 +1,8 @@
-"""What a thread waits for, booked to the link that it is due to: who waits for a worker that waits itself waits for that."""
+"""Attributes waiting time to links.
+
+If compute waits for a worker that is itself waiting for the drive, the time counts for the drive. Called by lanes, stores and
+whoever waits for them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from types import TracebackType
 from typing import Protocol
 
 MOST_SPANS = 256
-"""What is kept of a worker's waits; one wait of compute rarely lasts as long as a few of them."""
+"""Waits that are kept of a worker; one wait of compute rarely lasts as long as a few of them."""
 JOINED_S = 1e-4
 """Waits for one link that are no further apart count as one."""
 
 
 class Account(Protocol):
-    """Where a thread's waits are booked."""
+    """Counts the waits of a thread."""
 
     def waited(self, link: str, start: float, end: float) -> None:
-        """Book a wait, from one `time.perf_counter()` to another."""
+        """Count a wait, from one `time.perf_counter()` to another."""
 
 
 class _Here(threading.local):
@@ -44,7 +48,7 @@ class WorkerWaits:
             self._spans.append((link, start, end))
 
     def record(self, start: float) -> None:
-        """This thread has waited for the worker since `start`: book what the worker waited for meanwhile, and its own link."""
+        """This thread has waited for the worker since `start`: count that for the links it waited for, else for its own."""
         account = _here.account
         if account is None:
             return
@@ -61,7 +65,7 @@ class WorkerWaits:
 
 
 def work_for(waits: WorkerWaits) -> None:
-    """From now on this thread's waits are those of a worker."""
+    """Count this thread's waits as those of a worker from now on."""
     _here.account = waits
 
 
@@ -77,7 +81,7 @@ def record_wait(link: str, start: float) -> None:
 
 
 class attribute_waits:
-    """Context in which this thread's waits are booked to an account; those of a worker stay its own."""
+    """Context in which this thread's waits count for an account; those of a worker stay its own."""
 
     __slots__ = ("_account", "_before")
 

@@ -1,9 +1,8 @@
 """Arenas, the ledger of what is held, and what graphs have reserved.
 
 aligned_buffers — Aligned host memory for direct I/O: pinned where a GPU copies from it, reused, counted and capped.
-arena — Host memory for gathered units, used again: new memory costs a page fault per 4 KiB, as much time as to copy what
-    comes in.
-ledger — The runtime's own account of what it holds, in bytes.
-rank_memory — The memory of one rank: what is held, what may be, and buffers for what is gathered and staged.
-reservations — What the graphs and optimizers of some ranks may hold at once, and what each of them has claimed of it.
+arena — An arena of host memory for gathered units.
+ledger — The account of the bytes that the runtime holds, by kind.
+rank_memory — The memory of one rank: its ledgers, caps and buffers.
+reservations — The bytes that graphs and optimizers of a rank may hold at once, and the limit of transfers under way.
 """

@@ -77,7 +77,7 @@ class BufferPool:
         self.returned = threading.Condition(self.lock)
         """Notified when a buffer comes back."""
         self.holders: dict[Holder, None] = {}
-        """Who has a buffer and is under way, the oldest first; whoever needs one may finish it."""
+        """Users of buffers that are under way, the oldest first; another user may finish one."""
         self._idle: list[torch.Tensor] = []
         self._account = account
         self._closed = False
@@ -90,7 +90,7 @@ class BufferPool:
                 self._count(-self._idle.pop(0).numel())
 
     def hold(self, holder: Holder) -> None:
-        """Note who has a buffer that was taken."""
+        """Note the user of a buffer that was taken."""
         with self.lock:
             self.holders[holder] = None
 

@@ -1,4 +1,7 @@
-"""Host memory for gathered units, used again: new memory costs a page fault per 4 KiB, as much time as to copy what comes in."""
+"""An arena of host memory for gathered units.
+
+New memory costs a page fault per 4 KiB, as much time as copying what comes in: so it is used again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime's own account of what it holds, in bytes."""
+"""The account of the bytes that the runtime holds, by kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ledger:
         self._now: dict[str, int] = dict.fromkeys(KINDS, 0)
         self._all_now = 0
         self._peak = _Peak(dict.fromkeys(KINDS, 0), 0)
-        """Of the step under way."""
+        """Peaks of the step under way."""
         self._before = self._peak
         self._last = _Peak(dict.fromkeys(KINDS, 0), 0)
         self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do

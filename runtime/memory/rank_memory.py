@@ -1,4 +1,4 @@
-"""The memory of one rank: what is held, what may be, and buffers for what is gathered and staged."""
+"""The memory of one rank: its ledgers, caps and buffers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.tiers import Topology
 
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
@@ -19,7 +20,7 @@ from .reservations import InflightLimit, Reservations
 class Memory:
     """The accounts of a rank's memory, on the device and on the host beside it, and what is reserved of it.
 
-    `unified`: the host's memory is the device's. `waiting` is entered while compute waits for memory, `drives_used` says whether
+    `waiting` is entered while compute waits for memory, `drives_used` says whether
     anything moves to and from drives.
     """
 
@@ -28,18 +29,18 @@ class Memory:
         device: torch.device,
         gather_memory: GatherMemory,
         *,
-        unified: bool,
+        topology: Topology,
         staging_bytes: int,
         host_buffer: Callable[[int, torch.dtype], torch.Tensor],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
         drives_used: Callable[[], bool],
     ) -> None:
         self.ledger = Ledger()
-        """What is held on the device."""
-        self.host_ledger = self.ledger if unified else Ledger()
-        """What is held in host memory; the same account where that is the device."""
+        """The account of the device's memory."""
+        self.host_ledger = Ledger() if topology.host_apart else self.ledger
+        """The account of host memory; the same one where that is the device."""
         self.gather_memory = gather_memory
-        """Where gathers of the schedule arrive, on the CPU."""
+        """Memory for gathers of the schedule, on the CPU."""
         self.reservations = Reservations()
         self.usable: tuple[int, int] | None = None
         """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
@@ -48,7 +49,7 @@ class Memory:
         self.staging = BufferPool(
             staging_bytes, pinned=device.type == "cuda", account=functools.partial(self.host_ledger.add, "bounce")
         )
-        """Where blocks pass that drives can't move from and to where they are."""
+        """Staging for blocks whose memory is not aligned."""
         self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used
 
     def staged_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

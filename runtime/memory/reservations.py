@@ -1,4 +1,4 @@
-"""What the graphs and optimizers of some ranks may hold at once, and what each of them has claimed of it."""
+"""The bytes that graphs and optimizers of a rank may hold at once, and the limit of transfers under way."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _NONE = Sides(0, 0)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reservation:
-    """What one graph may hold, in bytes."""
+    """The bytes that one graph may hold."""
 
     passing: int
     """The most that it gathers and reduces at once."""
     left: int
-    """The most bytes of gradients that one stretch of compute leaves behind."""
+    """The most bytes of gradients that one region leaves behind."""
     reduced: int
-    """These, and what else is on its way meanwhile."""
-    slots: int
-    """Chunks that it leaves room for in memory during a step."""
+    """These, and other gradients under way meanwhile."""
+    chunk_buffers: int
+    """Chunks that fit into memory beside it during a step."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
-    """What it leaves room for of memory in which unaligned blocks are staged, part of what passes; None: it doesn't say."""
+    """Bytes for staging unaligned blocks, part of `passing`; None: not limited."""
     least: Sides = _NONE
-    """What would pass where there is no more memory than it takes."""
+    """The same with as little memory as possible."""
     works: Sides = _NONE
     """The caps with which it and steps of an optimizer with two states work, as far as was known when it was planned."""
     wish: Sides = _NONE
-    """What it takes beside that where there is room: transfers further ahead, more chunks."""
+    """Bytes that it would use beyond that: for transfers further ahead, and more chunks."""
 
 
 class Reservations:
-    """Those of all compiled graphs on one rank. What a claim covers is never exceeded while the schedule runs."""
+    """The reservations of all compiled graphs on one rank. None is exceeded while its schedule runs."""
 
     def __init__(self) -> None:
         self.device_cap: int | None = None
@@ -61,19 +61,19 @@ class Reservations:
         self.declared_device = self.declared_device if device is None else device
         self.declared_host = self.declared_host if host is None else host
 
-    def add(self, claim: Reservation) -> None:
-        """Count a claim for as long as the graph lives that keeps it."""
-        self._made.add(claim)
+    def add(self, reservation: Reservation) -> None:
+        """Count a reservation for as long as the graph lives that keeps it."""
+        self._made.add(reservation)
 
     @property
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""
-        return max((claim.passing for claim in self._made), default=0)
+        return max((reservation.passing for reservation in self._made), default=0)
 
     @property
     def passing_host(self) -> int:
         """The same, for host memory beside the device."""
-        return max((claim.passing_host for claim in self._made), default=0)
+        return max((reservation.passing_host for reservation in self._made), default=0)
 
     def works(self, side: Tier, held: int) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
@@ -81,26 +81,28 @@ class Reservations:
         Where more is held than was planned for, that plan has room to run further ahead, and takes it.
         """
         number = _SIDES.index(side)
-        found = [(held + claim.least[number], claim.works[number], claim.wish[number]) for claim in self._made]
+        found = [
+            (held + reservation.least[number], reservation.works[number], reservation.wish[number]) for reservation in self._made
+        ]
         return max((least if least <= planned else least + wish for least, planned, wish in found), default=held)
 
     def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""
-        return max((claim.works[_SIDES.index(side)] for claim in self._made), default=0)
+        return max((reservation.works[_SIDES.index(side)] for reservation in self._made), default=0)
 
     @property
     def staging(self) -> int | None:
-        """The memory for staging that all leave room for; None where none says."""
-        return min((claim.staging for claim in self._made if claim.staging is not None), default=None)
+        """The least staging of all; None where none limits it."""
+        return min((reservation.staging for reservation in self._made if reservation.staging is not None), default=None)
 
     @property
-    def slots(self) -> int | None:
-        """The chunks that all leave room for; None where none says."""
-        return min((claim.slots for claim in self._made), default=None)
+    def chunk_buffers(self) -> int | None:
+        """The least number of chunks of all; None without graphs."""
+        return min((reservation.chunk_buffers for reservation in self._made), default=None)
 
     @property
     def on_the_way(self) -> int:
-        """The bytes of full gradients that may be on their way while a stretch of compute makes more."""
+        """The bytes of full gradients that may be on their way while a region makes more."""
         return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)
 
 

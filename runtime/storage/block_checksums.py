@@ -1,4 +1,8 @@
-"""What each block must contain, kept in memory, so that what a drive returns is never taken on trust."""
+"""Checksums of the store's blocks.
+
+Computed while a block is written, kept in memory, compared at each read: they catch lost, misdirected and corrupted blocks.
+Called by `block_io`; knows nothing of files.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from zinf_compile.errors import StoreError, StoreRequestError
 
 from .extents import Block
 
-_NEVER, _TORN, _WHOLE = range(3)
+_NEVER, _INCOMPLETE, _WHOLE = range(3)
 _WAY_OUT = (
     "load a checkpoint of model and optimizer, both from before that (load_full_state_dict, load_full_optimizer_state_dict), and "
     "go on from there"
 )
-"""What is lost is in memory nowhere; a value that is loaded is written anew."""
+"""Lost values are nowhere in memory; loaded values are written anew."""
 
 
 class BlockChecks:
@@ -43,8 +47,8 @@ class BlockChecks:
         return self._generation[block.number]
 
     def begin_write(self, block: Block) -> None:
-        """From now on the block holds neither the old nor the new content for certain."""
-        self._state[block.number] = _TORN
+        """Mark the block incomplete: it holds neither the old nor the new content for certain."""
+        self._state[block.number] = _INCOMPLETE
 
     def end_write(self, block: Block, crc: int | None) -> None:
         """Record that the block holds the next generation, with checksum `crc` where one was computed."""
@@ -58,7 +62,7 @@ class BlockChecks:
         state = self._state[block.number]
         if state == _NEVER:
             raise StoreRequestError(f"{self._describe(block)} was never written; write it before reading it")
-        if state == _TORN:
+        if state == _INCOMPLETE:
             raise StoreError(
                 errno.EIO,
                 f"{self._describe(block)}: its last write failed, so neither the old nor the new bytes are there for certain; "

@@ -1,4 +1,4 @@
-"""Blocks on their way: in order where they meet, staged where memory is not aligned, checked when they arrive."""
+"""Reads and writes of single blocks: ordered where they overlap, staged where memory is not aligned, checked at arrival."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class File:
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
         if isinstance(path_or_fd, int):
             self.path = os.readlink(f"/proc/self/fd/{path_or_fd}")
-            """What errors call it."""
+            """Its name in errors."""
             opened = os.open(f"/proc/self/fd/{path_or_fd}", flags)
         else:
             self.path = os.fspath(path_or_fd)
@@ -46,7 +46,7 @@ class File:
         self.writable = write
         """Whether it may be written to."""
         self.alignment = 1
-        """What memory, offset and length of a direct transfer must be multiples of, in bytes; 1 if `direct` is False."""
+        """Bytes that memory, offset and length of a direct transfer must be multiples of; 1 if `direct` is False."""
         self._buffered: Descriptor | None = Descriptor(opened)
         self._direct: Descriptor | None = None
         self._unsynced = False

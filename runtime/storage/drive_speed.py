@@ -1,4 +1,4 @@
-"""How fast several drives are beside each other, so that each gets the part of the bytes that it moves in the same time."""
+"""The speed of several drives beside each other, from which their shares of the bytes follow."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ __all__ = ["Engine", "File", "Request", "crc32c", "crc32c_combine"]
 _log = logging.getLogger("zinf_compile")
 
 Memory = torch.Tensor | memoryview | bytearray | bytes
-"""What can be transferred: a contiguous CPU tensor, or anything with a contiguous buffer."""
+"""Memory to transfer: a contiguous CPU tensor, or anything with a contiguous buffer."""
 
 
 class Request:

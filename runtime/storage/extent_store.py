@@ -24,7 +24,7 @@ from .block_io import BlockIO, Piece
 from .drive_speed import measure_shares
 from .engine import Engine, File
 from .extents import Block, Key, Layout
-from .scratch_file import ScratchFile, check_room, free_rooms
+from .scratch_file import ScratchFile, check_room, free_space
 
 _log = logging.getLogger("zinf_compile")
 
@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 """To reserve space that other processes reserve some of at the same time."""
 
 _LIVE: weakref.WeakSet[Store] = weakref.WeakSet()
-"""Those whose files a forked child must let go of: the space is free once the store's own process has ended."""
+"""Stores whose files a forked child must close, so that the space is free once the store's own process has ended."""
 
 PathLike = str | os.PathLike[str]
 
@@ -171,8 +171,8 @@ class Store:
     def _lay_out(self, extents: Sequence[tuple[Key, int]], block_bytes: int, alignment: int, shares: Sequence[float]) -> Layout:
         """Reserve the space of a layout; where others took some of it meanwhile, of one that makes do with what is left."""
         for attempt in itertools.count(1):
-            rooms = free_rooms(self.folders)
-            layout = Layout(extents, block_bytes=block_bytes, alignment=alignment, shares=shares, rooms=rooms)
+            free = free_space(self.folders)
+            layout = Layout(extents, block_bytes=block_bytes, alignment=alignment, shares=shares, free=free)
             try:
                 for opened, size in zip(self._scratch, layout.file_bytes, strict=True):
                     opened.reserve(size)

@@ -1,4 +1,4 @@
-"""Where the bytes of each extent lie: blocks, dealt out over one file per device."""
+"""The layout of extents: blocks, dealt out over one file per device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Key = Hashable
 """Names an extent; by convention (unit, kind of state), such as `("h.0.weight", "exp_avg")`."""
 
 
-Room = tuple[Hashable, int]
+FreeSpace = tuple[Hashable, int]
 """A filesystem, and the bytes that are free on it."""
 
 _SPARE_PART = 20
@@ -28,7 +28,7 @@ class Block:
     number: int
     """Counts the blocks of all extents of the layout."""
     start: int
-    """Of its first byte within the extent."""
+    """Offset of its first byte within the extent."""
     size: int
     device: int
     offset: int
@@ -45,11 +45,11 @@ class Extent:
 
 
 class Layout:
-    """The places of all extents, fixed from the start.
+    """The layout of all extents, fixed from the start.
 
     An extent is cut into blocks of `block_bytes`, the last one shorter; each is padded to `alignment`. Of several devices each
     is dealt the blocks that keep its bytes nearest to its share, so that any large extent uses all of them at once; one that
-    has no space left for a block gets none. `rooms`: for each device its filesystem and the bytes free there; by default there is
+    has no space left for a block gets none. `free`: for each device its filesystem and the bytes free there; by default there is
     always space.
     """
 
@@ -60,7 +60,7 @@ class Layout:
         block_bytes: int,
         alignment: int,
         shares: Sequence[float] = (1.0,),
-        rooms: Sequence[Room] | None = None,
+        free: Sequence[FreeSpace] | None = None,
     ) -> None:
         if block_bytes <= 0 or block_bytes % alignment:
             raise StoreRequestError(f"block_bytes={block_bytes} is not a positive multiple of the alignment, {alignment}")
@@ -68,9 +68,9 @@ class Layout:
             raise StoreRequestError(f"shares={list(shares)} are not positive numbers, one for each path")
         self.block_bytes = block_bytes
         self.file_bytes = [0] * len(shares)
-        """What each device's file must hold."""
-        self._filesystems = [filesystem for filesystem, _ in rooms] if rooms else list(range(len(shares)))
-        self._left = dict(rooms) if rooms else dict.fromkeys(self._filesystems, sys.maxsize)
+        """Bytes of each device's file."""
+        self._filesystems = [filesystem for filesystem, _ in free] if free else list(range(len(shares)))
+        self._left = dict(free) if free else dict.fromkeys(self._filesystems, sys.maxsize)
         self._spare = {filesystem: left // _SPARE_PART for filesystem, left in self._left.items()}
         self.extents: dict[Key, Extent] = {}
         self.blocks: list[Block] = []

@@ -1,4 +1,4 @@
-"""Stretches of files on their way into memory: from the page cache where they are in it, past it from the drive otherwise.
+"""Reads of file ranges into host memory: from the page cache where they are in it, else past it from the drive.
 
 What the kernel reads for a process that follows it through a file comes at half the rate of a drive that is asked for several
 megabytes at a time, and pushes out of memory what others have there.
@@ -33,10 +33,10 @@ class FileRead:
         """
         self._fd, self._offset = fd, offset
         self._pool = pool
-        self._room: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._direct: Request | None = None
         self._skip, self._count = offset % file.alignment, 0
-        """Of what is read past the page cache, what comes before the bytes asked for, and how many of these are in it."""
+        """Bytes that are read before those asked for, past the page cache, and bytes asked for that are read so."""
         self._keeps = is_cached(fd, offset, size)
         if not self._keeps and not file.direct:
             with contextlib.suppress(OSError):  # an advice
@@ -45,29 +45,29 @@ class FileRead:
             first, last = offset - self._skip, -(-(offset + size) // file.alignment) * file.alignment
             last = min(last, os.fstat(fd).st_size // file.alignment * file.alignment)
             if last > offset:
-                self._room = pool.take(last - first)
-                assert self._room is not None, "there is always room in the pool"
-                self._direct = engine.read(file, first, self._room[: last - first])
+                self._buffer = pool.take(last - first)
+                assert self._buffer is not None, "there is always room in the pool"
+                self._direct = engine.read(file, first, self._buffer[: last - first])
                 self._count = min(size, last - offset)
 
     def finish(self, into: torch.Tensor) -> int:
         """Fill a tensor of as many bytes; return how many there were: fewer where the file ends. Raises `OSError`."""
-        if self._direct is not None and self._room is not None:
+        if self._direct is not None and self._buffer is not None:
             try:
                 self._direct.wait()
-                into[: self._count].copy_(self._room[self._skip : self._skip + self._count])
+                into[: self._count].copy_(self._buffer[self._skip : self._skip + self._count])
             except OSError as error:
                 if error.errno != errno.EIO or os.fstat(self._fd).st_size >= self._offset + self._count:
                     raise
                 self._count = 0  # the file has become shorter: the page cache says by how much
-            self._pool.give_back(self._room)
-            self._room = self._direct = None
+            self._pool.give_back(self._buffer)
+            self._buffer = self._direct = None
         rest = into[self._count :]
         return self._count + (read_at(self._fd, rest, self._offset + self._count, keep=self._keeps) if rest.numel() else 0)
 
 
 def is_cached(fd: int, offset: int, size: int) -> bool:
-    """Say whether all of a stretch of a file is in the page cache; of a file of somebody else's the kernel doesn't tell."""
+    """Say whether all of a range of a file is in the page cache; of a file of somebody else's the kernel doesn't tell."""
     if os.fstat(fd).st_uid != os.geteuid() and not os.access(f"/proc/self/fd/{fd}", os.W_OK):
         return False
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Memory that is a file's: the kernel may take it back at any time, since the bytes are on the drive too."""
+"""Memory mapped from a file: the kernel may take it back at any time, since the bytes are on the drive too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that have no name: the kernel frees them when the last process that holds them ends, however it ends."""
+"""Files without a name: the kernel frees them when the last process that holds them ends, however it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .engine import File
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NO_NAMELESS_FILES = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
-"""What `O_TMPFILE` fails with where the filesystem, or the kernel, doesn't know it."""
+"""Errors of `O_TMPFILE` where the filesystem, or the kernel, doesn't know it."""
 
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS, _FS_NOCOW_FL = 0x80086601, 0x40086602, 0x00800000
 """Of <linux/fs.h>, 64-bit."""
@@ -72,12 +72,12 @@ class ScratchFile:
 
 def check_room(folders: Sequence[str], size: int) -> None:
     """Raise `StoreError` where `size` bytes are more than are free in all folders together, as far as they say."""
-    free = sum(dict(free_rooms(folders)).values())
+    free = sum(dict(free_space(folders)).values())
     if size > free:
         raise _no_room(folders, errno.ENOSPC, size, free)
 
 
-def free_rooms(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
+def free_space(folders: Sequence[str]) -> list[tuple[tuple[str, str], int]]:
     """Return for each folder its filesystem and the bytes free there."""
     filesystems = [look_up(folder) for folder in folders]  # of 0 bytes: one that counts nothing, such as a tmpfs without a limit
     return [((f.mount_point, f.source), f.free_bytes if f.total_bytes else sys.maxsize) for f in filesystems]

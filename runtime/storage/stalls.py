@@ -1,4 +1,4 @@
-"""Drives that don't answer: a warning after some seconds without any progress of an engine, an error after its time-out."""
+"""Time-outs of drives: a warning after some seconds without any progress of an engine, an error after its time-out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from zinf_compile import _csrc
 from zinf_compile.errors import StoreWarning
 
 PATIENCE_S = 10.0
-"""Without progress, until a warning."""
+"""Seconds without progress until a warning."""
 TIMEOUT_S = 600.0
-"""Without progress, until an error, where nobody says otherwise."""
+"""Seconds without progress until an error, by default."""
 EXIT_S = 3.0
-"""The same where the process ends: less than a lane's worker is waited for then."""
+"""The same while the process ends: less than the wait for a lane's worker."""
 _LOOK_S = 0.25
 
 

@@ -1,4 +1,4 @@
-"""Which store keeps what lives on a tier that is not memory: one row for each kind of drive."""
+"""The stores of tiers that are not memory: one row for each kind of drive."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ShardStore(Protocol):
 
     @property
     def folders(self) -> Sequence[str]:
-        """Where that is, for messages."""
+        """The folders, for messages."""
 
     @property
     def block_bytes(self) -> int:
-        """What a read of a part begins and ends at multiples of."""
+        """Bytes that a read of a part begins and ends at multiples of."""
 
     def read(self, key: Hashable, into: torch.Tensor, *, offset: int = 0) -> Pending:
         """Start to fill `into` with the extent, or with what of it begins at byte `offset`."""
@@ -44,11 +44,11 @@ Open = Callable[[Sequence[str], Extents, Engine, BufferPool | None], ShardStore]
 STORES: dict[Tier, Open] = {
     Tier.NVME: lambda folders, extents, engine, staging: Store(folders, extents, engine=engine, staging=staging),
 }
-"""How the store of a tier is made: of (folders, extents, engine, staging)."""
+"""Makers of a tier's store, of (folders, extents, engine, staging)."""
 
 
 def open_store(
     tier: Tier, folders: Sequence[str], extents: Extents, engine: Engine, staging: BufferPool | None = None
 ) -> ShardStore:
-    """Return a store with room for these extents on a tier."""
+    """Return a store with space for these extents on a tier."""
     return STORES[tier](folders, extents, engine, staging)

@@ -1,9 +1,9 @@
 """What the operating system says: allocator, control groups, filesystems, limits.
 
 cgroups — The limits that a container or a batch system puts on this process, by control groups of version 1 or 2.
-filesystem — What lies under a path: the filesystem, its free space, and whether it is a drive at all.
-host_limits — How much memory this process may really use.
-malloc — The C library's allocator: where memory is short, what is freed has to go back.
-process_wide — Collections that belong to the process as a whole: each is made here, so that `zinf_compile.reset()` finds
+filesystem — The filesystem under a path: its type, its free space, and whether it is a local drive.
+host_limits — The memory that this process may use: of the host, within control groups and rlimits, and of a device.
+malloc — Settings of glibc's allocator: freed blocks go back to the system where memory is short.
+process_wide — A register of the collections that belong to the process as a whole, so that `zinf_compile.reset()` empties
     them all.
 """

@@ -17,7 +17,7 @@ _FILES = {
         "blkio.throttle.write_iops_device",
     ),
 }
-"""By controller; names differ between the versions, so both are looked for."""
+"""Files of limits by controller, of both versions."""
 _USE = {
     "memory.max": ("memory.current", "inactive_file"),
     "memory.high": ("memory.current", "inactive_file"),

@@ -1,4 +1,4 @@
-"""What lies under a path: the filesystem, its free space, and whether it is a drive at all."""
+"""The filesystem under a path: its type, its free space, and whether it is a local drive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Filesystem:
 
     @property
     def concern(self) -> str:
-        """What it means to keep states here, where this is no local drive; else empty."""
+        """A warning about states kept here, where this is no local drive; else empty."""
         if self.kind in _IN_MEMORY:
             return f"{self.kind} is memory: what is moved there frees none, and counts against the memory limit"
         if self.kind in _LAYERED:

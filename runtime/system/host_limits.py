@@ -1,4 +1,4 @@
-"""How much memory this process may really use."""
+"""The memory that this process may use: of the host, within control groups and rlimits, and of a device."""
 
 from __future__ import annotations
 

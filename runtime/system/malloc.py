@@ -1,4 +1,4 @@
-"""The C library's allocator: where memory is short, what is freed has to go back."""
+"""Settings of glibc's allocator: freed blocks go back to the system where memory is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ between them, and what is free there adds up to as much again as what is used. B
 an aligned block never goes to the place of another, as it might need some bytes more."""
 
 SMALLEST = 128 << 10
-"""What glibc begins with: smaller blocks are not worth a call of the kernel."""
+"""The threshold with which glibc begins: smaller blocks are not worth a call of the kernel."""
 
 _M_MMAP_THRESHOLD = -3
 _OURS = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")

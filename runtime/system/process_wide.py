@@ -1,4 +1,4 @@
-"""Collections that belong to the process as a whole: each is made here, so that `zinf_compile.reset()` finds them all.
+"""A register of the collections that belong to the process as a whole, so that `zinf_compile.reset()` empties them all.
 
 Modules of the runtime and above call this once, at import. Nothing here knows what the collections hold.
 """

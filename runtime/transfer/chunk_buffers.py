@@ -18,7 +18,7 @@ from .move import StagingBuffers
 
 
 class ChunkBuffer:
-    """Room for one chunk."""
+    """Memory for one chunk."""
 
     def __init__(self, host: torch.Tensor | None, device: torch.Tensor | None) -> None:
         self._host, self._device = host, device
@@ -32,10 +32,10 @@ class ChunkBuffer:
         self.brought: dict[Hashable, torch.Tensor] = {}
         """Where each of them is."""
 
-    def rooms(self, columns: Mapping[str, Column], numel: int) -> dict[str, StagingBuffers]:
+    def staging(self, columns: Mapping[str, Column], numel: int) -> dict[str, StagingBuffers]:
         """Lay the columns of a chunk out, each from a page."""
         ends = {Tier.HOST: 0, Tier.DEVICE: 0}
-        rooms: dict[str, StagingBuffers] = {}
+        staging: dict[str, StagingBuffers] = {}
         for name, column in columns.items():
             size = format_of(column.dtype).bytes(numel)
             sides: dict[Tier, torch.Tensor | None] = {Tier.HOST: None, Tier.DEVICE: None}
@@ -44,11 +44,11 @@ class ChunkBuffer:
                     assert memory is not None
                     sides[side] = memory[ends[side] : ends[side] + size].view(column.dtype)
                     ends[side] += round_up(size, PAGE)
-            rooms[name] = StagingBuffers(sides[Tier.HOST], sides[Tier.DEVICE])
-        return rooms
+            staging[name] = StagingBuffers(sides[Tier.HOST], sides[Tier.DEVICE])
+        return staging
 
     def drain(self) -> None:
-        """Wait until nothing moves to or from the buffer; where that failed, what it holds counts for nothing."""
+        """Wait until nothing moves to or from the buffer; where that failed, its content is invalid."""
         try:
             wait_for_all(transfer.wait for transfer in self.under_way)
         except Exception:
@@ -58,17 +58,17 @@ class ChunkBuffer:
 
 
 class ChunkBuffers:
-    """Hands out buffers to chunks. The chunks used last keep theirs until the room is needed."""
+    """Hands out buffers to chunks. The chunks used last keep theirs until it is needed."""
 
     def __init__(
-        self, chunks: Sequence[tuple[Mapping[str, Column], int]], bridge: DeviceLink, *, pinned: bool, most: int = CHUNK_BUFFERS
+        self, chunks: Sequence[tuple[Mapping[str, Column], int]], link: DeviceLink, *, pinned: bool, most: int = CHUNK_BUFFERS
     ) -> None:
         device, host = largest_buffer(chunks)
         count = min(most, len(chunks))
         self._buffers = [  # the one used last at the end
             ChunkBuffer(
                 aligned_buffer(host, pinned=pinned) if host else None,
-                bridge.device_buffer(device, torch.uint8) if device else None,
+                link.device_buffer(device, torch.uint8) if device else None,
             )
             for _ in range(count)
         ]
@@ -79,7 +79,7 @@ class ChunkBuffers:
         return len(self._buffers)
 
     def begin(self) -> None:
-        """A step begins: what an earlier one brought of parameters and gradients counts no more."""
+        """Begin a step: parameters and gradients of an earlier one are no longer valid."""
         for buffer in self._buffers:
             buffer.filled, buffer.held = False, False
 

@@ -1,26 +1,38 @@
-"""One hop of a shard between two tiers, and the hops of a piece between where it lives and where it is updated."""
+"""One hop of a shard between two tiers, and the hops of a piece between where it lives and where it is updated.
+
+Called by units, the optimizer's chunks and the loading of values; knows tensors and places, no unit and no schedule.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from zinf_compile.ir.tiers import Tier, step_buffers
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
-from zinf_compile.runtime.lanes.lanes import Lane, Pending
+from zinf_compile.runtime.lanes.lanes import Done, Lane, Pending
 from zinf_compile.runtime.memory.reservations import InflightLimit
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.context import Context
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a piece of a state lives between two steps: in memory (`tensor`), or on a drive."""
+    """Where a shard, or a piece of one, is: in memory (`tensor`), or on a drive, read to and written from host memory."""
 
     tensor: torch.Tensor | None = None
     on_device: bool = True
     read: Callable[[torch.Tensor], Pending] | None = None
     write: Callable[[torch.Tensor], Pending] | None = None
+
+
+def on_host(tensor: torch.Tensor) -> Location:
+    """Return the location of host memory."""
+    return Location(tensor, on_device=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +45,29 @@ class StagingBuffers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """What a hop goes by: the link to the device, and the lane on which what has to wait for something goes on to a drive."""
+    """The link to the device, and the lane on which a write to a drive waits for what comes before it."""
 
     link: DeviceLink
     submit: Callable[[Callable[[], None]], Pending]
 
 
+def route_of(context: Context) -> Route:
+    """Return the route of a rank's shards and gradients: on the lane of swaps."""
+    return Route(context.link, lambda job: context.lanes.start(context.lanes.swap, job))
+
+
 def move(src: Location, dst: Location, *, by: Route, after: Pending | None = None, room: InflightLimit | None = None) -> Pending:
     """Start one hop of a shard, or of a piece of one, once `after` is over; return what to wait for.
 
-    Between host memory and the device's own, or between host memory and a drive; never both. The source stays as it is until
-    then. `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
+    Between host memory and the device's own, or between host memory and a drive; never both. The source may not
+    change until then. Within one memory the copy is made before `move` returns, and none is where both ends are the same.
+
+    `room` bounds the bytes that are under way: `move` returns once there is room, which is given back when the hop is over.
     """
     source = src.tensor if src.tensor is not None else dst.tensor
     assert source is not None, "one end is memory"
+    if src.tensor is not None and dst.tensor is not None and not crosses(src, dst, by.link):
+        return _copy(src.tensor, dst.tensor, after)
     size = source.nbytes
     if room is not None:
         room.acquire(size)
@@ -68,6 +89,19 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
             room.release(size)
         raise
     return copying
+
+
+def crosses(src: Location, dst: Location, link: DeviceLink) -> bool:
+    """Say whether two locations in memory are on two sides of the link."""
+    return src.on_device != dst.on_device and link.topology.host_apart
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+    if after is not None:
+        after.wait()
+    if source.data_ptr() != into.data_ptr():
+        into.copy_(source)
+    return Done()
 
 
 class _Write:
@@ -104,50 +138,65 @@ class _Arrive:
 
 
 class UpdateRoute:
-    """The hops of a piece to where it is updated, on the host or the device, and back; what is there already stays in place."""
+    """The hops of a piece to the side where it is updated, and back. A piece that lives there is updated in place."""
 
     def __init__(self, link: DeviceLink, *, update_on_device: bool, lane: Callable[[], Lane] | None = None) -> None:
         self.link = link
         self.update_on_device = update_on_device
         self._lane = lane
-        """On which what was copied from the device goes on to a drive."""
+        """The lane on which pieces copied from the device go on to a drive."""
         self._by = Route(link, self._submit)
 
-    def needs(self, tier: Tier) -> tuple[bool, bool]:
-        """Say whether pieces that live on a tier need room on the host, and on the device."""
-        return step_buffers(tier, unified=self.link.unified, update_on_device=self.update_on_device)
+    @property
+    def device_apart(self) -> bool:
+        """Whether pieces are updated in the memory of a device that has its own."""
+        return self.update_on_device and self.link.topology.host_apart
 
-    def bring(self, place: Location, rooms: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
+    def needs(self, tier: Tier) -> tuple[bool, bool]:
+        """Say whether pieces that live on a tier need buffers on the host, and on the device."""
+        return self.link.topology.step_buffers(tier, update_on_device=self.update_on_device)
+
+    def bring(self, place: Location, staging: StagingBuffers) -> tuple[torch.Tensor, Pending | None]:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
-            if self.link.unified or place.on_device == self.update_on_device:
+            if not crosses(place, self._updated, self.link):
                 return place.tensor, None
-            room = rooms.device if self.update_on_device else rooms.host
-            assert room is not None
-            return room, move(place, Location(room, on_device=self.update_on_device), by=self._by)
-        assert rooms.host is not None
-        host = Location(rooms.host, on_device=False)
+            buffer = staging.device if self.update_on_device else staging.host
+            assert buffer is not None
+            return buffer, move(place, Location(buffer, on_device=self.update_on_device), by=self._by)
+        assert staging.host is not None
+        host = on_host(staging.host)
         reading = move(place, host, by=self._by)
-        if self.link.unified or not self.update_on_device:
-            return rooms.host, reading
-        assert rooms.device is not None
-        return rooms.device, move(host, Location(rooms.device), by=self._by, after=reading)
+        if not self.device_apart:
+            return staging.host, reading
+        assert staging.device is not None
+        return staging.device, move(host, Location(staging.device), by=self._by, after=reading)
 
-    def keep(self, place: Location, piece: torch.Tensor, rooms: StagingBuffers) -> Pending | None:
-        """Start to bring an updated piece back to its place; return what to wait for before its memory changes again."""
+    def keep(self, place: Location, piece: torch.Tensor, staging: StagingBuffers) -> Pending | None:
+        """Start to bring an updated piece back to its place; wait for the result before its memory changes again."""
         source = Location(piece, on_device=self.update_on_device)
         if place.tensor is not None:
-            if piece.data_ptr() == place.tensor.data_ptr():
-                return None
-            if self.link.unified or place.on_device == self.update_on_device:
-                place.tensor.copy_(piece)
-                return None
+            pending = move(source, place, by=self._by)
+            return pending if crosses(source, place, self.link) else None
+        if not self.device_apart:
             return move(source, place, by=self._by)
-        if self.link.unified or not self.update_on_device:
-            return move(source, place, by=self._by)
-        assert rooms.host is not None
-        host = Location(rooms.host, on_device=False)
+        assert staging.host is not None
+        host = on_host(staging.host)
         return move(host, place, by=self._by, after=move(source, host, by=self._by))
+
+    def copy_out(self, piece: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a piece from where it is updated to host memory, and wait for it."""
+        move(Location(piece, on_device=self.update_on_device), on_host(into), by=self._by).wait()
+
+    def copy_in(self, source: torch.Tensor, piece: torch.Tensor) -> None:
+        """Copy a tensor on either side to a piece where it is updated, and wait for it."""
+        on_device = source.device.type != "cpu"
+        move(Location(source, on_device=on_device), Location(piece, on_device=self.update_on_device), by=self._by).wait()
+
+    @property
+    def _updated(self) -> Location:
+        """The side on which pieces are updated."""
+        return Location(on_device=self.update_on_device)
 
     def _submit(self, job: Callable[[], None]) -> Pending:
         assert self._lane is not None, "who keeps pieces says on which lane"

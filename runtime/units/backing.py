@@ -1,4 +1,7 @@
-"""Where a shard lives that isn't on its device."""
+"""The backings of shards that are off their device.
+
+Each says where a range of the shard is, as a `Location` for `transfer.move`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from typing import Protocol
 import torch
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.transfer.move import Location, on_host
 
 from .nvme_shards import NvmeShards
 
 
 class ShardBacking(Protocol):
-    """Host memory or a drive; moves shards to and from host memory."""
+    """Host memory or a drive."""
 
     tier: Tier
 
@@ -21,11 +25,8 @@ class ShardBacking(Protocol):
     def resident(self) -> torch.Tensor | None:
         """The shard itself, where it is in host memory."""
 
-    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
-        """Start to fill `into` with the shard, or with a tile's, which begins at element `start`."""
-
-    def write(self, source: torch.Tensor, start: int = 0) -> Pending:
-        """Start to keep `source` as the shard, or as a tile's."""
+    def location(self, start: int, end: int) -> Location:
+        """Return where the elements [start, end) are, which begin and end where pieces do: for `transfer.move`."""
 
 
 class HostBacking:
@@ -41,17 +42,9 @@ class HostBacking:
         """See `ShardBacking.resident`."""
         return self._shard
 
-    def read(self, into: torch.Tensor, start: int = 0) -> Pending:
-        """See `ShardBacking.read`."""
-        into.copy_(self._shard[start : start + into.numel()])
-        return Done()
-
-    def write(self, source: torch.Tensor, start: int = 0) -> Pending:
-        """See `ShardBacking.write`."""
-        place = self._shard[start : start + source.numel()]
-        if source.data_ptr() != place.data_ptr():
-            place.copy_(source)
-        return Done()
+    def location(self, start: int, end: int) -> Location:
+        """See `ShardBacking.location`."""
+        return on_host(self._shard[start:end])
 
 
 class NvmeBacking:
@@ -64,26 +57,22 @@ class NvmeBacking:
         self._index = index
         self.tier = shards.tier
 
+    def location(self, start: int, end: int) -> Location:
+        """See `ShardBacking.location`."""
+        return Location(read=lambda into: self.read(into, start), write=lambda source: self.write(source, start))
+
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
-        """See `ShardBacking.read`."""
+        """Start to fill `into` with the shard, or with the pieces of it that begin at element `start`."""
         return self.shards.read(self._index, into, start)
 
     def write(self, source: torch.Tensor, start: int = 0) -> Pending:
-        """See `ShardBacking.write`."""
+        """Start to keep `source` as the shard, or as the pieces of it that begin at element `start`."""
         return self.shards.write(self._index, source, start)
-
-    def read_piece(self, start: int, into: torch.Tensor) -> Pending:
-        """Start to fill `into` with the piece that begins at element `start`."""
-        return self.shards.read_piece(self._index, start, into)
 
     def blocks(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [start, end): each can be read by itself."""
         return self.shards.blocks(self._index, start, end)
 
-    def read_block(self, start: int, into: torch.Tensor) -> Pending:
-        """Start to fill `into` with the block that begins at element `start`."""
-        return self.shards.read_block(self._index, start, into)
-
-    def write_piece(self, start: int, source: torch.Tensor) -> Pending:
-        """Start to keep `source` as the piece that begins at element `start`."""
-        return self.shards.write_piece(self._index, start, source)
+    def block(self, start: int) -> Location:
+        """Return where the block is that begins at element `start`."""
+        return Location(read=lambda into: self.shards.read_block(self._index, start, into))

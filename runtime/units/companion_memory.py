@@ -1,4 +1,4 @@
-"""Room for tensors that are partitioned like a parameter, on the tier where that parameter lives."""
+"""Memory for tensors that are partitioned like a parameter, on the tier of that parameter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .shard_values import BackedShard, DeviceShard, ShardValues
 from .unit import Unit
 
 _Key = tuple[int, torch.dtype]
-_Shelves = tuple[NvmeGradientPool, dict[int, int]]
-_shelves: weakref.WeakKeyDictionary[Context, dict[_Key, _Shelves]] = process_wide(weakref.WeakKeyDictionary())
-"""By a row of units that were partitioned together and a data type: the pool with a place for each, and its number there."""
+_Pool = tuple[NvmeGradientPool, dict[int, int]]
+_pools: weakref.WeakKeyDictionary[Context, dict[_Key, _Pool]] = process_wide(weakref.WeakKeyDictionary())
+"""Pools by row of units that were partitioned together and data type, with the number of each unit's place."""
 
 
 def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues:
-    """Return room for a shard like a unit's, content undefined, on the unit's tier.
+    """Return memory for a shard like a unit's, content undefined, on the unit's tier.
 
     One that is not `lasting`, an intermediate result, is in host memory where that has room within the cap. Raises `BudgetError`
     where memory has none.
@@ -37,7 +37,7 @@ def make_values(unit: Unit, dtype: torch.dtype, *, lasting: bool) -> ShardValues
         return DeviceShard(unit, on_device(unit, dtype, "staging"))
     if not lasting and not unit.backing.tier.in_memory and context.memory.has_room(context.memory.host_ledger, size):
         shard = context.memory.staged_buffer(unit.shard_numel, dtype)
-        return DeviceShard(unit, shard) if context.bridge.unified else BackedShard(unit, HostBacking(shard), dtype)
+        return BackedShard(unit, HostBacking(shard), dtype) if context.link.topology.host_apart else DeviceShard(unit, shard)
     return BackedShard(unit, backing_like(unit, dtype, "staging"), dtype)
 
 
@@ -75,7 +75,7 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
     if not context.memory.has_room(ledger, size):
         gc.collect()
     if not context.memory.has_room(ledger, size):
-        option = "host_memory (for each rank of a node)" if on_host and not context.bridge.unified else "device_memory"
+        option = "host_memory (for each rank of a node)" if on_host and context.link.topology.host_apart else "device_memory"
         raise BudgetError(
             f"a tensor partitioned like {unit.name} takes {size:,} bytes on this rank. The smallest {option} that works is "
             f"{context.memory.least_cap(ledger, size):,}. Or drop other tensors, or let parameters live on a drive (option "
@@ -86,20 +86,21 @@ def check_room(unit: Unit, dtype: torch.dtype, *, on_host: bool = False) -> None
 def _pool_of(unit: Unit, dtype: torch.dtype) -> tuple[NvmeGradientPool, dict[int, int]]:
     """Return the pool of all units that were partitioned together with this one: few files for many tensors."""
     context, family = unit.context, _root(unit.family)
-    known = _shelves.setdefault(context, {})
+    known = _pools.setdefault(context, {})
     found = known.get((family, dtype))
     if found is None or _root(unit.serial) not in found[1]:
         row = {_root(u.serial): u for u in context.units if _root(u.family) == family and u.backing is not None}
         members = [row[serial] for serial in sorted(row)]
-        places = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
+        specs = [ShardSpec(u.name, u.shard_numel, dtype, u.cuts) for u in members]
         folders = unit.placement.nvme
         assert unit.backing is not None, "on the device a shard needs no backing"
         pool = NvmeGradientPool(
             folders,
-            places,
+            specs,
             context.engine,
             context.lanes.meter,
             context.memory.staging,
+            piece_numel=unit.placement.piece_numel,
             kind="tensor partitioned like",
             tier=unit.backing.tier,
         )

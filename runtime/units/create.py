@@ -1,4 +1,4 @@
-"""New units for parameters that are about to be partitioned, with room for their shards and gradients where these will live."""
+"""New units for parameters that are about to be partitioned, with memory for their shards and gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .unit import Unit, make_shards
 
 
 def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> list[Unit]:
-    """Reserve all room, in memory and on drives, then return a unit for each parameter, its shard undefined.
+    """Reserve all memory and all space on drives, then return a unit for each parameter, its shard undefined.
 
     Raises `OptionError` where one would be cut into more tiles than a graph should have.
 
@@ -30,23 +30,23 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
     """
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
     tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
-    places = [
+    specs = [
         ShardSpec(name, shard_numel(p.numel(), context.size), p.dtype, _cuts(boxes, context))
         for (p, name), boxes in zip(parameters, tiles, strict=True)
     ]
-    away = [index for index, moves in enumerate(moving) if moves]
-    backings = _make_backings([places[index] for index in away], context, placement)
-    rooms = _make_rooms([(parameters[index][0], places[index]) for index in away], context, placement)
-    in_order = iter(zip(backings, rooms, strict=True))
+    offloaded = [index for index, moves in enumerate(moving) if moves]
+    backings = _make_backings([specs[index] for index in offloaded], context, placement)
+    pools = _make_gradient_pools([(parameters[index][0], specs[index]) for index in offloaded], context, placement)
+    in_order = iter(zip(backings, pools, strict=True))
     backing_of = [next(in_order) if moves else (None, None) for moves in moving]
     staying = [p for (p, _), (backing, _) in zip(parameters, backing_of, strict=True) if backing is None]
     shards = iter(make_shards(staying, context))
     units = []
-    for (parameter, name), (backing, room), boxes in zip(parameters, backing_of, tiles, strict=True):
+    for (parameter, name), (backing, pool), boxes in zip(parameters, backing_of, tiles, strict=True):
         shard = next(shards) if backing is None else None
         own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
         unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes)
-        unit.gradient_pool = room
+        unit.gradient_pool = pool
         units.append(unit)
         unit.family = units[0].serial
     return units
@@ -56,35 +56,42 @@ def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
     return tuple(border // context.size for border in borders_of(boxes)[1:-1])
 
 
-def _make_backings(places: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:
-    if not placement.params.in_memory and places:
+def _make_backings(specs: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:
+    if not placement.params.in_memory and specs:
         shards = NvmeShards(
             placement.nvme,
             "parameter",
-            places,
+            specs,
             context.engine,
             context.lanes.meter,
             context.memory.staging,
+            piece_numel=placement.piece_numel,
             tier=placement.params,
         )
-        return [NvmeBacking(shards, index) for index in range(len(places))]
-    if context.bridge.topology.is_away(placement.params):
+        return [NvmeBacking(shards, index) for index in range(len(specs))]
+    if context.link.topology.is_offloaded(placement.params):
         pinned = context.device.type == "cuda"
-        kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in places]
+        kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in specs]
         for shard in kept:
             context.memory.host_ledger.track("params", shard)
         return [HostBacking(shard) for shard in kept]
-    return [None] * len(places)
+    return [None] * len(specs)
 
 
-def _make_rooms(
+def _make_gradient_pools(
     parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, placement: Placement
 ) -> list[tuple[NvmeGradientPool, int]] | list[None]:
-    trained = [dataclasses.replace(place, dtype=placement.reduce_dtype_of(p.dtype)) for p, place in parameters if p.requires_grad]
+    trained = [dataclasses.replace(spec, dtype=placement.reduce_dtype_of(p.dtype)) for p, spec in parameters if p.requires_grad]
     if placement.grads.in_memory or not trained:
         return [None] * len(parameters)
     pool = NvmeGradientPool(
-        placement.nvme, trained, context.engine, context.lanes.meter, context.memory.staging, tier=placement.grads
+        placement.nvme,
+        trained,
+        context.engine,
+        context.lanes.meter,
+        context.memory.staging,
+        piece_numel=placement.piece_numel,
+        tier=placement.grads,
     )
     numbers = iter(range(len(trained)))
     return [(pool, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""The whole value of a unit that lives off the device, brought for eager code of a single process, within the caps.
+"""The whole value of a unit that lives off the device, for eager code of a single process, within the caps.
 
-`zinf_compile.sharded.offloaded_value` calls this. Nothing here is part of a schedule.
+`zinf_compile.sharded.offloaded_storage` calls this. Nothing here is part of a schedule.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
-from .backing import NvmeBacking
 from .unit import Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 _largest: weakref.WeakKeyDictionary[Context, tuple[int, int]] = process_wide(weakref.WeakKeyDictionary())
-"""Of each context: how many units it had, and the bytes of the largest of them."""
+"""By context: its number of units, and the bytes of the largest."""
 
 
 def fetch(unit: Unit) -> torch.Tensor:
@@ -32,7 +32,7 @@ def fetch(unit: Unit) -> torch.Tensor:
     Raises `BudgetError` where that exceeds a cap, `StepFailedError` where the step failed that was to update it.
     """
     context = unit.context
-    if not context.bridge.unified:
+    if context.link.topology.host_apart:
         if unit.resident is None:
             _reserve(unit, context.memory.host_ledger)
         _reserve(unit, context.memory.ledger)
@@ -46,13 +46,13 @@ def fetch(unit: Unit) -> torch.Tensor:
 def fetch_to_host(unit: Unit) -> torch.Tensor:
     """Return the value flat in host memory, to be read and dropped: its backing, where that is host memory. Raises as `fetch`."""
     context = unit.context
-    if context.bridge.unified:
+    if not context.link.topology.host_apart:
         return fetch(unit)
     if unit.resident is not None:
         return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
     _reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
-    unit.read(host).wait()
+    move(unit.location(), on_host(host), by=route_of(context)).wait()
     return host
 
 
@@ -65,7 +65,7 @@ def blank(unit: Unit) -> torch.Tensor:
 
 
 class PinnedValue:
-    """The value of a unit at an address that stays, for who reads memory through a pointer.
+    """The value of a unit at a fixed address, for readers through a pointer.
 
     In memory where the caps leave room for that beside one more value and what graphs gather; else in a file on the unit's
     drive. `current` brings what later steps made of it to the same address.
@@ -75,7 +75,7 @@ class PinnedValue:
         self._unit, self._version = unit, _version(unit)
         context, backing = unit.context, unit.backing
         value = fetch(unit)
-        if isinstance(backing, NvmeBacking) and context.bridge.unified:
+        if backing is not None and context.link.topology.reads_at_once(backing.tier):
             beside = max(largest_bytes(context), context.memory.reservations.passing)
             if not context.memory.has_room(context.memory.ledger, beside):
                 value = map_copy(value, unit.placement.nvme[0])
@@ -90,7 +90,7 @@ class PinnedValue:
         return self._value
 
     def changed(self, value: torch.Tensor) -> None:
-        """Take over what was just written to the unit's backing."""
+        """Take over a value that was just written to the unit's backing."""
         self._value.copy_(value)
         self._version = _version(self._unit)
 
@@ -105,7 +105,7 @@ def largest_bytes(context: Context) -> int:
 
 
 def shortage(unit: Unit, ledger: Ledger) -> str:
-    """Say what a value lacks of an account's cap; empty where it fits."""
+    """Describe by how much a value exceeds a cap; empty where it fits."""
     context = unit.context
     if context.memory.has_room(ledger, unit.bytes):
         return ""
@@ -133,6 +133,6 @@ def _reserve(unit: Unit, ledger: Ledger) -> None:
 
 
 def _version(unit: Unit) -> int:
-    """Return how often the unit's parameter was changed."""
+    """Return the version of the unit's parameter."""
     parameter = unit.parameter()
     return -1 if parameter is None else parameter._version

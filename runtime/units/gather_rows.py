@@ -1,4 +1,4 @@
-"""Rows of a tiled parameter, from the ranks and tiers that have them: what an embedding looks up."""
+"""Lookups in a tiled parameter: its rows, from the ranks and tiers that have them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from zinf_compile.ir.row_rounds import Round, rounds_of_rows
 from zinf_compile.runtime.lanes.lanes import wait_for_all
 from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import NvmeBacking
 
@@ -55,8 +56,8 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexError:
-    context = unit.context
-    here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {context.rank})" if context.rank in ranks else ""
+    me = unit.shard_group.rank
+    here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {me})" if me in ranks else ""
     return IndexError(
         f"index out of range in self: {unit.name} has {unit.shape[0]} rows, and indices lie beyond them on rank "
         f"{', '.join(map(str, ranks))}{here}"
@@ -64,16 +65,16 @@ def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexEr
 
 
 class _Round:
-    """What moves of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
+    """The transfer of some rows: each rank asks those that have parts of the rows it wants, and sends what it was asked for."""
 
     def __init__(self, unit: Unit, part: Round, wanted: torch.Tensor) -> None:
-        self._unit, self._context = unit, unit.context
+        self._unit, self._context, self._group = unit, unit.context, unit.shard_group
         self._columns = unit.shape[1]
         self._wanted = wanted
-        self._stretch = unit.spans[part.tile]
+        self._shard_span = unit.spans[part.tile]
         self._span = (part.first * self._columns, part.last * self._columns)
-        self._here = self._part_of(self._context.rank)
-        self._shift = self._stretch.place - self._stretch.part_of(self._context.rank)[0]
+        self._here = self._part_of(self._group.rank)
+        self._shift = self._shard_span.place - self._shard_span.part_of(self._group.rank)[0]
         """From an element's number in the flat unit to its place in this rank's shard."""
 
     def run(self, what: str) -> torch.Tensor:
@@ -88,29 +89,29 @@ class _Round:
             requests = self._ask()
             own = self._read(window, blocks, torch.cat(requests)) if blocks else window
             sent = [self._pick(own, ids) for ids in requests]
-            received = [rows[slice(*self._place(peer))] for peer in range(context.size)]
-            count = sum(part.nbytes for peer, part in enumerate(received) if peer != context.rank)
+            received = [rows[slice(*self._place(peer))] for peer in range(self._group.size)]
+            count = sum(part.nbytes for peer, part in enumerate(received) if peer != self._group.rank)
             with moving([context.lanes.meter], "from ranks", count):
-                context.gathers.exchange(sent, received)
+                unit.gathers.exchange(sent, received)
             context.lanes.meter.moved("from ranks", count)
 
         context.finish(context.lanes.start(context.lanes.gather, move), what)
         return rows.view(-1, self._columns)
 
     def _part_of(self, rank: int) -> Span:
-        """Return which elements of the round a rank has, as of the flat unit; an empty span where none."""
-        start, end = self._stretch.part_of(rank)
+        """Return the elements of the round that a rank has, as a span of the flat unit; empty where none."""
+        start, end = self._shard_span.part_of(rank)
         start = max(start, self._span[0])
         return start, max(start, min(end, self._span[1]))
 
     def _rows_within(self, ids: torch.Tensor, span: Span) -> Span:
-        """Return which of these rows, in order, have elements in a span."""
+        """Return the range of these rows that have elements in a span."""
         if span[0] == span[1]:
             return 0, 0
         return _between(ids, span[0] // self._columns, -(-span[1] // self._columns))
 
     def _place(self, rank: int) -> Span:
-        """Return where, among the wanted rows, the elements come that a rank has: one after the other."""
+        """Return the range, among the elements of the wanted rows, of those that a rank has."""
         span = self._part_of(rank)
         first, last = self._rows_within(self._wanted, span)
         if first == last:
@@ -120,17 +121,17 @@ class _Round:
         return first * self._columns + before, last * self._columns - behind
 
     def _ask(self) -> list[torch.Tensor]:
-        """Exchange which rows each rank wants; return those that each wants of this one."""
-        context = self._context
-        mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(context.size)]
-        if context.size == 1:
+        """Exchange the rows that each rank wants; return those that each wants of this one."""
+        size, gathers = self._group.size, self._unit.gathers
+        mine = [self._wanted[slice(*self._rows_within(self._wanted, self._part_of(rank)))] for rank in range(size)]
+        if size == 1:
             return mine
         device = self._unit.device
-        counts = torch.empty(context.size, dtype=torch.int64, device=device)
+        counts = torch.empty(size, dtype=torch.int64, device=device)
         own = torch.tensor([ids.numel() for ids in mine], device=device)
-        context.gathers.exchange(list(own.split(1)), list(counts.split(1)))
+        gathers.exchange(list(own.split(1)), list(counts.split(1)))
         requests = [torch.empty(count, dtype=torch.int64, device=device) for count in counts.tolist()]
-        context.gathers.exchange([ids.to(device) for ids in mine], requests)
+        gathers.exchange([ids.to(device) for ids in mine], requests)
         return [ids.cpu() for ids in requests]
 
     def _make_window(self) -> tuple[torch.Tensor, list[Span]]:
@@ -145,10 +146,10 @@ class _Round:
         if not blocks:
             return torch.empty(0, dtype=unit.dtype), []
         size = blocks[-1][1] - blocks[0][0]
-        if not context.bridge.unified:
+        if context.link.topology.host_apart:
             return context.memory.staged_buffer(size, unit.dtype), blocks
         context.memory.make_room(context.memory.ledger, unit.format.bytes(size))
-        buffer = context.bridge.host_buffer(size, unit.dtype)
+        buffer = context.link.host_buffer(size, unit.dtype)
         context.memory.ledger.track("gathered", buffer)
         return buffer, blocks
 
@@ -163,13 +164,14 @@ class _Round:
             for first, last in blocks:
                 inside = max(first - shift, start), min(last - shift, end)
                 if range(*self._rows_within(ids, inside)):
-                    reads.append(backing.read_block(first, buffer[first - base : last - base]))
+                    part = on_host(buffer[first - base : last - base])
+                    reads.append(move(backing.block(first), part, by=route_of(self._context)))
         finally:
             wait_for_all(read.wait for read in reads)
         return buffer[start + shift - base : end + shift - base]
 
     def _pick(self, own: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return on the device, one after the other, what this rank has of some rows."""
+        """Return this rank's elements of some rows, one after the other, on the device."""
         (start, end), columns = self._here, self._columns
         first = -(-start // columns)  # rows from here on, and up to `last`, are here whole
         last = max(first, end // columns)
@@ -182,8 +184,8 @@ class _Round:
         body = whole.index_select(0, (ids[lo:hi] - first).to(own.device)).view(-1)
         picked = torch.cat([*edges[0], body, *edges[1]]) if edges[0] or edges[1] else body
         if picked.device != self._unit.device:
-            self._context.lanes.meter.moved("host to device", picked.nbytes)
-            picked = picked.to(self._unit.device)
+            host, picked = picked, self._context.link.device_buffer(picked.numel(), picked.dtype)
+            move(on_host(host), Location(picked), by=route_of(self._context)).wait()
         self._context.memory.ledger.track("gathered", picked)
         return picked
 

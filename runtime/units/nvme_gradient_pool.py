@@ -1,4 +1,4 @@
-"""Room on drives for gradients, laid out for a row of units at a time."""
+"""Space on drives for gradients, reserved for a row of units at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .nvme_shards import NvmeShards, ShardSpec
 
 
 class NvmeGradientPool:
-    """Room on drives for the gradients of a row of units.
+    """Space on drives for the gradients of a row of units.
 
     One `NvmeShards` is laid out at once; another when a unit has two gradients at a time, as it does while they accumulate.
     """
@@ -22,19 +22,20 @@ class NvmeGradientPool:
     def __init__(
         self,
         paths: Sequence[str],
-        places: Sequence[ShardSpec],
+        specs: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
         *,
+        piece_numel: int,
         kind: str = "gradient of",
         tier: Tier = Tier.NVME,
     ) -> None:
-        self._kind, self._tier = kind, tier
-        self._paths, self._places, self._engine, self._meter, self._staging = paths, places, engine, meter, staging
+        self._kind, self._tier, self._piece_numel = kind, tier, piece_numel
+        self._paths, self._specs, self._engine, self._meter, self._staging = paths, specs, engine, meter, staging
         self._lock = threading.RLock()  # a gradient may be dropped inside any allocation
         first = self._new_shards()
-        self._free: list[list[NvmeShards]] = [[first] for _ in places]
+        self._free: list[list[NvmeShards]] = [[first] for _ in specs]
 
     def take(self, index: int) -> NvmeShards:
         """Return the `NvmeShards` in which the place of unit `index` is free; it is taken from then on."""
@@ -51,4 +52,13 @@ class NvmeGradientPool:
             self._free[index].append(shards)
 
     def _new_shards(self) -> NvmeShards:
-        return NvmeShards(self._paths, self._kind, self._places, self._engine, self._meter, self._staging, tier=self._tier)
+        return NvmeShards(
+            self._paths,
+            self._kind,
+            self._specs,
+            self._engine,
+            self._meter,
+            self._staging,
+            piece_numel=self._piece_numel,
+            tier=self._tier,
+        )

@@ -1,4 +1,7 @@
-"""Shards of a row of units on drives, each in pieces."""
+"""Shards of a row of units on drives, each in pieces.
+
+`NvmeBacking` is one of them. Knows no unit.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,19 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.stores import open_store
 
-from . import pieces
 from .pieces import cut_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """What one shard takes."""
+    """Size and type of one shard."""
 
     name: str
-    """Of its parameter, for messages."""
+    """The parameter's name, for messages."""
     numel: int
     dtype: torch.dtype
     cuts: tuple[int, ...] = ()
-    """Where it is cut into pieces besides, as it is read and written in parts."""
+    """Further borders of pieces, where parts are read and written by themselves."""
 
 
 class All:
@@ -47,7 +49,7 @@ class All:
 
 
 class NvmeShards:
-    """Keeps one kind of state of some units: extents for each shard, in pieces of `pieces.PIECE_NUMEL` elements.
+    """Keeps one kind of state of some units: extents for each shard, in pieces of `piece_numel` elements.
 
     All space is reserved before the constructor returns. The files are freed with the object.
     """
@@ -56,24 +58,25 @@ class NvmeShards:
         self,
         paths: Sequence[str],
         kind: str,
-        places: Sequence[ShardSpec],
+        specs: Sequence[ShardSpec],
         engine: Engine,
         meter: Meter,
         staging: BufferPool,
         *,
+        piece_numel: int,
         tier: Tier = Tier.NVME,
     ) -> None:
         self.kind = kind
         self.tier = tier
         self._meter = meter
-        self.places = tuple(places)
-        self._pieces = [cut_pieces(place.numel, piece_numel=pieces.PIECE_NUMEL, cuts=place.cuts) for place in places]
+        self.specs = tuple(specs)
+        self._pieces = [cut_pieces(spec.numel, piece_numel=piece_numel, cuts=spec.cuts) for spec in specs]
         self.store = open_store(
             tier,
             paths,
             [
-                (self._key(index, piece), format_of(place.dtype).bytes(end - start))
-                for index, place in enumerate(places)
+                (self._key(index, piece), format_of(spec.dtype).bytes(end - start))
+                for index, spec in enumerate(specs)
                 for piece, (start, end) in enumerate(self._pieces[index])
             ],
             engine,
@@ -82,26 +85,16 @@ class NvmeShards:
         weakref.finalize(self, self.store.close).atexit = False  # at exit the kernel frees the files
 
     def read(self, index: int, into: torch.Tensor, start: int = 0) -> Pending:
-        """Start to read a shard into host memory of its size, or of one between two of its cuts, which begins at `start`."""
+        """Start to read a shard into host memory of its size, or the pieces of it that begin at `start`."""
         return self._all(index, into, start, write=False)
 
     def write(self, index: int, source: torch.Tensor, start: int = 0) -> Pending:
-        """Start to write a shard from host memory, or what of it begins at `start`."""
+        """Start to write a shard from host memory, or the pieces of it that begin at `start`."""
         return self._all(index, source, start, write=True)
-
-    def read_piece(self, index: int, start: int, into: torch.Tensor) -> Pending:
-        """Start to read the piece that begins at element `start`."""
-        reading = self.store.read(self._key(index, self._number(index, start)), into)
-        return self._meter.follow(READ, into.nbytes, reading)
-
-    def write_piece(self, index: int, start: int, source: torch.Tensor) -> Pending:
-        """Start to write the piece that begins at element `start`."""
-        writing = self.store.write(self._key(index, self._number(index, start)), source)
-        return self._meter.follow(WRITTEN, source.nbytes, writing)
 
     def blocks(self, index: int, first: int, last: int) -> list[tuple[int, int]]:
         """Return the blocks, in elements, that hold the elements [first, last) of a shard: each can be read by itself."""
-        step = format_of(self.places[index].dtype).numel_within(self.store.block_bytes)
+        step = format_of(self.specs[index].dtype).numel_within(self.store.block_bytes)
         return [
             (begin, min(begin + step, end))
             for start, end in self._pieces[index]
@@ -111,7 +104,7 @@ class NvmeShards:
 
     def read_block(self, index: int, start: int, into: torch.Tensor) -> Pending:
         """Start to read the block that begins at element `start`."""
-        piece = bisect.bisect(self._pieces[index], start, key=lambda stretch: stretch[0]) - 1
+        piece = bisect.bisect(self._pieces[index], start, key=lambda span: span[0]) - 1
         offset = format_of(into.dtype).bytes(start - self._pieces[index][piece][0])
         return self._meter.follow(READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset))
 
@@ -119,18 +112,17 @@ class NvmeShards:
         transfer = self.store.write if write else self.store.read
         parts: list[Pending] = []
         try:
-            for piece, (start, end) in enumerate(self._pieces[index]):
-                if offset <= start < offset + flat.numel():
-                    parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
+            first = bisect.bisect_left(self._pieces[index], (offset, offset))
+            for piece, (start, end) in enumerate(self._pieces[index][first:], first):
+                if start >= offset + flat.numel():
+                    break
+                parts.append(transfer(self._key(index, piece), flat[start - offset : end - offset]))
         except BaseException:
             All(parts).wait()
             raise
         whole = parts[0] if len(parts) == 1 else All(parts)
         return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole)
 
-    def _number(self, index: int, start: int) -> int:
-        return bisect.bisect_left(self._pieces[index], (start, start))
-
     def _key(self, index: int, piece: int) -> str:
         part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""
-        return f"{self.kind} {self.places[index].name} (unit {index}{part})"
+        return f"{self.kind} {self.specs[index].name} (unit {index}{part})"

@@ -1,4 +1,4 @@
-"""Gradients that live off their device: where they go, and what is done to them without bringing them back at once."""
+"""Gradients that live off their device, and changes of them that are made when they are next read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.move import move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
@@ -31,7 +32,7 @@ class OffloadedGradient:
         self.numel = numel
         self.dtype = dtype
         self.spoiled = ""
-        """Why its values are incomplete: a change ended in its middle."""
+        """The reason why its values are incomplete: a change ended in its middle."""
         self.version = 0
         """Counts the changes."""
         self._changes: list[InPlace] = []
@@ -39,16 +40,16 @@ class OffloadedGradient:
         self._reading: tuple[torch.Tensor, Pending] | None = None
 
     def arrive(self, pending: Pending) -> None:
-        """Note what is over when the shard is in its backing."""
+        """Note the transfer to the shard's backing."""
         self._arriving = pending
 
     @property
     def arriving(self) -> Pending:
-        """What is over when the shard is in its backing."""
+        """The transfer to the shard's backing."""
         return self._arriving or Done()
 
     def wait_written(self) -> None:
-        """Return when the shard is in its backing; raise what went wrong on the way, or in the middle of a change."""
+        """Wait until the shard is in its backing; raise the error of the transfer, or of a change that ended in its middle."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
         if self._arriving is not None:
@@ -56,11 +57,12 @@ class OffloadedGradient:
             self._arriving = None
 
     def prepare(self, *, early: bool = False) -> None:
-        """Start to read the shard for the next `load`; with `early`, only where there is room for it besides what is held."""
+        """Start to read the shard for the next `load`; with `early`, only where memory is left for it."""
         context, size = self.unit.context, format_of(self.dtype).bytes(self.numel)
         if self._reading is None and not (early and not context.memory.has_room(context.memory.host_ledger, size)):
             self.wait_written()
-            self._reading = (buffer := context.memory.staged_buffer(self.numel, self.dtype)), self.backing.read(buffer)
+            buffer = context.memory.staged_buffer(self.numel, self.dtype)
+            self._reading = buffer, self._read(buffer, 0)
 
     def load(self) -> torch.Tensor:
         """Return the shard in host memory of its own."""
@@ -78,7 +80,7 @@ class OffloadedGradient:
         self._reading = None
         self.spoiled = ""
         self._changes.clear()
-        self.backing.write(shard).wait()
+        self._write(shard, 0)
         self.version += 1
 
     def load_part(self, tile: Tile) -> torch.Tensor:
@@ -93,18 +95,26 @@ class OffloadedGradient:
         if resident is not None:
             return resident[start:end]
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        self.backing.read(buffer, start).wait()
+        self._read(buffer, start).wait()
         self.apply(buffer)
         return buffer
 
     def store_part(self, tile: Tile, part: torch.Tensor) -> None:
         """Replace a tile's part, which `load_part` returned; `stored` says when that was done to all."""
-        self.backing.write(part, tile.span.place).wait()
+        self._write(part, tile.span.place)
 
     def stored(self) -> None:
-        """All parts were replaced."""
+        """Note that all parts were replaced."""
         self._changes.clear()
         self.version += 1
+
+    def _read(self, into: torch.Tensor, start: int) -> Pending:
+        place = self.backing.location(start, start + into.numel())
+        return move(place, on_host(into), by=route_of(self.unit.context))
+
+    def _write(self, source: torch.Tensor, start: int) -> None:
+        place = self.backing.location(start, start + source.numel())
+        move(on_host(source), place, by=route_of(self.unit.context)).wait()
 
     def change(self, change: InPlace) -> None:
         """Note a change; where the shard is in host memory, make it."""
@@ -122,7 +132,7 @@ class OffloadedGradient:
         self.noted()(part)
 
     def noted(self) -> InPlace:
-        """Return the changes noted so far as one: what is noted later is none of it."""
+        """Return the changes noted so far as one function; later ones don't count."""
         changes = tuple(self._changes)
 
         def apply(part: torch.Tensor) -> None:
@@ -133,8 +143,8 @@ class OffloadedGradient:
 
 
 def offloaded_to_drive(unit: Unit, pool: NvmeGradientPool, index: int, numel: int, dtype: torch.dtype) -> OffloadedGradient:
-    """Return a place for a gradient on drives, which is free again when it is dropped."""
+    """Return a gradient with space on drives, which is freed when the gradient is dropped."""
     shards = pool.take(index)
-    away = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
-    weakref.finalize(away, pool.give_back, index, shards).atexit = False
-    return away
+    offloaded = OffloadedGradient(unit, NvmeBacking(shards, index), numel, dtype)
+    weakref.finalize(offloaded, pool.give_back, index, shards).atexit = False
+    return offloaded

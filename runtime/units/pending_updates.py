@@ -1,4 +1,7 @@
-"""Updates of shards that are still to come when the next forward asks for them."""
+"""Updates of shards that a deferred step makes beside the next forward.
+
+Readers of a unit wait here, or are handed the values as they are updated. Knows no optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from .backing import NvmeBacking, ShardBacking
 from .nvme_shards import All
 
 Span = tuple[int, int]
-"""A stretch [start, end) of a shard, in elements."""
+"""A range [start, end) of a shard, in elements."""
 
 _PAGE = 4096
 
 
 class Updated(Protocol):
-    """What is updated: a `Unit`."""
+    """A `Unit`, as far as it is updated."""
 
     backing: ShardBacking | None
 
@@ -34,7 +37,7 @@ U = TypeVar("U", bound=Updated)
 
 
 class Updates(Generic[U]):
-    """What a step has still to update, span by span; who reads a shard meanwhile gets it as it is afterwards.
+    """Spans that a step has still to update. Readers of a shard get its updated values.
 
     One thread updates and calls `updated`; any thread may read and wait. After a failure all waits are over: the first one to
     return raises it, and so does each read that it cut short.
@@ -51,12 +54,12 @@ class Updates(Generic[U]):
         self._spoiled: weakref.WeakSet[U] = weakref.WeakSet()
         """After a failure: units that may be updated in part, and were not replaced since."""
         self._worker: WorkerWaits | None = None
-        """Of the thread that updates."""
+        """Waits of the thread that updates."""
         self.spared_bytes = 0
-        """That reads would have taken from drives: they were handed what was just updated."""
+        """Bytes that were handed to readers when they were updated, and not read from drives."""
 
     def updated(self, unit: U, start: int, end: int, value: torch.Tensor) -> None:
-        """Make a span count; its write to the unit's backing has begun. `value` may change once this returns."""
+        """Note an updated span; its write to the unit's backing has begun. `value` may change once this returns."""
         with self._lock:
             self._worker = worker() or self._worker
             self._left[unit].discard((start, end))
@@ -76,7 +79,7 @@ class Updates(Generic[U]):
             self._changed.notify_all()
 
     def fail(self, failure: Callable[[], Exception]) -> None:
-        """Nothing more will be updated; `failure` makes the error that says so."""
+        """End all waits with an error, which `failure` makes."""
         with self._lock:
             self._failure = failure
             self._spoiled.update(self._spans)
@@ -86,7 +89,7 @@ class Updates(Generic[U]):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold no unit any longer: all are updated."""
+        """Let go of all units: they are updated."""
         with self._lock:
             assert not self._left, "all spans were updated"
             self._spans.clear()
@@ -107,33 +110,33 @@ class Updates(Generic[U]):
             kept = [span for span in spans if span not in landing.missing]
         if not landing.missing:
             return unit.backing.read(into, first)
-        return All([*(unit.backing.read_piece(start, into[start - first : end - first]) for start, end in kept), landing])
+        return All([*(unit.backing.read(into[start - first : end - first], start) for start, end in kept), landing])
 
     def wait(self, unit: U | None = None) -> None:
-        """Return when a unit, or all of them, are updated; raise why they won't be, where nobody was told."""
+        """Wait until a unit, or all of them, are updated; raise the failure where nobody was told."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left if unit is not None else not self._left)
             self._raise_once()
 
     def units(self) -> list[U]:
-        """Return those that are to be updated."""
+        """Return the units that are to be updated."""
         with self._lock:
             return list(self._spans)
 
     def tell(self) -> None:
-        """Raise why they won't be updated, where nobody was told."""
+        """Raise the failure, where nobody was told."""
         with self._lock:
             self._raise_once()
 
     def replace(self, unit: U) -> None:
-        """Return when nothing is done to a unit any more, whose value is about to be replaced: a failure is no matter then."""
+        """Wait until a unit is no longer updated: its value is about to be replaced, so a failure doesn't count."""
         with self._lock:
             self._wait_for(lambda: unit not in self._left)
             self._spoiled.discard(unit)
             self._told = self._told or (self._failure is not None and not self._spoiled)
 
     def abandon(self, failure: Callable[[], Exception]) -> None:
-        """In a forked child: whatever the thread that updates was about to do, it is not here."""
+        """In a forked child: fail, since the thread that updates is not here."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         if self._left:

@@ -1,4 +1,4 @@
-"""Cut shards into pieces, and put pieces of about equal size together."""
+"""Pieces of shards, and chunks of pieces of about equal size."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from zinf_compile.ir import compute_shape
 from zinf_compile.ir.sizes import PIECE_ALIGN
-
-PIECE_NUMEL = compute_shape.PIECE_NUMEL
-"""Elements of a piece."""
 
 
 class Granularity(enum.Enum):
-    """What an update of states needs at once."""
+    """The elements that an update of states needs at once."""
 
     RANGE = "range"
     """Any elements by themselves: element-wise optimizers."""
@@ -25,7 +21,7 @@ class Granularity(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Division:
-    """How the states of one parameter are divided into pieces, and who updates them."""
+    """The division of one parameter's states into pieces, and their owner."""
 
     granularity: Granularity = Granularity.RANGE
     owner: int | None = None
@@ -46,7 +42,7 @@ BY_RANGE = Division()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of one shard, and its place in a chunk; all in elements."""
+    """A range of one shard, and its place in a chunk; all in elements."""
 
     shard: int
     start: int
@@ -58,7 +54,7 @@ class Piece:
 
 
 def cut_pieces(numel: int, *, piece_numel: int, cuts: Sequence[int] = ()) -> list[tuple[int, int]]:
-    """Cut a shard into stretches [start, end) of `piece_numel` elements, the last one shorter; anew at each of `cuts`."""
+    """Cut a shard into ranges [start, end) of `piece_numel` elements, the last one shorter; anew at each of `cuts`."""
     return [
         (start, min(end, start + piece_numel))
         for first, end in itertools.pairwise([0, *cuts, numel])

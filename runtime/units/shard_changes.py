@@ -1,4 +1,4 @@
-"""Changes of a shard, piece by piece, that may end in their middle."""
+"""In-place changes of a shard, piece by piece, that mark it incomplete when they end in their middle."""
 
 from __future__ import annotations
 

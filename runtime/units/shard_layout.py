@@ -1,4 +1,4 @@
-"""How a unit lies in memory, and how it is cut into the spans of which each rank has a part."""
+"""The layout of a unit in memory, and its cut into spans of which each rank has a part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DenseLayout:
 
     @property
     def format(self) -> StateFormat:
-        """How its values are stored."""
+        """The format of its values."""
         return format_of(self.dtype)
 
     @property
@@ -73,7 +73,7 @@ class DenseLayout:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Say whether the elements fill a contiguous stretch of memory, in whatever order of dimensions."""
+    """Say whether the elements fill a contiguous range of memory, in whatever order of dimensions."""
     expected = 1
     for size, step in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n != 1), key=lambda pair: pair[1]):
         if size == 0:

@@ -1,4 +1,7 @@
-"""This rank's elements of a tensor that is partitioned like a parameter: where they are, and how to bring them piece by piece."""
+"""Access to this rank's shard of a tensor that is partitioned like a parameter, piece by piece.
+
+Called by eager operators on shards; each hop goes through `transfer.move`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from typing import Protocol
 import torch
 
 from zinf_compile.errors import StepFailedError
-from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
-from . import pieces
 from .backing import ShardBacking
 from .offloaded_gradient import OffloadedGradient
 from .pieces import cut_pieces
 from .unit import Unit
 
 Fetch = Callable[[], torch.Tensor]
-"""Returns a piece that is on its way, once it is there."""
+"""Waits for a piece, and returns it."""
 
 
 class ShardValues(Protocol):
@@ -29,7 +32,7 @@ class ShardValues(Protocol):
 
     @property
     def changes(self) -> int:
-        """A checksum of what was changed in place so far; equal on all ranks that did the same."""
+        """A checksum of all changes in place; equal on ranks that made the same ones."""
 
     @property
     def resident(self) -> torch.Tensor | None:
@@ -45,7 +48,7 @@ class ShardValues(Protocol):
         """Note that an operator has changed the shard in place."""
 
     def spoil(self, why: str) -> None:
-        """Note that a change ended in its middle: from now on `fetch` raises `StepFailedError`, until `restored`."""
+        """Mark the values incomplete: a change ended in its middle. `fetch` raises `StepFailedError` until `restored`."""
 
     def restored(self) -> None:
         """Note that every element was overwritten."""
@@ -98,15 +101,16 @@ class DeviceShard(_Counted):
         return self.shard
 
     def fetch(self, start: int, end: int) -> Fetch:
-        """See `ShardValues.fetch`."""
-        return self.shard[start:end].cpu
+        """See `ShardValues.fetch`; memory of the CPU is changed where it is, also that of a simulated device."""
+        piece = self.shard[start:end]
+        if piece.device.type == "cpu":
+            return lambda: piece
+        return _brought(self.unit, Location(piece), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         place = self.shard[start : start + piece.numel()]
-        if place.data_ptr() != piece.data_ptr():
-            place.copy_(piece)
-        return Done()
+        return move(Location(piece, on_device=place.device.type == "cpu"), Location(place), by=route_of(self.unit.context))
 
 
 class BackedShard(_Counted):
@@ -122,18 +126,11 @@ class BackedShard(_Counted):
         if self.backing.resident is not None:
             piece = self.backing.resident[start:end]
             return lambda: piece
-        buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
-        reading = self.backing.read(buffer, start)
-
-        def arrive() -> torch.Tensor:
-            reading.wait()
-            return buffer
-
-        return arrive
+        return _brought(self.unit, self.backing.location(start, end), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
-        return self.backing.write(piece, start)
+        return _kept(self.unit, piece, self.backing, start)
 
 
 class ParameterShard:
@@ -164,7 +161,9 @@ class ParameterShard:
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         backing = self.unit.backing
-        return DeviceShard(self.unit, self.unit.shard).write(start, piece) if backing is None else backing.write(piece, start)
+        if backing is None:
+            return DeviceShard(self.unit, self.unit.shard).write(start, piece)
+        return _kept(self.unit, piece, backing, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
@@ -189,32 +188,49 @@ class OffloadedGradientShard(_Counted):
 
     resident: torch.Tensor | None = None
 
-    def __init__(self, unit: Unit, away: OffloadedGradient) -> None:
-        self.unit, self.dtype, self._away = unit, away.dtype, away
+    def __init__(self, unit: Unit, gradient: OffloadedGradient) -> None:
+        self.unit, self.dtype, self._gradient = unit, gradient.dtype, gradient
 
     def fetch(self, start: int, end: int) -> Fetch:
         """See `ShardValues.fetch`."""
-        return lambda: self._away.load_piece(start, end)
+        return lambda: self._gradient.load_piece(start, end)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         self.unit.wait_updated()  # a step may still have to read the old one
-        return self._away.backing.write(piece, start)
+        return _kept(self.unit, piece, self._gradient.backing, start)
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
-        self._away.spoiled = why
+        self._gradient.spoiled = why
 
     def restored(self) -> None:
         """See `ShardValues.restored`."""
-        self._away.spoiled = ""
+        self._gradient.spoiled = ""
 
     def changed(self, operator: str) -> None:
         """See `ShardValues.changed`."""
         super().changed(operator)
-        self._away.stored()
+        self._gradient.stored()
+
+
+def _brought(unit: Unit, source: Location, numel: int, dtype: torch.dtype) -> Fetch:
+    """Start to bring elements to host memory of their own."""
+    buffer = unit.context.memory.staged_buffer(numel, dtype)
+    reading = move(source, on_host(buffer), by=route_of(unit.context))
+
+    def arrive() -> torch.Tensor:
+        reading.wait()
+        return buffer
+
+    return arrive
+
+
+def _kept(unit: Unit, piece: torch.Tensor, backing: ShardBacking, start: int) -> Pending:
+    """Start to keep a piece of host memory from element `start` of a backing on."""
+    return move(on_host(piece), backing.location(start, start + piece.numel()), by=route_of(unit.context))
 
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:
     """Return the pieces [start, end) in which shards like this unit's are brought."""
-    return cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts)
+    return cut_pieces(unit.shard_numel, piece_numel=unit.placement.piece_numel, cuts=unit.cuts)

@@ -1,4 +1,4 @@
-"""The optimizer steps that units went through: noted at each step, added up where ranks compare them."""
+"""The optimizer steps of units: noted at each step, added up where ranks compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, nothing is sent."""
+"""A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, and sends nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shard_values import BackedShard, ParameterShard, pieces_of
 from .unit import Unit
 
 _copies: weakref.WeakKeyDictionary[Context, collections.Counter[int]] = process_wide(weakref.WeakKeyDictionary())
-"""How often each parameter was copied, by its serial."""
+"""Number of copies of each parameter, by its serial."""
 
 
 def twin_of(unit: Unit, parameter: torch.Tensor) -> Unit:

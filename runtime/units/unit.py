@@ -1,4 +1,4 @@
-"""A partitioned parameter, as the runtime knows it: this rank's shard, how to make it whole, and its tiles."""
+"""A partitioned parameter on one rank: its shard, its tiles, and its whole value."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
-from .backing import ShardBacking
+from .backing import NvmeBacking, ShardBacking
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
@@ -60,40 +61,40 @@ class Unit(DenseLayout):
         self.parameter = weakref.ref(parameter)
         context.enlist(self)
         self.serial = next(context.serials) if serial is None else serial
-        """Counts the parameters partitioned over these ranks; equal on all of them, since all partition in the same order."""
+        """The number of the parameter among those of these ranks; equal on all, since all partition in the same order."""
         self.family = self.serial
-        """Equal for the parameters that were partitioned together: the serial of the first of them."""
+        """The serial of the first parameter that was partitioned together with this one."""
         self.boxes = tuple(tiles)
-        """The tiles; none where it is gathered as a whole."""
+        """The boxes of its tiles; none where it is gathered as a whole."""
         self.spans = cut_spans(self.numel, borders_of(self.boxes)[1:-1], self.shard_group.size)
         self.tiles = [Tile(self, number) for number in range(len(self.boxes))]
         self._shard = shard
         self.backing = backing
-        """Where the shard is; None: on the device, in `shard`."""
+        """The backing of the shard; None: it is on the device, in `shard`."""
         self.gradient_pool: tuple[NvmeGradientPool, int] | None = None
-        """Where gradients go whose tier is a drive: the unit's number there."""
+        """The pool of gradients whose tier is a drive, and the unit's number in it."""
         self.chosen: dict[str, bool] = {}
-        """What ranks decided about its transfers, see `choices`; graphs follow it."""
+        """Decisions of all ranks about its transfers, see `choices`; graphs follow them."""
         self.updates: Updates[Unit] | None = None
-        """The step that may still have to update the shard."""
+        """The deferred step that may still update the shard."""
         self.steps_digest = 0
-        """Adds up the steps that the shard went through, see `steps_done`."""
+        """Sum of the digests of its steps, see `steps_done`."""
         self.last_step: StepDone | None = None
         self._whole: torch.Tensor | None = None
 
     @property
     def shard_group(self) -> ShardGroup:
-        """Over which ranks it is cut, and which have copies."""
-        return self._shard_group or self.context.ranks.shard_group  # of a unit that was emptied its closed context refuses
+        """The ranks over which it is cut, and those with copies."""
+        return self._shard_group or self.context.ranks.shard_group  # emptied: the closed context refuses
 
     @property
     def ranks(self) -> Ranks:
-        """What those ranks compare, exchange and share."""
+        """Comparisons and exchanges among those ranks."""
         return self.context.ranks.of(self.shard_group)
 
     @property
     def gathers(self) -> Collectives:
-        """What gathers it from those ranks, on the lane of gathers."""
+        """Collectives of those ranks, for the lane of gathers."""
         return self.context.collectives(self.shard_group)[0]
 
     @property
@@ -114,12 +115,12 @@ class Unit(DenseLayout):
 
     @property
     def reduce_format(self) -> StateFormat:
-        """How its gradient is sent, added up and kept."""
+        """The format in which its gradient is sent, added up and kept."""
         return format_of(self.reduce_dtype)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Where in the shard a tile's ends and the next one's begins."""
+        """The borders, in the shard, between tiles."""
         return tuple(span.place for span in self.spans[1:])
 
     @property
@@ -128,7 +129,7 @@ class Unit(DenseLayout):
         return None if self.backing is None else self.backing.resident
 
     def split(self, shard: torch.Tensor, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Cut a shard, and a flat full tensor, into what a collective operation moves: tile by tile."""
+        """Cut a shard, and a flat full tensor, into the parts of tiles, which a collective operation moves."""
         shards = [shard[s.place : s.place + s.shard_numel] for s in self.spans]
         return shards, [full[s.start : s.end] for s in self.spans]
 
@@ -138,17 +139,17 @@ class Unit(DenseLayout):
         return self.backing is None and self.shard_group.size == 1
 
     def wait_updated(self) -> None:
-        """Return when no step has to update the shard any more; raise where one failed."""
+        """Wait until no step has to update the shard; raise where one failed."""
         if self.updates is not None:
             self.updates.wait(self)
 
     def spoil(self, why: str) -> None:
-        """A change of the shard ended in its middle: until its values are replaced, nobody may compute with them."""
+        """Mark the values incomplete: a change ended in its middle. Until they are replaced, nothing may compute with them."""
         parameter = self.parameter()
         self.context.spoiled[self] = why, None if parameter is None else parameter._version
 
     def restored(self) -> None:
-        """Its values were replaced."""
+        """Mark the values complete: they were replaced."""
         self.context.spoiled.pop(self, None)
 
     def check_whole(self) -> None:
@@ -163,49 +164,58 @@ class Unit(DenseLayout):
             raise StepFailedError(why)
 
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
-        """Start to fill host memory with the shard as it is after its last step; from element `start` on, where a tile begins."""
+        """Start to fill host memory with the shard after its last step; from element `start` on, where a tile begins."""
         self.check_whole()
-        assert self.backing is not None, "what is on the device needs no reading"
+        assert isinstance(self.backing, NvmeBacking), "what is in memory needs no reading"
         return self.backing.read(into, start) if self.updates is None else self.updates.read(self, into, start)
 
+    def location(self) -> Location:
+        """Return the location of the shard as it is after its last step, for `transfer.move`."""
+        if self.backing is None:
+            return Location(self.shard)
+        return Location(read=self.read) if self.resident is None else on_host(self.resident)
+
     def load(self) -> torch.Tensor:
-        """Return the shard on the device: itself, or a copy of what is elsewhere."""
+        """Return the shard on the device: itself, or a copy where its backing is elsewhere."""
         self.check_whole()
         if self.backing is None:
             return self.shard
-        bridge = self.context.bridge
-        host = self.backing.resident
+        link, by = self.context.link, route_of(self.context)
+        host = self.resident
         if host is None:
             host = self.context.memory.staged_buffer(self.shard_numel, self.dtype)
-            self.read(host).wait()
-        if bridge.unified:
+            move(self.location(), on_host(host), by=by).wait()
+        if not link.topology.host_apart:
             return host
-        shard = bridge.device_buffer(self.shard_numel, self.dtype)
-        bridge.to_device(host, shard, None).wait()
+        shard = link.device_buffer(self.shard_numel, self.dtype)
+        move(on_host(host), Location(shard), by=by).wait()
         return shard
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
-        return self.shard if self.backing is None else self.context.bridge.device_buffer(self.shard_numel, self.dtype)
+        return self.shard if self.backing is None else self.context.link.device_buffer(self.shard_numel, self.dtype)
 
     def save(self, shard: torch.Tensor) -> None:
-        """Keep what `blank` returned."""
+        """Save the memory that `blank` returned as the shard."""
         self.start_saving(shard).wait()
 
     def start_saving(self, shard: torch.Tensor) -> Pending:
-        """Start to keep what `blank` returned; it may not change meanwhile."""
+        """Start to save the memory that `blank` returned; it may not change meanwhile."""
         self.restored()
         if self.backing is None:
             return Done()
         if self.updates is not None:
             self.updates.replace(self)
-        bridge = self.context.bridge
-        if not bridge.unified:
-            host = self.backing.resident
-            host = bridge.host_buffer(self.shard_numel, self.dtype) if host is None else host
-            bridge.to_host(shard, host, None).wait()
-            shard = host
-        return self.backing.write(shard)
+        link, by = self.context.link, route_of(self.context)
+        place, source = self.backing.location(0, self.shard_numel), Location(shard)
+        if place.tensor is None and link.topology.host_apart:
+            host = on_host(link.host_buffer(self.shard_numel, self.dtype))
+            move(source, host, by=by).wait()
+            source = host
+        moving = move(source, place, by=by)
+        if crosses(source, place, link):
+            moving.wait()
+        return moving
 
     @property
     def valid(self) -> int:
@@ -214,12 +224,12 @@ class Unit(DenseLayout):
 
     @property
     def held(self) -> list[tuple[int, int]]:
-        """The stretches [start, end) of the flat parameter whose elements this rank has, one for each tile."""
+        """The ranges [start, end) of the flat parameter whose elements this rank has, one for each tile."""
         return [span.part_of(self.shard_group.rank) for span in self.spans]
 
     @functools.cached_property
     def layout(self) -> dict[str, Any]:
-        """Which elements this rank has, counted in the order of dimensions in memory, and what chose them: plain numbers."""
+        """The elements that this rank has, in the order of dimensions in memory, and the numbers that they follow from."""
         dims = [dim for dim, size in enumerate(self.shape) if size > 1]
         return {
             "rank": self.shard_group.rank,
@@ -230,7 +240,7 @@ class Unit(DenseLayout):
         }
 
     def whole(self) -> torch.Tensor:
-        """On a single rank: the parameter's value, sharing memory with the shard but with a storage of its own.
+        """Return the parameter's value, on a single rank, sharing memory with the shard but with a storage of its own.
 
         Its own storage, because who saves or compares tensors by storage must not see the whole arena.
         """
@@ -246,13 +256,13 @@ class Unit(DenseLayout):
         return self._whole
 
     def replace(self, shard: torch.Tensor) -> None:
-        """On a single rank, where the shard is on the device: let other memory be the shard."""
+        """Let other memory be the shard; on a single rank, where the shard is on the device."""
         assert self.at_hand, "only what is at hand can be replaced as a whole"
         self.context.memory.ledger.track("params", shard)
         self._shard, self._whole = shard, None
 
     def empty(self) -> None:
-        """Drop the shard, wherever it is: its context is closed, and refuses who asks for it."""
+        """Drop the shard, wherever it is: its context is closed."""
         self._shard = self._whole = self.backing = self.gradient_pool = self.updates = self._shard_group = None
         for tile in self.tiles:
             tile.forget_whole()
@@ -281,7 +291,7 @@ def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.
 
 
 class Tile(DenseLayout):
-    """What a schedule moves of a unit in one go. Where its shard is, and whatever is done to it, is the unit's."""
+    """A part of a unit that a schedule moves by itself. Its shard is part of the unit's, in the same backing."""
 
     def __init__(self, unit: Unit, number: int) -> None:
         box = unit.boxes[number]
@@ -301,7 +311,7 @@ class Tile(DenseLayout):
 
     @property
     def name(self) -> str:
-        """The parameter's name, and which part it is."""
+        """The parameter's name and the tile's box."""
         return self.unit.name + self._text
 
     @property
@@ -358,12 +368,18 @@ class Tile(DenseLayout):
         """See `Unit.read`."""
         return self.unit.read(into, self.span.place)
 
+    def location(self) -> Location:
+        """See `Unit.location`."""
+        if self.backing is None:
+            return Location(self.shard)
+        return Location(read=self.read) if self.resident is None else on_host(self.resident)
+
     def forget_whole(self) -> None:
         """Drop the tensor that `whole` returned."""
         self._whole = None
 
     def whole(self) -> torch.Tensor:
-        """On a single rank: the tile's values, sharing memory with the shard but with a storage of its own."""
+        """Return the tile's values, on a single rank, sharing memory with the shard but with a storage of its own."""
         shard = self.shard
         if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved, as a unit's may be
             self._whole = self.logical(torch.utils.dlpack.from_dlpack(shard))

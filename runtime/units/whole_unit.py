@@ -54,7 +54,7 @@ class WholeUnit(Unit):
 
     @property
     def used(self) -> int:
-        """How many elements of its shard a rank updates: those of the parameter; one of padding, where it has none."""
+        """Elements of its shard that a rank updates: those of the parameter; one of padding, where it has none."""
         return max(1, min(self.shard_numel, self.real_numel - self.shard_group.rank * self.shard_numel))
 
     @functools.cached_property

@@ -21,14 +21,9 @@ import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-
+SMALL_PIECES = {"compute_shape": {"piece_numel": 128}}
 
 LATER = 0
 """Refusals after the first."""
@@ -86,7 +81,7 @@ def train(options: dict[str, Any], *, kind: type[nn.Module] = TiedWords) -> None
     gc.collect()
     torch.manual_seed(0)
     model = kind()
-    model.compile(backend=BACKEND, options={"compute": "fx", "bucket": 256, **options})
+    model.compile(backend=BACKEND, options={"compute": "fx", "bucket": 256, **SMALL_PIECES, **options})
     optimizer = adamw(model.parameters())
     losses = []
     for number in range(STEPS):
@@ -157,11 +152,10 @@ def test_the_smallest_cap_that_is_named_works_and_one_byte_less_does_not(away: d
     ],
 )
 def test_with_all_on_drives_the_smallest_cap_is_known_at_once_and_holds(
-    option: str, apart: bool, bucket: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, apart: bool, bucket: int, tmp_path: Path
 ) -> None:
     """Values, gradients and blocks for drives pass through it, read ahead or not: nothing that counts is left out."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 4096)
-    options = {**ALL_AWAY, "nvme": tmp_path, "bucket": bucket}
+    options = {**ALL_AWAY, "nvme": tmp_path, "bucket": bucket, "compute_shape": {"piece_numel": 4096}}
     with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
         least = smallest(options, option, kind=Layers)
         train({**options, option: least}, kind=Layers)
@@ -243,7 +237,7 @@ def test_memory_is_reported() -> None:
 
 def test_what_a_graph_claims_goes_with_it(tmp_path: Path) -> None:
     """A model without a cap before one with a small one, and still alive while that is partitioned."""
-    options = {**ALL_AWAY, "nvme": tmp_path}
+    options = {**ALL_AWAY, **SMALL_PIECES, "nvme": tmp_path}
     first, second = TiedWords(), TiedWords()
     first.compile(backend=BACKEND, options=options)
     plain_step(first, adamw(first.parameters()), tokens(0))

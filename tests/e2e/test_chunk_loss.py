@@ -33,14 +33,15 @@ from zinf_compile.ir.program import Program
 BOTH = pytest.mark.parametrize("compute", ["fx", "inductor"])
 
 
-CHUNKS_OF_FIVE = {"chunk_bytes": 4 * CLASSES * 5}
-"""Tokens."""
+TOKENS_A_CHUNK = 8
+IN_CHUNKS = {"chunk_bytes": 4 * CLASSES * TOKENS_A_CHUNK}
+"""Three chunks of a batch's 21 tokens, the last one shorter."""
 
 
 def compiled(model: nn.Module, compute: str, **options: Any) -> Any:
     """Compile in place with losses in chunks."""
     torch.compiler.reset()
-    given = {"compute": compute, "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE, **options}
+    given = {"compute": compute, "chunk_loss": True, "compute_shape": IN_CHUNKS, **options}
     return torch.compile(model, backend="zero_infinity", options=given)
 
 
@@ -194,7 +195,7 @@ def test_a_number_of_tokens_that_is_known_at_run_time_only_leaves_the_loss_whole
 ) -> None:
     head = Head(LOSSES["capped"], bias=True)
     torch.compiler.reset()
-    options = {"compute": compute, "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE}
+    options = {"compute": compute, "chunk_loss": True, "compute_shape": IN_CHUNKS}
     call = torch.compile(head, backend="zero_infinity", options=options, dynamic=True)
     with caplog.at_level(logging.INFO, "zinf_compile"):
         for rows in (3, 2, 5):
@@ -254,7 +255,7 @@ def test_models_that_return_logits_keep_them_bit_by_bit(build: Callable[[], nn.M
     tokens = torch.randint(61, (2, 13))
     expected = model(input_ids=tokens, labels=tokens)
     torch.compiler.reset()
-    model.compile(backend="zero_infinity", options={"compute": "fx", "chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE})
+    model.compile(backend="zero_infinity", options={"compute": "fx", "chunk_loss": True, "compute_shape": IN_CHUNKS})
     with caplog.at_level(logging.INFO, "zinf_compile"):
         found = model(input_ids=tokens, labels=tokens)
     assert torch.equal(found.logits, expected.logits)
@@ -298,11 +299,11 @@ def test_the_dump_shows_each_chunk_and_why_a_loss_is_left_alone() -> None:
     def target(loss: Any) -> Callable[[], tuple[nn.Module, Any]]:
         return lambda: (Head(loss), batch())
 
-    options = {"chunk_loss": True, "compute_shape": CHUNKS_OF_FIVE}
+    options = {"chunk_loss": True, "compute_shape": IN_CHUNKS}
     text = trace(target(LOSSES["mean"]), options=options)[0].text
-    chunks = [(start, min(start + 5, 21)) for start in range(0, 21, 5)]
+    chunks = [(start, min(start + TOKENS_A_CHUNK, 21)) for start in range(0, 21, TOKENS_A_CHUNK)]
     shown = [line.split("# ")[1] for line in text.splitlines() if "# logits" in line]
-    assert shown == [f"logits of tokens {start} to {end} {4 * CLASSES * (end - start)} B" for start, end in chunks]
+    assert shown == [f"logits of tokens {start} to {end} {4 * CLASSES * (end - start):,} B" for start, end in chunks]
     forward, backward = trace(target(LEFT_ALONE["logits returned"][0]), options=options)
     assert forward.text.startswith("# chunk_loss leaves _log_softmax as it is: its logits are returned (")
     assert "# chunk_loss" not in backward.text
@@ -323,13 +324,13 @@ def test_no_value_of_the_graphs_is_as_large_as_the_logits(compute: str) -> None:
             return super().schedule(graph, kind)
 
     head, (x, targets) = Head(LOSSES["weighted_smoothed"], bias=True), batch()
-    settings = Config(compute=compute, chunk_loss=True, compute_shape=CHUNKS_OF_FIVE)
+    settings = Config(compute=compute, chunk_loss=True, compute_shape=IN_CHUNKS)
     torch.compiler.reset()
     call = torch.compile(head, backend=lambda gm, inputs: Recorder(settings).compile(gm, inputs))
     call(x.requires_grad_(), targets).backward()
     assert len(largest) == 2
-    assert max(largest) <= max(5 * CLASSES, HIDDEN * CLASSES)
-    assert max(5, HIDDEN) < x.shape[:-1].numel(), "a chunk and the head are smaller than the logits"
+    assert max(largest) <= max(TOKENS_A_CHUNK * CLASSES, HIDDEN * CLASSES)
+    assert max(TOKENS_A_CHUNK, HIDDEN) < x.shape[:-1].numel(), "a chunk and the head are smaller than the logits"
 
 
 def test_the_gradient_of_the_head_is_not_copied_where_its_backward_runs_once() -> None:

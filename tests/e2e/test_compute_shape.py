@@ -27,7 +27,7 @@ BUCKETS = [300, 2**14, 2**20]
 
 
 def gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return GPT(layers=3, width=24, heads=2, vocabulary=37, length=16), (torch.zeros(2, 16, dtype=torch.long),) * 2
+    return GPT(layers=2, width=24, heads=2, vocabulary=37, length=16), (torch.zeros(2, 16, dtype=torch.long),) * 2
 
 
 def tied() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -61,9 +61,9 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"timeout_s": "60"}, "timeout_s='60' is not a positive number"),
     ({"timeout_s": float("nan")}, "timeout_s=nan is not a positive number"),
     ({"timeout_s": float("inf")}, "timeout_s=inf is not a positive number"),
-    ({"compute_shape": 3}, "compute_shape=3 is not known; accepted: a dict of chunk_bytes, worth_bytes"),
+    ({"compute_shape": 3}, "compute_shape=3 is not known; accepted: a dict of piece_numel, chunk_bytes, worth_bytes"),
     ({"compute_shape": {"tile": 1}}, r"compute_shape=\{'tile': 1\} is not known; accepted: a dict of .* are options"),
-    ({"compute_shape": {"chunk_bytes": 0}}, "compute_shape: chunk_bytes=0 is not a size; accepted: a positive number of bytes"),
+    ({"compute_shape": {"chunk_bytes": 0}}, "compute_shape: chunk_bytes=0 is not a size; accepted: a positive whole number"),
     ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),
     ({"mesh": 3}, "mesh is int; accepted: a one-dimensional DeviceMesh"),
     ({"process_group": 3, "mesh": 3}, "process_group and mesh exclude each other"),
@@ -137,6 +137,11 @@ def test_the_compute_shape_is_made_of_declared_options_and_agreed_on() -> None:
     assert "fx, bucket 1,024 bytes, tile 2,097,152 bytes" in shape.text()
     assert shape == Config(compute="fx", bucket=1024, tile="2MiB", compute_shape={"chunk_bytes": 7}, params="host").shape()
     assert Config(compute_shape={"chunk_bytes": 7}).signature() != Config().signature()
+    pieces = Config(compute_shape={"piece_numel": 96})
+    assert pieces.shape().piece_numel == pieces.placement().piece_numel == 96
+    assert "piece 96 elements" in pieces.shape().text()
+    assert pieces.signature() != Config().signature()
+    assert Config().placement().piece_numel == Config().shape().piece_numel == 4 << 20
 
 
 def test_more_ranks_than_one_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.optim.record import OptimizerRecord, State, record_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = [
@@ -47,10 +46,9 @@ Sides = list[tuple[nn.Module, Optimizer]]
 @pytest.fixture(scope="module", params=["host", pytest.param("device", marks=pytest.mark.slow)])
 def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
-    options = options_for(("nvme",) * 3, tmp_path_factory.mktemp("drive"))
+    options = options_for(("nvme",) * 3, tmp_path_factory.mktemp("drive"), piece=128)
     played = simulating(SimulatedDevice()) if request.param == "device" else contextlib.nullcontext()
-    with played, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_NUMEL", 128)
+    with played:
         torch.compiler.reset()
         yield lambda model: compiled(model, options)
 
@@ -431,9 +429,8 @@ sys.path[:0] = {[str(SUPPORT), str(Path(__file__).parent)]!r}
 import torch, zinf_compile
 model = None
 atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
-from test_deferred_step import TiedWords, adamw, compiled, delay, options_for, pieces, plain_step, tokens
-pieces.PIECE_NUMEL = 128
-model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}))
+from test_deferred_step import TiedWords, adamw, compiled, delay, options_for, plain_step, tokens
+model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}, piece=128))
 optimizer = adamw(model.parameters())
 for number in range(3):
     zinf_compile.synchronize()

@@ -23,6 +23,7 @@ def three_steps(example: str, *arguments: str, folder: Path, env: dict[str, str]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # two programs that compile: the next test runs one of them, on two ranks
 def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
     """By the plain loop from a config, then by the Trainer from what that saved; plain transformers loads both."""
     common = ["--nvme", str(tmp_path), "--length", "64"]

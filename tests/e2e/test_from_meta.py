@@ -1,4 +1,4 @@
-"""Models born partitioned: the numbers of building them whole with the same seed, then trained like any other."""
+"""Models made partitioned: the numbers of building them whole with the same seed, then trained like any other."""
 
 from __future__ import annotations
 

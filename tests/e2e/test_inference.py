@@ -15,7 +15,6 @@ from training import assert_same
 
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.extent_store import Store
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
@@ -57,15 +56,14 @@ def forwards(call: Callable[[torch.Tensor], torch.Tensor], then: Callable[[], No
 @pytest.mark.parametrize("fake", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(("frozen", "mode"), [(True, torch.inference_mode), (False, torch.no_grad)], ids=["frozen", "trained"])
 def test_a_model_of_four_times_what_the_device_may_hold(
-    frozen: bool, mode: Any, fake: bool, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, mode: Any, fake: bool, compute: str, tmp_path: Path
 ) -> None:
     """It never holds more, each forward reads each weight once, and the numbers are those of a model in memory."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1 << 14)
     model = stack().requires_grad_(not frozen)
     device = SimulatedDevice() if fake else None
     meter, moved = Meter(device), []
     away = ("nvme", "device", "device") if frozen else ("nvme",) * 3
-    options = options_for(away, tmp_path, compute=compute, device_memory=CAP, bucket=CAP // LAYERS)
+    options = options_for(away, tmp_path, piece=1 << 14, compute=compute, device_memory=CAP, bucket=CAP // LAYERS)
     with mode(), simulating(device) if device else contextlib.nullcontext():
         found = forwards(compiled(model, options), lambda: moved.append(meter.read(model)))
         assert 0 < context_of(model).memory.ledger.total()[1] <= CAP

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from models import TiedWords, loss_of, tokens
+from tiers import in_pieces
 from torch import nn
 from training import BACKEND
 
 import zinf_compile
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 
 STEPS = 6
 OPTIONS: dict[str, Any] = {"compute": "fx", "master": "float32"}
@@ -117,10 +117,9 @@ def assert_equal(found: tuple[list[float], list[torch.Tensor]], expected: tuple[
 @pytest.mark.parametrize("reload_at", [None, 3])
 @pytest.mark.parametrize("where", ["memory", "optimizer", "all"])
 @pytest.mark.parametrize("piece", [128, 1 << 20])
-def test_master_copies(where: str, reload_at: int | None, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", piece)
+def test_master_copies(where: str, reload_at: int | None, piece: int, tmp_path: Path) -> None:
     away = {"memory": (), "optimizer": ("optimizer",), "all": ("params", "grads", "optimizer")}[where]
-    options: dict[str, Any] = dict.fromkeys(away, "nvme") | ({"nvme": tmp_path} if away else {})
+    options: dict[str, Any] = dict.fromkeys(away, "nvme") | ({"nvme": tmp_path} if away else {}) | in_pieces(piece)
     assert_equal(with_option(options, reload_at=reload_at), by_hand())
 
 

@@ -18,7 +18,6 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.storage.stores import STORES, Extents
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 # A tier: all that it takes ------------------------------------------------------------------------------------------------
@@ -75,15 +74,10 @@ def slow_tier() -> Iterator[list[SlowStore]]:
 # --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 64)
-
-
 def train(**options: object) -> tuple[list[list[float]], dict[str, torch.Tensor], nn.Module]:
     torch._dynamo.reset()
     model = sundry()
-    model.compile(backend=BACKEND, options={"compute": "fx", **options})
+    model.compile(backend=BACKEND, options={"compute": "fx", "compute_shape": {"piece_numel": 64}, **options})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     losses = [train_step(model, optimizer, step) for step in range(3)]
     return losses, {name: value.clone() for name, value in model.state_dict().items()}, model

@@ -32,7 +32,6 @@ from zinf_compile.runtime.device.link import HostIsDevice
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.keeps_graphs
 
@@ -49,14 +48,13 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedStates]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
     monkeypatch.setattr(state_dict_hooks, "OffloadedStates", Noted)
     return made
 
 
 def on_drive(folder: Path) -> Callable[[nn.Module], nn.Module]:
     def compiled(model: nn.Module) -> nn.Module:
-        model.compile(backend=BACKEND, options={"optimizer": "nvme", "nvme": folder})
+        model.compile(backend=BACKEND, options={"optimizer": "nvme", "nvme": folder, "compute_shape": {"piece_numel": 128}})
         return model
 
     return compiled

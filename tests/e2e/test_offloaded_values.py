@@ -28,7 +28,6 @@ from training import BACKEND, adamw, assert_same, assert_same_models
 import zinf_compile
 from zinf_compile.errors import BudgetError, PartitionedParameterError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.fetch import shortage
 from zinf_compile.sharded.offloaded_value import OffloadedValue
 
@@ -327,13 +326,10 @@ class Wide(nn.Module):
         return self.up(x).square().mean()
 
 
-def test_no_room_for_a_single_value_is_said_at_the_first_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1 << 14)
+def test_no_room_for_a_single_value_is_said_at_the_first_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for cap, said in ((None, False), ("3MiB", True)):
         torch.compiler.reset()
-        model = compiled(Wide(), options_for(NVME, tmp_path, tile="64KiB", device_memory=cap, bucket="64KiB"))
+        model = compiled(Wide(), options_for(NVME, tmp_path, piece=1 << 14, tile="64KiB", device_memory=cap, bucket="64KiB"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             with caplog.at_level(logging.WARNING, "zinf_compile"):

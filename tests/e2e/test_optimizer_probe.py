@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from training import BACKEND, assert_same_models, plain_step, train_step_on, twins
 
 from zinf_compile.errors import UnsupportedOptimizerError
-from zinf_compile.runtime.units import pieces
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
@@ -154,10 +153,9 @@ class Times(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("on_nvme", [False, True])
-def test_rules_that_begin_late_and_work_on_elements(on_nvme: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
+def test_rules_that_begin_late_and_work_on_elements(on_nvme: bool, tmp_path: Path) -> None:
     eager, ours = twins(TiedWords)
-    compiled(ours, options_for(("device", "device", "nvme"), tmp_path) if on_nvme else {})
+    compiled(ours, options_for(("device", "device", "nvme"), tmp_path, piece=128) if on_nvme else {})
     sides: list[tuple[Any, Optimizer]] = [
         (model, Lookahead(model.parameters(), lr=0.05, momentum=0.9)) for model in (eager, ours)
     ]

@@ -16,6 +16,7 @@ from rank_reduce_dtype import (
     EVERYWHERE,
     ROWS,
     SMALL,
+    SMALL_PIECES,
     Weights,
     all_of_it,
     assert_trained_alike,
@@ -34,16 +35,10 @@ from zinf_compile.cli.main import schedule_hash
 from zinf_compile.cli.trace import trace
 from zinf_compile.errors import OptionError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.gradient import ShardedGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.StoreWarning")
 ROUNDED = pytest.mark.filterwarnings("ignore:all .* parameters are torch.bfloat16 and updated in that precision")
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 @pytest.mark.parametrize("micro_batches", [3, more(1)])
@@ -143,7 +138,7 @@ def read(grad: torch.Tensor) -> dict[str, Any]:
 
 def test_what_is_made_of_a_gradient_has_the_types_that_eager_gives(tmp_path: Path) -> None:
     eager = Weights().bfloat16()
-    for options in ({}, {"grads": "nvme", "nvme": tmp_path}):
+    for options in ({}, {"grads": "nvme", "nvme": tmp_path, **SMALL_PIECES}):
         torch.compiler.reset()
         ours = compiled(copy.deepcopy(eager), {"master": "float32", **options})
         x = torch.arange(15.0).view(3, 5).bfloat16()

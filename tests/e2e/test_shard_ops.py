@@ -21,7 +21,6 @@ from twin_models import Twins, whole
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.shard_values import BackedShard
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
@@ -37,8 +36,16 @@ Act = Callable[[Any, Any], Any]
 class Pair(Twins):
     """An eager model and its twin with all states off the device, one step into their training."""
 
-    def __init__(self, folder: Path, *, tier: str = "nvme", build: Callable[[], nn.Module] = Mlp, train: bool = True) -> None:
-        super().__init__(build, lambda model: compiled(model, options_for((tier, tier, tier), folder)))
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tier: str = "nvme",
+        build: Callable[[], nn.Module] = Mlp,
+        train: bool = True,
+        piece: int | None = None,
+    ) -> None:
+        super().__init__(build, lambda model: compiled(model, options_for((tier, tier, tier), folder, piece=piece)))
         if train:
             self.each(step)
 
@@ -62,11 +69,10 @@ def clones(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("tier", ["nvme", "host"])
-def test_averages_and_updates_by_hand(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_and_updates_by_hand(tier: str, tmp_path: Path) -> None:
     """In pieces, after steps that are still to be done, between parameters, gradients and tensors made from them."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 32)
     with simulating(SimulatedDevice()):
-        pair = Pair(tmp_path, tier=tier)
+        pair = Pair(tmp_path, tier=tier, piece=32)
         averages = pair.companions(clones)
         for copied in averages[1]:
             assert isinstance(copied, ShardedTensor)

@@ -114,14 +114,14 @@ def assert_trains(name: str, compute: str, sizes: tuple[int, ...], loss: Callabl
 
 
 @MOSTLY_FX
-@pytest.mark.parametrize("sizes", [(1,), (1, 3), (3, 1), (3, 5, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (3, 5, 1)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "attention", "tied"])
 def test_batches_of_one_row_before_and_after_others(name: str, sizes: tuple[int, ...], compute: str) -> None:
     assert_trains(name, compute, sizes)
 
 
 @MOSTLY_FX
-@pytest.mark.parametrize("sizes", [(0,), (0, 3), (3, 0), (3, 5, 0, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (3, 5, 0, 4)], ids=str)
 @pytest.mark.parametrize("name", ["attention", "tied"])
 def test_batches_without_rows_before_and_after_others(name: str, sizes: tuple[int, ...], compute: str) -> None:
     assert_trains(name, compute, sizes)

@@ -19,17 +19,9 @@ from training import BACKEND, adamw
 import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.shortage import find_smallest
 
 ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_pieces() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_NUMEL", 1 << 18)
-        yield
 
 
 class Stack(nn.Module):
@@ -52,7 +44,7 @@ class Stack(nn.Module):
 def train(model: Stack, options: dict[str, Any], *, steps: int = 2, kind: Any = adamw) -> None:
     """Accumulate two batches, clip, step; what is held stays within the cap."""
     torch.compiler.reset()
-    model.compile(backend=BACKEND, options={"compute": "fx", **options})
+    model.compile(backend=BACKEND, options={"compute": "fx", "compute_shape": {"piece_numel": 1 << 18}, **options})
     optimizer = kind(model.parameters())
     for _ in range(steps):
         for _ in range(2):

@@ -29,7 +29,6 @@ from zinf_compile.errors import BudgetError, StepFailedError, UnsupportedOptimiz
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.state_entry import StateEntry
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded import host_shortage
 
 pytestmark = [
@@ -52,17 +51,14 @@ sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 Act = Callable[[Optimizer, list[torch.Tensor]], Any]
 
 
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 128)
-
-
 class Pair(Twins):
     """A model beside its eager twin."""
 
     def __init__(self, placement: Placement, folder: Path, make: Callable[..., Optimizer], **options: Any) -> None:
         dtype = options.pop("dtype", torch.float32)
-        super().__init__(lambda: sundry(dtype), lambda model: compiled(model, options_for(placement, folder, **options)), make)
+        super().__init__(
+            lambda: sundry(dtype), lambda model: compiled(model, options_for(placement, folder, piece=128, **options)), make
+        )
         self.other, self.optimizer = self.optimizers
         self.steps = 0
 
@@ -357,7 +353,7 @@ def test_a_reset_makes_master_copies_anew(tier: str, tmp_path: Path) -> None:
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         model = sundry(torch.bfloat16)
-        compiled(model, options_for((tier, tier, tier), tmp_path / folder, master="float32"))
+        compiled(model, options_for((tier, tier, tier), tmp_path / folder, piece=128, master="float32"))
         models.append(model)
         optimizers.append(adamw(model.parameters()))
     for number in range(6):

@@ -29,7 +29,6 @@ from zinf_compile.errors import OptionError
 from zinf_compile.ir import tiling
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiling import borders_of, box_text, choose_tiles, tile_shape, tile_stride
-from zinf_compile.runtime.units import pieces
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
@@ -242,12 +241,11 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.keeps_graphs
 @pytest.mark.parametrize("way", ["clip", "clip by value", "scaled", "graph kept", "zeros"])
-def test_ways_to_train(way: str, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 256)
+def test_ways_to_train(way: str, drive: Path) -> None:
     torch.manual_seed(3)
     eager = Checkpointed()
     ours = [copy.deepcopy(eager) for _ in range(2)]
-    away = options_for(("nvme", "nvme", "nvme"), drive)
+    away = options_for(("nvme", "nvme", "nvme"), drive, piece=256)
     models = [eager, _compiled(ours[0], {"tile": 1024}), _compiled(ours[1], {"tile": 1024, **away})]
     for model in models:
         _train_in(way, model)

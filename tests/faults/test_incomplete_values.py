@@ -16,14 +16,8 @@ from training import assert_same
 
 import zinf_compile
 from zinf_compile.errors import StepFailedError, StoreError
-from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 def backward(model: Any, step: int) -> None:

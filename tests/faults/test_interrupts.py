@@ -23,7 +23,6 @@ from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
 from zinf_compile.runtime.storage.block_io import BlockIO, Piece
 from zinf_compile.runtime.storage.engine import Request
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = [
@@ -37,11 +36,6 @@ WAITS: dict[str, tuple[Any, str]] = {
     "update": (Updates, "_wait_for"),
 }
 """Where the main thread may stand still."""
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 def delay(model: nn.Module, seconds: float = 1.0) -> threading.Event:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from faults import failing, flip, named, offloaded_of, store_of
 from marks import more
-from tier_twins import Trained, check_same, compare, twins
+from tier_twins import PIECE, Trained, check_same, compare, twins
 from tiers import MICRO_BATCHES, Placement, compiled, context_of, options_for, sundry, train_step, words
 from torch import nn
 from training import adamw, assert_same_models
@@ -27,7 +27,6 @@ from zinf_compile.optim import offloaded_states
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage import scratch_file
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = [
@@ -43,11 +42,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 at_once = pytest.mark.usefixtures("_at_once")
-
-
-@pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -286,7 +280,7 @@ def test_an_error_of_another_kind_says_it_too(drive: Path, monkeypatch: pytest.M
 def test_a_full_drive_changes_nothing(number: int, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no room: parameters, gradients, the second gradients while they accumulate, the states."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, drive))
+    compiled(ours, options_for(("nvme",) * 3, drive, piece=PIECE))
     answers = iter([0] * number + [errno.ENOSPC])
     really = scratch_file.fallocate
     monkeypatch.setattr(scratch_file, "fallocate", lambda fd, size: next(answers, 0) or really(fd, size))
@@ -309,7 +303,7 @@ def test_a_full_drive_changes_nothing(number: int, drive: Path, monkeypatch: pyt
 def test_no_room_for_a_second_gradient_leaves_the_first(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step may then be taken with what there is."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, drive))
+    compiled(ours, options_for(("nvme",) * 3, drive, piece=PIECE))
     (optimizer, other) = (adamw(model.parameters()) for model in (ours, eager))
     for model in (ours, eager):
         model(words(0, 0)).backward()
@@ -327,10 +321,10 @@ def test_no_room_for_a_second_gradient_leaves_the_first(drive: Path, monkeypatch
 @pytest.mark.parametrize("number", [0, 5, 10])
 def test_a_drive_that_fails_while_parameters_move_there_changes_nothing(number: int, drive: Path) -> None:
     """No parameter is hollow before all are kept."""
-    first = compiled(sundry(), options_for(("nvme",) * 3, drive))
+    first = compiled(sundry(), options_for(("nvme",) * 3, drive, piece=PIECE))
     first(words(0, 0))  # there is an engine now
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(("nvme",) * 3, drive))
+    compiled(ours, options_for(("nvme",) * 3, drive, piece=PIECE))
     with failing(context_of(first).engine, "write", number), pytest.raises(StoreError, match=r"cannot write .*'parameter "):
         ours(words(0, 0))
     assert not any(isinstance(p, ShardedParameter) for p in ours.parameters())

@@ -14,12 +14,6 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.row_rounds import rounds_of_rows, rows_on_their_way
 from zinf_compile.ir.tiling import Box, choose_tiles
-from zinf_compile.runtime.units import pieces
-
-
-@pytest.fixture(autouse=True)
-def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change
 
 
 def test_rounds_are_quarters_of_tiles() -> None:
@@ -52,8 +46,10 @@ def test_what_is_on_its_way_is_bounded_by_the_tile() -> None:
     assert rows_on_their_way(slot) == (2 * 4 + 16) * 8 * 4
 
 
-def test_one_process(tmp_path: Path) -> None:
-    assert look_up_anywhere(0, 1, str(tmp_path)) == 5 * 5 * len(SHAPES)
+@pytest.mark.parametrize("every", [False, more(True)])
+def test_one_process(every: bool, tmp_path: Path) -> None:
+    looked_up = 5 * 5 * len(SHAPES)
+    assert look_up_anywhere(0, 1, str(tmp_path), every=every) == (looked_up if every else looked_up // 2)
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ def test_two_halves_and_all() -> None:
     for rank, found in enumerate(results):
         first = rank // 2 * 2
         assert found["gathered"] == {"half": [100.0 * (rank // 2) + n for n in range(7)], "all": [float(n) for n in range(7)]}
+        half, whole = (sum(n * n for n in found["gathered"][name]) ** 0.5 for name in ("half", "all"))
+        assert found["norms"] == pytest.approx([whole, half, whole]), "each over the ranks of its own unit"
+        assert found["full"] == found["gathered"]
         assert found["numbers"] == [first, first + 1]
         assert found["everyone"] == [0, 1, 2, 3]
         assert found["shared"] == first

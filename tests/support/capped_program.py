@@ -16,7 +16,6 @@ import torch
 
 import zinf_compile
 from zinf_compile.cli.models import GPT
-from zinf_compile.runtime.units import pieces
 
 SIZE = {"layers": 4, "width": 1152, "heads": 9, "vocabulary": 17001, "length": 64}
 """A fortieth of the 3.1B of benchmarks/capacity.py."""
@@ -30,13 +29,13 @@ def main(where: str, folder: str, cap: int) -> None:
     torch.set_num_threads(2)  # each has a stack that counts
     if cap:
         resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
-    pieces.PIECE_NUMEL = PIECE_NUMEL
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)  # as if made in that type: values are drawn in the type that they have
     options: dict[str, Any] = {
         "master": "float32",
         "reduce_dtype": "bfloat16",
         "compute": "fx",
+        "compute_shape": {"piece_numel": PIECE_NUMEL},
         "tile": "8MiB",
     }  # what device_memory makes it
     if where == "nvme":

@@ -33,8 +33,8 @@ def store_of(kind: str, model: nn.Module, optimizer: Optimizer | None = None) ->
         for states in offloaded_of(optimizer) if optimizer else []:
             states.transfers.drain()
     elif kind == "gradient of":
-        parameter.grad.away.wait_written()
-        store = parameter.grad.away.backing.shards.store
+        parameter.grad.offloaded.wait_written()
+        store = parameter.grad.offloaded.backing.shards.store
     else:
         assert optimizer is not None
         (states,) = offloaded_of(optimizer)

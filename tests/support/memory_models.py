@@ -17,6 +17,7 @@ from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import Sides
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.budget import GraphBudget
@@ -92,7 +93,8 @@ def check_against_ledgers(widths: Sequence[int], dtype: torch.dtype, options: Ma
         zinf_compile.synchronize()
         optimizer.zero_grad()
     buffers = [states.transfers.buffers for states in record_of(optimizer).offloaded or []]
-    chunks = Sides(sum(b.device_bytes for b in buffers), sum(b.host_bytes for b in buffers)).merged(len(ledgers) == 1)
+    topology = Topology(host_apart=len(ledgers) > 1)
+    chunks = topology.counted(Sides(sum(b.device_bytes for b in buffers), sum(b.host_bytes for b in buffers)))
     in_buffers = Sides(0, chunks.host) if len(ledgers) > 1 else chunks  # those on a device count as staging
     assert held("states") == expected.states.plus(in_buffers)
     plans = [plan for budget in budgets for plan in budget.plans]

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_reduce_dtype import build, prepare, smallest_cap
-from tiers import compiled, context_of, words
+from tiers import compiled, context_of, in_pieces, words
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.units import pieces
 
-OPTIONS = {"compute": "fx", "master": "float32", "tile": 128, "bucket": 512, "timeout_s": 20}
+OPTIONS = {**in_pieces(4096), "compute": "fx", "master": "float32", "tile": 256, "bucket": 512, "timeout_s": 20}
 EXTRA = 1 << 13
 
 
@@ -54,7 +53,6 @@ def refused(call: Callable[[], object], rank: int) -> int:
 def caps_of_all(rank: int, size: int) -> list[int]:
     """Search the smallest cap with gradients in fp32, in bf16, and with a rank that holds more: each is exact to the byte."""
     prepare()
-    pieces.PIECE_NUMEL = 4096  # of which one is more than the model: the caps differ by what gradients take
     found = [smallest_cap({**OPTIONS, "reduce_dtype": dtype}, rank) for dtype in (None, "bfloat16")]
     context = context_of(started())
     all_refuse(rank, context, found[0])

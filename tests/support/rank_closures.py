@@ -14,16 +14,14 @@ from training import adamw
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.units import pieces
 
 
 def train(rank: int, size: int, folder: str) -> None:
     """Train with states in memory and on drives, the first call inside or before the first step: the same parameters."""
-    pieces.PIECE_NUMEL = 128
     results: list[Any] = []
     for placement, inside in ((("device",) * 3, True), (("device", "device", "nvme"), False), (("nvme",) * 3, True)):
         model = sundry()
-        compiled(model, options_for(placement, folder))
+        compiled(model, options_for(placement, folder, piece=128))
         optimizer = adamw(model.parameters())
         if not inside:
             with torch.no_grad():

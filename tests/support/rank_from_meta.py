@@ -1,4 +1,4 @@
-"""Models born partitioned, beside the same built whole; on one process or on one of several ranks."""
+"""Models made partitioned, beside the same built whole; on one process or on one of several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from zinf_compile.errors import CheckpointError, RankMismatchError, StoreWarning
 from zinf_compile.init import parallel_random
 from zinf_compile.init.parallel_random import Fill
 from zinf_compile.runtime.comm.shard_ranges import shard_range
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 SEED = 3
@@ -169,17 +168,16 @@ def _train(rank: int, options: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def noticing_small_ones() -> Iterator[None]:
-    """Let values that are drawn be noted, and go to drives in pieces, though they are small."""
+    """Let values that are drawn be noted, though they are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_random, "_LEAST_NUMEL", 100)
-        patch.setattr(pieces, "PIECE_NUMEL", 300)
         yield
 
 
 def deferred_on_ranks(rank: int, size: int, folder: str) -> bool:
     """Check values that are noted to be drawn on these ranks: which, how many of them here, and that the ranks agree."""
     warnings.filterwarnings("ignore", category=StoreWarning)
-    away = {"params": "nvme", "nvme": folder, "timeout_s": 60}
+    away = {"params": "nvme", "nvme": folder, "timeout_s": 60, "compute_shape": {"piece_numel": 300}}
     with noticing_small_ones():
         for build in (CASES["attention"].build, CASES["tied"].build, llama, gpt2):
             for options in ({"timeout_s": 60}, away, {**away, "tile": "512 B"}):

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from models import OddShapes, generator, vectors
 from rank_tile_states import Tall, assert_same_values
+from tiers import in_pieces
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import RankMismatchError, StoreWarning, UnsupportedOptimizerError, ZinfError
-from zinf_compile.runtime.units import pieces
 
 SAVED, TRAINED = "saved.pt", "trained.pt"
 ALL_ON_DRIVE = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
@@ -105,13 +105,12 @@ def assert_same_optimizer(
 
 
 def placed(options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Return options with a place for what goes to a drive."""
-    return {**options, "nvme": folder} if "nvme" in options.values() else options
+    """Return options with a place for what goes to a drive, and pieces so small that chunks end within parameters."""
+    return {**options, **in_pieces(96)} | ({"nvme": folder} if "nvme" in options.values() else {})
 
 
 def save(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) -> None:
     """Train and save."""
-    pieces.PIECE_NUMEL = 96  # chunks end within parameters
     warnings.filterwarnings("ignore", category=StoreWarning)
     run = Run(name, placed(options, folder))
     run.train(0, 1)
@@ -124,7 +123,6 @@ def save(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) 
 
 def load(rank: int, size: int, folder: str, name: str, options: dict[str, Any]) -> None:
     """Load on rank 0's word alone, save that again, train on and save what that gives."""
-    pieces.PIECE_NUMEL = 96  # chunks end within parameters
     warnings.filterwarnings("ignore", category=StoreWarning)
     run = Run(name, placed(options, folder))
     saved = torch.load(Path(folder) / SAVED, weights_only=True) if rank == 0 else None

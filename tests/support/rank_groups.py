@@ -9,8 +9,11 @@ import torch.distributed as dist
 
 from zinf_compile.runtime.comm.shard_group import REPLICATE, SHARD, MeshAxis, ShardGroup
 from zinf_compile.runtime.context import context_for
+from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.gradient_norms import global_norms
 
 
 def two_halves(rank: int, size: int) -> dict[str, Any]:
@@ -31,10 +34,15 @@ def two_halves(rank: int, size: int) -> dict[str, Any]:
         full = context.full_buffer(each.numel, each.dtype, each.device)
         gather_whole(each, each.shard, full, "gathering")
         gathered[each.name] = full.tolist()
+    gradients = [ShardedGradient(each, each.shard, Done()) for each in (everywhere, unit, everywhere)]
+    norms = [norm.item() for norm in global_norms(gradients, 2.0, torch.float64)]
+    full = {gradient.unit.name: gradient.full_tensor().tolist() for gradient in gradients}
     made = len(context.ranks.groups) - before
     unit.ranks.of(group).agree([f"half {first}"], what="comparing halves")
     return {
         "gathered": gathered,
+        "norms": norms,
+        "full": full,
         "numbers": unit.ranks.exchange(torch.tensor([float(rank), 1.0]), what="numbers")[:, 0].tolist(),
         "everyone": everywhere.ranks.exchange(torch.tensor([float(rank)]), what="number").flatten().tolist(),
         "shared": unit.ranks.share(rank, what="rank 0 of each half"),

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from models import TiedWords, loss_of, tokens
+from tiers import in_pieces
 from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
-from zinf_compile.runtime.units import pieces
 
 SLACK_KIB = 4096
 """The allocator's own noise; of a thousand steps, a leak of 5 KiB each would exceed it."""
@@ -28,9 +28,15 @@ def anonymous_kib() -> int:
 
 def take_many_steps(rank: int, size: int, folder: str, steps: int) -> None:
     """Do it and look at memory, threads and descriptors meanwhile; in a process of its own, where nothing else is held."""
-    pieces.PIECE_NUMEL = 128
     warnings.simplefilter("ignore", zinf_compile.StoreWarning)
-    options = {"compute": "fx", "params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": folder, "device_memory": "1MiB"}
+    options = {
+        "compute": "fx",
+        "params": "nvme",
+        "grads": "nvme",
+        "optimizer": "nvme",
+        "nvme": folder,
+        "device_memory": "1MiB",
+    } | in_pieces(128)
     model = TiedWords()
     model.compile(backend=BACKEND, options=options)
     optimizer = adamw(model.parameters())

@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from models import CASES
+from tiers import in_pieces
 from torch import nn
 from training import BACKEND, adamw, plain_step
 
 import zinf_compile
 from zinf_compile.optim.state_layout import without_note
-from zinf_compile.runtime.units import pieces
 
 
 def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
     """Return losses, parameters and this rank's states for each."""
-    pieces.PIECE_NUMEL = 128
     results = []
     everything = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
     for options in ({}, {"optimizer": "nvme", "nvme": folder}, {**everything, "nvme": folder}):
@@ -26,7 +25,7 @@ def train_on_ranks(rank: int, size: int, folder: str) -> list[Any]:
         states: list[Any] = []
         for name in ("tied", "odd_shapes"):
             model = CASES[name].build()
-            model.compile(backend=BACKEND, options=options)
+            model.compile(backend=BACKEND, options={**options, **in_pieces(128)})
             optimizer = adamw(model.parameters())
             for step in range(4):
                 losses.append(plain_step(model, optimizer, CASES[name].batch(step, rank)).item())

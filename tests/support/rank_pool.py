@@ -16,8 +16,8 @@ from resetting import assert_nothing_more_than, placed, possessions, train
 
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.init import parallel_random
 from zinf_compile.runtime.context import all_contexts
-from zinf_compile.runtime.units import pieces
 
 
 def process_id(rank: int, size: int) -> int:
@@ -56,7 +56,7 @@ def disturb(rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
     torch._dynamo.config.recompile_limit = 2
-    pieces.PIECE_NUMEL = 96
+    parallel_random._LEAST_NUMEL = 96
     train(placed("nvme", folder), steps=1)
 
 
@@ -72,7 +72,7 @@ def look_around(rank: int, size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(torch.get_default_dtype()),
         "limit": torch._dynamo.config.recompile_limit,
-        "piece": pieces.PIECE_NUMEL,
+        "least": parallel_random._LEAST_NUMEL,
         "contexts": len(all_contexts()),
         "groups": len(torch.distributed.distributed_c10d._world.pg_map),
     }

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiers import Sundry, compiled, context_of, words
+from tiers import Sundry, compiled, context_of, in_pieces, words
 from torch import nn
 from training import assert_same, whole_gradient
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, StoreWarning
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.gradient import ShardedGradient
 
 STEPS = 2
 LARGEST_NORM = 0.1
+SMALL_PIECES = in_pieces(96)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def averaged(gradient: torch.Tensor, size: int) -> torch.Tensor:
 def compiled_run(rank: int, size: int, micro_batches: int, options: Mapping[str, Any]) -> Trained:
     """Train alike with the backend; `p.grad` is bf16 at every moment."""
     torch.compiler.reset()
-    model = compiled(build(), {"compute": "fx", "master": "float32", **options})
+    model = compiled(build(), {"compute": "fx", "master": "float32", **SMALL_PIECES, **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -143,8 +143,7 @@ def assert_trained_alike(found: Trained, expected: Trained, what: str) -> None:
 
 
 def prepare() -> None:
-    """Cut shards into small pieces."""
-    pieces.PIECE_NUMEL = 96
+    """Ignore warnings of what these tests mean to do."""
     warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
     warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
 
@@ -169,7 +168,9 @@ def train_within(options: Mapping[str, Any], cap: int, rank: int) -> None:
     """Accumulate, clip and update twice; what is held never exceeds the cap."""
     torch.compiler.reset()
     gc.collect()
-    model = compiled(build(), {"compute": "fx", "master": "float32", "bucket": 512, "device_memory": cap, **options})
+    model = compiled(
+        build(), {"compute": "fx", "master": "float32", "bucket": 512, "device_memory": cap, **SMALL_PIECES, **options}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
         for micro in range(2):
@@ -237,7 +238,7 @@ def small_contributions(rank: int, size: int, folder: str) -> None:
     for options, expected in (
         ({"master": "float32"}, exact),
         ({"reduce_dtype": torch.float32, "tile": 32}, exact),
-        ({"master": "float32", "tile": 32, "grads": "nvme", "nvme": folder}, exact),
+        ({"master": "float32", "tile": 32, "grads": "nvme", "nvme": folder, **SMALL_PIECES}, exact),
         ({"master": "float32", "reduce_dtype": "bfloat16"}, 0.5),
     ):
         torch.compiler.reset()

@@ -10,7 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tiers import MICRO_BATCHES, PLACEMENTS, UNIFIED, Meter, Needed, Placement, Traffic, compiled, options_for, sundry, train_step
+from tiers import (
+    MICRO_BATCHES,
+    PLACEMENTS,
+    UNIFIED,
+    Meter,
+    Needed,
+    Placement,
+    Traffic,
+    compiled,
+    in_pieces,
+    options_for,
+    sundry,
+    train_step,
+)
 from torch import nn
 from training import assert_same
 
@@ -19,11 +32,13 @@ from zinf_compile.errors import StoreWarning
 from zinf_compile.optim.state_layout import without_note
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.units import pieces
 
 Run = tuple[list[float], dict[str, torch.Tensor], dict[Any, dict[str, Any]]]
 """Losses, the whole parameters (on rank 0), this rank's optimizer states."""
 
+
+PIECE = 96
+"""Elements of a piece of a shard: whole vectors, as what is left of one a fused optimizer may round otherwise."""
 
 Build = Callable[[torch.dtype], nn.Module]
 
@@ -36,7 +51,7 @@ def train_everywhere(
     compute: str,
     steps: int,
     updates: Sequence[str | None] = (None,),
-    piece_numel: int = 96,
+    piece_numel: int = PIECE,
     master: str | None = None,
     reduced: torch.dtype | None = None,
     placements: Sequence[Placement] = PLACEMENTS,
@@ -45,15 +60,22 @@ def train_everywhere(
 
     Raises where one has other bits than all on the device has, or moved another number of bytes than it needs.
     """
-    _prepare(piece_numel)
-    others = {"compute": compute, "master": master, "reduce_dtype": reduced}
+    _prepare()
+    others = {"compute": compute, "master": master, "reduce_dtype": reduced, **in_pieces(piece_numel)}
     expected = _train(rank, others, Meter(None), None, dtype, steps)
     with simulating(SimulatedDevice()) as device:
         meter = Meter(device)
         for placement in placements:
             for update in updates:
                 needed = Needed(
-                    placement, update=update, unified=False, ranks=size, dtype=dtype, master=bool(master), reduced=reduced
+                    placement,
+                    update=update,
+                    unified=False,
+                    ranks=size,
+                    dtype=dtype,
+                    master=bool(master),
+                    reduced=reduced,
+                    piece=piece_numel,
                 )
                 options = options_for(placement, folder, update=update, **others)
                 _check(placement, update, _train(rank, options, meter, needed, dtype, steps), expected)
@@ -70,12 +92,12 @@ def train_without_a_device(
     placements: Sequence[Placement] = UNIFIED,
 ) -> int:
     """Do the same where the device is host memory, which makes "host" the same as "device"."""
-    _prepare(96)
+    _prepare()
     meter = Meter(None)
     expected = _train(rank, {"compute": compute}, meter, None, dtype, steps)
     for placement in placements:
-        needed = Needed(placement, update=None, unified=True, ranks=size, dtype=dtype)
-        options = options_for(placement, folder, compute=compute)
+        needed = Needed(placement, update=None, unified=True, ranks=size, dtype=dtype, piece=PIECE)
+        options = options_for(placement, folder, piece=PIECE, compute=compute)
         _check(placement, None, _train(rank, options, meter, needed, dtype, steps), expected)
     return len(placements)
 
@@ -96,7 +118,7 @@ def train_in_tiles(
 
     Returns the number of combinations; raises where one has other bits, or where tiles change more than the order of sums does.
     """
-    _prepare(96)
+    _prepare()
     whole = _train(rank, {"compute": compute}, Meter(None), None, dtype, 2, build)
     expected = _train(rank, {"compute": compute, "tile": tile}, Meter(None), None, dtype, 2, build)
     assert_close_runs(whole, expected, dtype)
@@ -104,7 +126,7 @@ def train_in_tiles(
     with simulating(SimulatedDevice()) if fake else contextlib.nullcontext() as device:
         meter = Meter(device)
         for placement in placements:
-            options = options_for(placement, folder, compute=compute, tile=tile)
+            options = options_for(placement, folder, piece=PIECE, compute=compute, tile=tile)
             _check(placement, None, _train(rank, options, meter, None, dtype, 2, build), expected)
     return len(placements)
 
@@ -114,12 +136,12 @@ def train_in_folders(rank: int, size: int, nvme: str | list[str], steps: int) ->
 
     Returns the bytes that went to each folder.
     """
-    _prepare(96)
+    _prepare()
     expected = _train(rank, {"compute": "fx"}, Meter(None), None, torch.float32, steps)
     counts: list[dict[str, int]] = []
     for placement in (("device", "device", "nvme"), ("nvme", "nvme", "nvme")):
         with _noting_writes() as written:
-            options = options_for(placement, nvme, compute="fx")
+            options = options_for(placement, nvme, piece=PIECE, compute="fx")
             _check(placement, None, _train(rank, options, Meter(None), None, torch.float32, steps), expected)
         counts.append(written)
     return counts
@@ -151,9 +173,7 @@ def assert_close_runs(one: Run, other: Run, dtype: torch.dtype) -> None:
         torch.testing.assert_close(other[1][name], value, rtol=bound, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def _prepare(piece_numel: int) -> None:
-    """Cut shards into small pieces, of whole vectors: what is left of one a fused optimizer may round otherwise."""
-    pieces.PIECE_NUMEL = piece_numel
+def _prepare() -> None:
     warnings.filterwarnings("ignore", category=StoreWarning)  # of a folder in memory
     warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
 

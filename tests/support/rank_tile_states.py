@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from models import generator
 from near import assert_near
+from tiers import in_pieces
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, assert_same
@@ -21,7 +22,6 @@ from training import BACKEND, assert_same
 import zinf_compile
 from zinf_compile.errors import StoreWarning, UnsupportedOptimizerError
 from zinf_compile.optim.state_layout import LAYOUT
-from zinf_compile.runtime.units import pieces
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
@@ -120,9 +120,8 @@ def join(states: list[Any]) -> Any:
 
 def change_tiles(rank: int, size: int, folder: str, name: str, tiers: tuple[str, ...]) -> list[str]:
     """Load states that were saved in tiles into models in the same, in others and in none; return what is said of it."""
-    pieces.PIECE_NUMEL = 96
     warnings.filterwarnings("ignore", category=StoreWarning)
-    at_once: dict[str, Any] = dict.fromkeys(tiers, "nvme") | ({"nvme": folder} if tiers else {})
+    at_once: dict[str, Any] = dict.fromkeys(tiers, "nvme") | ({"nvme": folder} if tiers else {}) | in_pieces(96)
     in_tiles, in_others = {**at_once, "tile": TILE}, {**at_once, "tile": 2 * TILE}
     torch.manual_seed(3)
     first = Run(name, in_tiles, Tall().state_dict())

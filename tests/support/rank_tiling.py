@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from rank_tiers import train_in_tiles
-from tiers import PLACEMENTS, Placement, compiled, context_of, options_for
+from tiers import PLACEMENTS, Placement, compiled, context_of, in_pieces, options_for
 from torch import nn
 from torch.nn import functional as F
 from training import assert_same
@@ -20,7 +20,6 @@ import zinf_compile
 from zinf_compile.errors import StoreWarning
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system.malloc import return_free_memory
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 
@@ -83,7 +82,6 @@ class Huge(nn.Module):
 
 def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) -> list[float]:
     """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more."""
-    pieces.PIECE_NUMEL = 1 << 12
     warnings.filterwarnings("ignore", category=StoreWarning)
     off_device = [p for p in PLACEMENTS if "device" not in p and (fake or "host" not in p)]
     found: list[list[float]] = []
@@ -93,7 +91,7 @@ def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) 
         model = Huge()
         assert model.huge.weight.nbytes == 8 * CAP
         with simulating(SimulatedDevice()) if fake else contextlib.nullcontext():
-            options = options_for(placement, folder, compute="fx", device_memory=CAP, tile=TILE)
+            options = options_for(placement, folder, piece=1 << 12, compute="fx", device_memory=CAP, tile=TILE)
             call = compiled(model, options)
             found.append(train_batches(call, rank, functools.partial(check_peak, model)))
     assert all(losses == found[0] for losses in found), "the placement changed bits"
@@ -152,7 +150,6 @@ def grow_beyond_memory(rank: int, size: int, folder: str) -> tuple[int, int]:
     As the kernel counts it, all included but what a small model's training, which is done before, leaves: compiler, libraries.
     Making the model isn't counted: a module's tensors are drawn whole.
     """
-    pieces.PIECE_NUMEL = 1 << 18
     warnings.filterwarnings("ignore", category=StoreWarning)
     memory = 64 << 20
     _train(_giant(1 << 20, folder), 8 << 20, rank)
@@ -168,7 +165,7 @@ def grow_beyond_memory(rank: int, size: int, folder: str) -> tuple[int, int]:
 def _giant(memory: int, folder: str) -> nn.Module:
     with torch.device("meta"):
         model = Giant(memory)
-    return zinf_compile.partition(model, **options_for(("nvme", "nvme", "nvme"), folder, tile=memory // 16))
+    return zinf_compile.partition(model, **options_for(("nvme", "nvme", "nvme"), folder, piece=1 << 18, tile=memory // 16))
 
 
 def _train(model: nn.Module, memory: int, rank: int) -> None:
@@ -184,9 +181,8 @@ def _status(field: str) -> int:
 
 def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
     """Make a model in tiles in all ways, save and load it; raise where a value isn't what it is in a plain model."""
-    pieces.PIECE_NUMEL = 96
     warnings.filterwarnings("ignore", category=StoreWarning)
-    options = {"tile": 800, "params": tier, **({"nvme": folder} if tier == "nvme" else {})}
+    options = {"tile": 800, "params": tier, **({"nvme": folder} if tier == "nvme" else {}), **in_pieces(96)}
     torch.manual_seed(5)
     expected = Wide().state_dict()
 
@@ -205,13 +201,13 @@ def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
             return Wide()
 
     torch.manual_seed(5)
-    born = check(zinf_compile.partition(on_meta(), **options), "from a seed")
+    made = check(zinf_compile.partition(on_meta(), **options), "from a seed")
     torch.manual_seed(5)
     with zinf_compile.partitioned(**options):
         built = Wide()
     check(built, "built on the CPU")
     checkpoint = Path(folder) / "saved"
-    zinf_compile.save_safetensors(born, checkpoint)
+    zinf_compile.save_safetensors(made, checkpoint)
     loaded = check(zinf_compile.partition(on_meta(), checkpoint=checkpoint, **options), "from a checkpoint")
     changed = {name: value + 1 for name, value in expected.items()}
     zinf_compile.load_full_state_dict(loaded, changed if rank == 0 else None)

@@ -20,6 +20,7 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
+from guard_timing import without_guard_timing
 
 import zinf_compile
 
@@ -45,6 +46,7 @@ def work(connection: Connection) -> None:
     """Run one case after the other, until the connection is closed. Each is answered twice: by what it returned, and "ready"."""
     before = _Process()
     gc.freeze()  # what was imported is looked through no more
+    gc.set_threshold(10_000, 20, 10)
     try:
         while True:
             case, rank = connection.recv()
@@ -66,6 +68,7 @@ def run_once(connection: Connection) -> None:
 
 def _answer(connection: Connection, case: Case, rank: int) -> None:
     """Run a case, and tell what came of it; after an error the process ends, so that no other rank waits for it."""
+    without_guard_timing()
     torch.set_num_threads(1)
     warnings.resetwarnings()
     warnings.simplefilter("error")

@@ -9,15 +9,12 @@ import torch
 from tiers import compiled, options_for, sundry, train_step
 from training import adamw
 
-from zinf_compile.runtime.units import pieces
-
 
 def train(folder: str, steps: int, said: Connection | None = None) -> None:
     """Train; say the losses of the first and the tenth step, to the standard output where there is no connection."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    pieces.PIECE_NUMEL = 96
-    model = compiled(sundry(), options_for(("nvme",) * 3, folder))
+    model = compiled(sundry(), options_for(("nvme",) * 3, folder, piece=96))
     optimizer = adamw(model.parameters())
     for step in range(steps):
         losses = train_step(model, optimizer, step % 10)

@@ -12,6 +12,9 @@ from training import adamw, assert_same
 
 import zinf_compile
 
+PIECE = 96
+"""Elements of a piece of a shard."""
+
 Trained = tuple[Sundry, Optimizer, nn.Module, Optimizer]
 """A model, by default with everything on a drive, and its eager twin; each with its optimizer, after two steps."""
 
@@ -19,7 +22,7 @@ Trained = tuple[Sundry, Optimizer, nn.Module, Optimizer]
 def twins(folder: Path, placement: Placement = ("nvme",) * 3) -> Trained:
     """Return both."""
     ours, eager = sundry(), sundry()
-    compiled(ours, options_for(placement, folder))
+    compiled(ours, options_for(placement, folder, piece=PIECE))
     theirs, other = (adamw(model.parameters()) for model in (ours, eager))
     for step in range(2):
         assert train_step(ours, theirs, step) == train_step(eager, other, step)

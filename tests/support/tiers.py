@@ -19,7 +19,6 @@ from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.simulated import SimulatedDevice
 from zinf_compile.runtime.lanes.lanes import Lane
-from zinf_compile.runtime.units import pieces
 from zinf_compile.sharded.parameter import ShardedParameter
 
 WORDS, WIDTH = 23, 9
@@ -85,9 +84,14 @@ def words(step: int, micro: int, rank: int = 0) -> torch.Tensor:
     return torch.randint(WORDS, (3, 8), generator=generator(MICRO_BATCHES * step + micro, rank))
 
 
-def options_for(placement: Placement, folder: object, **others: Any) -> dict[str, Any]:
-    """Return the options that put parameters, gradients and states there."""
-    options = {**dict(zip(("params", "grads", "optimizer"), placement, strict=True)), **others}
+def in_pieces(numel: int | None) -> dict[str, Any]:
+    """Return the option that cuts shards into pieces of so many elements; none for None."""
+    return {} if numel is None else {"compute_shape": {"piece_numel": numel}}
+
+
+def options_for(placement: Placement, folder: object, *, piece: int | None = None, **others: Any) -> dict[str, Any]:
+    """Return the options that put parameters, gradients and states there, in pieces of `piece` elements."""
+    options = {**dict(zip(("params", "grads", "optimizer"), placement, strict=True)), **in_pieces(piece), **others}
     return {**options, "nvme": folder} if "nvme" in placement else options
 
 
@@ -177,11 +181,12 @@ class Needed:
         unified: bool,
         ranks: int,
         dtype: torch.dtype,
+        piece: int,
         master: bool = False,
         reduced: torch.dtype | None = None,
     ) -> None:
         self.params, self.grads, self.states = placement
-        self.unified = unified
+        self.unified, self.piece = unified, piece
         self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
         self.late = (self.params, self.grads, self.states) == ("nvme",) * 3 and (unified or not self.on_device)
         """A step may still be under way when the next forward begins."""
@@ -273,10 +278,10 @@ class Needed:
         """Return the elements of each chunk, for pieces that are smaller than a gap or all as large as one."""
         made: list[int] = []
         for name in TRAINED:
-            for start in range(0, self.numel[name], pieces.PIECE_NUMEL):
-                size = min(pieces.PIECE_NUMEL, self.numel[name] - start)
+            for start in range(0, self.numel[name], self.piece):
+                size = min(self.piece, self.numel[name] - start)
                 room = -(-size // GAP) * GAP
-                if made and made[-1] + room <= pieces.PIECE_NUMEL:
+                if made and made[-1] + room <= self.piece:
                     made[-1] += room
                 else:
                     made.append(room)
@@ -287,5 +292,5 @@ class Needed:
 
     def _extents(self, numel: int, element: int) -> int:
         """Return what a shard takes on a drive: each piece begins and ends at a page."""
-        sizes = [min(pieces.PIECE_NUMEL, numel - start) * element for start in range(0, numel, pieces.PIECE_NUMEL)]
+        sizes = [min(self.piece, numel - start) * element for start in range(0, numel, self.piece)]
         return sum(-(-size // PAGE) * PAGE for size in sizes)

@@ -18,24 +18,17 @@ from training import adamw
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.overlap_log import Spans, Timed, overlapped_s, recorded
-from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
 
-@pytest.fixture
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 96)
-
-
-@pytest.mark.usefixtures("_small_pieces")
 @pytest.mark.parametrize("tier", [more("host"), "nvme"])
 def test_optimizer_states_never_cross_to_the_device(tier: str, tmp_path: Path) -> None:
     """Of a step only gradients cross, and values: each one time, or never where both are on the host's side."""
     with simulating(SimulatedDevice()) as device:
         for params, grads in itertools.product(("device", "host", "nvme"), repeat=2):
             torch.compiler.reset()
-            model = compiled(sundry(), options_for((params, grads, tier), tmp_path))
+            model = compiled(sundry(), options_for((params, grads, tier), tmp_path, piece=96))
             optimizer = adamw(model.parameters())
             train_step(model, optimizer, 0)
             trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad and p.dim())

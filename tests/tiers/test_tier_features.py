@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from models import CASES, Blocks, Mlp, TiedWords, tokens, vectors
 from optimizers import OPTIMIZERS
 from tiers import Meter, compiled, context_of, options_for, sundry, train_step
@@ -24,7 +25,6 @@ from twin_models import Twins
 import zinf_compile
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.units import pieces
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
@@ -47,9 +47,8 @@ def away(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def all_on(where: str, folder: Path) -> Iterator[Compile]:
     """Yield what compiles a model with all its states on one tier, beside a device unless `where` says without one."""
     tier, *without = where.split()
-    with contextlib.nullcontext() if without else simulating(SimulatedDevice()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE_NUMEL", 96)
-        yield lambda model: compiled(model, options_for((tier, tier, tier), folder))
+    with contextlib.nullcontext() if without else simulating(SimulatedDevice()):
+        yield lambda model: compiled(model, options_for((tier, tier, tier), folder, piece=96))
 
 
 def test_autocast(away: Compile) -> None:
@@ -279,7 +278,7 @@ def held(model: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", TIERS)
+@pytest.mark.parametrize("where", [*TIERS[:-1], more(TIERS[-1])])
 def test_nothing_grows_over_many_steps_and_models(where: str, tmp_path: Path) -> None:
     with all_on(where, tmp_path) as away:
         assert_nothing_grows(away, tmp_path)

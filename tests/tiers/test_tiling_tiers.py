@@ -12,15 +12,8 @@ from rank_tiling import Huge, grow_beyond_memory, live_in_tiles, train_batches, 
 from ranks import run_ranks
 from tiers import PLACEMENTS, UNIFIED, UNIFIED_PAIRS, Placement
 
-from zinf_compile.runtime.units import pieces
-
 FAKE = pytest.param(True, marks=pytest.mark.tiers)
 """On a device with memory of its own: all placements."""
-
-
-@pytest.fixture(autouse=True)
-def _pieces_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", pieces.PIECE_NUMEL)  # which helpers change that also run in ranks of their own
 
 
 @pytest.mark.parametrize(

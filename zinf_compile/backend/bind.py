@@ -15,7 +15,7 @@ from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
 from zinf_compile.ir.tiers import Placement, Tier
-from zinf_compile.optim.step_under_way import refuse_steps_under_way
+from zinf_compile.optim.first_call_in_step import refuse_running_steps
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -44,7 +44,7 @@ class Binder:
         self._context = context
         self._placement = placement
         self._lack = lack
-        self._path_in = context.bridge.topology.hops(placement.params)
+        self._path_in = context.link.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
@@ -139,7 +139,7 @@ class Binder:
         return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
-        refuse_steps_under_way([(args[r], self._program.slots[r]) for r in fresh])
+        refuse_running_steps([(args[r], self._program.slots[r]) for r in fresh])
         partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:

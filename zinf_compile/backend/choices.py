@@ -118,7 +118,7 @@ class Choices:
             read = min(shard, min(size * tokens, blocks) * BLOCK_BYTES)
         else:
             read = min(shard, size * rows)
-        moves = self._context.bridge.topology.is_away(self._placement.params)
+        moves = self._context.link.topology.is_offloaded(self._placement.params)
         return tokens > 0 and rows * between + read * moves < slot.bytes * between + shard * moves
 
 

@@ -104,9 +104,8 @@ class GraphCompiler:
         self._bucket = self.shape.bucket_bytes
         self._choices: Choices | None = None
         self._together = False
-        """Whether several ranks decide together which losses are chunked."""
-        self.unified = True
-        """Whether the device is host memory."""
+        """True if several ranks exchange sizes to decide which losses are chunked."""
+        self.topology = Topology(host_apart=False)
         self._binder: Binder | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
@@ -135,7 +134,7 @@ class GraphCompiler:
         _log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
-        self.unified = context.bridge.unified
+        self.topology = context.link.topology
         self._budget = self.make_budget(slots, example_inputs, context)
         if self.config.compute == "inductor":
             prepare(captured.device)
@@ -145,7 +144,7 @@ class GraphCompiler:
         context.memory.reservations.tiles_follow = default_tile
         measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
         self._budget.check(measure=measure)
-        if self.unified:
+        if not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
         if self._binder is not None and is_first_variant():
@@ -241,8 +240,8 @@ class GraphCompiler:
         placement = self.config.placement()
         return graph_passes(
             bucket_bytes=self._bucket,
-            params=Topology(self.unified).hops(placement.params),
-            grads=Topology(self.unified).hops(placement.grads)[::-1],
+            params=self.topology.hops(placement.params),
+            grads=self.topology.hops(placement.grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
         )
 
@@ -319,7 +318,7 @@ class _Measurer(GraphCompiler):
         """Return the budget of the graph that `like` compiles, with this configuration."""
         captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, from_placement=True)
         slots = list(captured.slots.values())
-        self._choices, self._together, self.unified = like._choices, like._together, like.unified
+        self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)
         self._budget = GraphBudget(self.config, slots, inputs, context, measuring=True)
         self._trace(gm, inputs, captured, context)

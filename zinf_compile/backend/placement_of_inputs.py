@@ -30,13 +30,21 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
             found = getattr(unit.placement, field.name)
             if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
+    shape = config.compute_shape or {}
+    for unit in units if "piece_numel" in shape and "compute_shape" in given else ():
+        if unit.placement.piece_numel != wanted.piece_numel:
+            found = {"piece_numel": unit.placement.piece_numel}
+            raise _contradiction(unit, "compute_shape", {"piece_numel": wanted.piece_numel}, found)
     placements = {dataclasses.replace(unit.placement, tile=None) for unit in units}
     tiles = {unit.placement.tile for unit in units}
     if len(placements) > 1:
         return config
     placement = placements.pop()
+    if placement.piece_numel != wanted.piece_numel:
+        shape = {**shape, "piece_numel": placement.piece_numel}
     return dataclasses.replace(
         config,
+        compute_shape=shape or config.compute_shape,
         params=placement.params,
         grads=placement.grads,
         optimizer=placement.optimizer,

@@ -18,6 +18,7 @@ from zinf_compile.checkpoint.safetensors_reader import Reading, TensorFiles
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 
@@ -125,7 +126,8 @@ def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
     host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
     for span, (start, end) in zip(unit.spans, unit.held, strict=True):
         files.read(name, host[span.place : span.place + end - start], start=start)
-    unit.save(shard.copy_(host))
+    move(on_host(host), Location(shard), by=route_of(unit.context)).wait()
+    unit.save(shard)
 
 
 class _DriveLoader:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zinf_compile._torch import TorchDispatchMode, no_torch_function, tree_leaves, tree_map
+from zinf_compile._torch import TorchDispatchMode, no_torch_function, tree_leaves
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.sharded.hollow_calls import answer_assignment, call_on_values
 from zinf_compile.sharded.metadata_calls import reads_metadata
 
 from .parallel_random import Fill, ParallelDraws, is_draw, settings_of
@@ -144,12 +146,10 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     name = getattr(func, "__name__", "").partition(".")[0]
     parameters = [item for item in tree_leaves((args, kwargs)) if isinstance(item, MaterializingParameter)]
     first = args[0] if args else kwargs.get("tensor")  # torch.nn.init hands on keywords
-    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
-        return True
-    if name == "__set__" and isinstance(first, MaterializingParameter):
-        if args[1] is not first:
-            _assign(first, args[1])
-        return None
+    if parameters:
+        assignment = answer_assignment(name, args, parameters[0], assign=partial(_assign, parameters[0]))
+        if assignment is not NotImplemented:
+            return assignment
     fills = name in _FILLS and isinstance(first, MaterializingParameter) and sum(item is first for item in parameters) == 1
     if (
         deferred
@@ -163,23 +163,16 @@ def _on_whole(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     target = first if fills and isinstance(first, MaterializingParameter) else None
     was_open = target is not None and target._zinf_materialization.materializer.is_open(target)
     with torch.no_grad():
-        wholes = {id(p): p._zinf_materialization.materializer.whole(p, fills=fills and p is first) for p in parameters}
-
-    def value_of(item: Any) -> Any:
-        return wholes[id(item)] if isinstance(item, MaterializingParameter) else item
-
+        wholes = [(p, p._zinf_materialization.materializer.whole(p, fills=fills and p is first)) for p in parameters]
     try:
         with ParallelDraws() if fills else contextlib.nullcontext():
-            result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+            result = call_on_values(func, args, kwargs, wholes)
     except BaseException:
         if target is not None and not was_open:
             target._zinf_materialization.materializer.undo(target)
         raise
     if target is not None:
         target._zinf_materialization.materializer.filled(target)
-    for parameter in parameters:
-        if result is wholes[id(parameter)]:
-            return parameter
     return result
 
 

@@ -13,8 +13,8 @@ import torch
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.units import pieces
-from zinf_compile.runtime.units.backing import NvmeBacking
+from zinf_compile.runtime.transfer.move import move, on_host, route_of
+from zinf_compile.runtime.units.shard_values import pieces_of as shard_pieces
 from zinf_compile.runtime.units.unit import Unit
 
 BYTES_ON_THE_WAY = 64 << 20
@@ -34,7 +34,7 @@ def pieces_of(unit: Unit) -> list[Piece]:
     """Return the pieces in which a unit's shard lies on a drive."""
     places = [span.place for span in unit.spans]
     found = []
-    for first, last in pieces.cut_pieces(unit.shard_numel, piece_numel=pieces.PIECE_NUMEL, cuts=unit.cuts):
+    for first, last in shard_pieces(unit):
         span = bisect.bisect(places, first) - 1
         start, end = unit.held[span]
         start += first - places[span]
@@ -64,8 +64,8 @@ class PieceWriter:
             source = room[:size].view(unit.dtype)
             make(source[: piece.valid])
             source[piece.valid :].zero_()
-            assert isinstance(unit.backing, NvmeBacking)
-            return unit.backing.write_piece(piece.first, source)
+            assert unit.backing is not None, "on a drive"
+            return move(on_host(source), unit.backing.location(piece.first, piece.last), by=route_of(unit.context))
 
         if self._threads is not None:
             begun: Future[Pending] = self._threads.submit(begin)

@@ -12,6 +12,7 @@ from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.storage.file_read import read_at
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .parallel_random import Fill
 from .shard_writer import PieceWriter
@@ -91,4 +92,6 @@ class SpilledValues:
         data = shard.view(torch.uint8) if shard.device.type == "cpu" else torch.empty(shard.nbytes, dtype=torch.uint8)
         read_at(self._file.fd, data[: self._size], self._start)
         data[self._size :].zero_()
-        return shard if shard.device.type == "cpu" else shard.copy_(data.view(shard.dtype))
+        if shard.device.type != "cpu":
+            move(on_host(data.view(shard.dtype)), Location(shard), by=route_of(self._context)).wait()
+        return shard

@@ -10,6 +10,7 @@ import torch
 from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
@@ -61,7 +62,7 @@ class UnitValues:
         """See `ValueStore.load`."""
         unit = self._unit
         if unit.backing is not None and unit.shard_group.size == 1:
-            unit.backing.read(into).wait()
+            move(unit.backing.location(0, into.numel()), on_host(into), by=route_of(unit.context)).wait()
         else:
             with filled_on(unit.device, into, unit.context) as full:
                 gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
@@ -70,7 +71,7 @@ class UnitValues:
         """See `ValueStore.save`."""
         unit = self._unit
         if unit.backing is not None and unit.shard_group.size == 1:
-            return unit.backing.write(whole)
+            return move(on_host(whole), unit.backing.location(0, whole.numel()), by=route_of(unit.context))
         return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
@@ -108,7 +109,7 @@ class HostValues:
 
     def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
         """Fill a shard with this rank's part, and keep that no longer; return the shard."""
-        shard.copy_(self._shard)
+        move(on_host(self._shard), Location(shard), by=route_of(self._context)).wait()
         self._shard = torch.empty(0)
         return shard
 

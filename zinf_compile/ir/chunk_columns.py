@@ -9,7 +9,7 @@ import torch
 
 from .formats import format_of
 from .sizes import PAGE, Sides, round_up
-from .tiers import Tier, step_buffers
+from .tiers import Tier, Topology
 
 VALUE, GRADIENT = "parameter", "gradient"
 """Names of the columns beside the states'."""
@@ -31,13 +31,12 @@ class StepTiers:
     params: Tier
     grads: Tier
     optimizer: Tier
-    unified: bool
-    """The device is host memory."""
+    topology: Topology
     update_on_device: bool
 
     def buffers(self, tier: Tier) -> tuple[bool, bool]:
         """Say whether what lives on a tier needs memory on the host, and on the device, while it is updated."""
-        return step_buffers(tier, unified=self.unified, update_on_device=self.update_on_device)
+        return self.topology.step_buffers(tier, update_on_device=self.update_on_device)
 
 
 def chunk_columns(

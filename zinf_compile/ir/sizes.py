@@ -30,10 +30,6 @@ class Sides(NamedTuple):
         """Add side by side."""
         return Sides(self.device + other.device, self.host + other.host)
 
-    def merged(self, unified: bool) -> Sides:
-        """Return the same where host memory is the device, if it is."""
-        return Sides(self.device + self.host, 0) if unified else self
-
 
 def round_up(count: int, multiple: int) -> int:
     """Return the first multiple that is no less than `count`."""

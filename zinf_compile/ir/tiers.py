@@ -7,6 +7,9 @@ from typing import ClassVar
 
 import torch
 
+from .compute_shape import PIECE_NUMEL
+from .sizes import Sides
+
 
 class Tier(str):
     """A kind of memory or drive: one of a closed set of rows, found by its word with `Tier("nvme")`.
@@ -68,17 +71,18 @@ def all_tiers() -> tuple[Tier, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """How tiers are linked. `unified`: the device is host memory."""
+    """How tiers are linked."""
 
-    unified: bool
+    host_apart: bool
+    """Whether the device has memory of its own, and shards are copied between that and the host's."""
 
     def hops(self, tier: Tier) -> tuple[Tier, ...]:
         """Return the tiers that a shard passes on its way to the device, both ends included; none where it is there."""
         if tier.in_memory:
-            return () if self.unified or tier == Tier.DEVICE else (tier, Tier.DEVICE)
-        return (tier, Tier.DEVICE) if self.unified else (tier, Tier.HOST, Tier.DEVICE)
+            return (tier, Tier.DEVICE) if self.host_apart and tier != Tier.DEVICE else ()
+        return (tier, Tier.HOST, Tier.DEVICE) if self.host_apart else (tier, Tier.DEVICE)
 
-    def is_away(self, tier: Tier) -> bool:
+    def is_offloaded(self, tier: Tier) -> bool:
         """Say whether what lives there has to be brought to the device."""
         return bool(self.hops(tier))
 
@@ -86,11 +90,33 @@ class Topology:
         """Return whose memory what lives there is counted in; None for drives."""
         if not tier.in_memory:
             return None
-        return Tier.DEVICE if self.unified else tier
+        return tier if self.host_apart else Tier.DEVICE
 
     def reads_at_once(self, tier: Tier) -> bool:
         """Say whether one hop from a drive ends on the device."""
-        return not tier.in_memory and self.unified
+        return not tier.in_memory and not self.host_apart
+
+    def passes_host(self, tier: Tier) -> bool:
+        """Say whether a shard is in host memory for a while on its way from a tier to the device."""
+        return Tier.HOST in self.hops(tier)[1:]
+
+    @property
+    def sides(self) -> tuple[Tier, ...]:
+        """The memories that are counted by themselves: the device's, and the host's where that is another."""
+        return (Tier.DEVICE, Tier.HOST) if self.host_apart else (Tier.DEVICE,)
+
+    def counted(self, sides: Sides) -> Sides:
+        """Return bytes by side as they are counted: all as the device's where that is host memory."""
+        return sides if self.host_apart else Sides(sides.device + sides.host, 0)
+
+    def updated_on(self, placement: Placement) -> Tier:
+        """Return the side on which parameters are updated."""
+        return Tier.DEVICE if placement.update_on_device or not self.host_apart else Tier.HOST
+
+    def step_buffers(self, tier: Tier, *, update_on_device: bool) -> tuple[bool, bool]:
+        """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
+        host = not tier.in_memory or (self.host_apart and tier == Tier.DEVICE and not update_on_device)
+        return host, self.host_apart and tier != Tier.DEVICE and update_on_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +137,9 @@ class Placement:
 
     tile: int | None = None
     """Parameters of more bytes are cut into tiles of at most as many; None: none is."""
+
+    piece_numel: int = PIECE_NUMEL
+    """Elements of a piece of a shard, see `ComputeShape`."""
 
     def __post_init__(self) -> None:
         """Let tiers be given by their words."""
@@ -141,23 +170,17 @@ class Placement:
         """
         if dim and numel:
             return self
-        return dataclasses.replace(ON_DEVICE, master=self.master, reduce_dtype=self.reduce_dtype) if numel else ON_DEVICE
+        own = dataclasses.replace(ON_DEVICE, piece_numel=self.piece_numel)
+        return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype) if numel else own
 
-    def streams_values(self, *, unified: bool) -> bool:
+    def streams_values(self, topology: Topology) -> bool:
         """Say whether parameters and gradients have to be brought to where they are updated."""
-        topology = Topology(unified)
-        return topology.is_away(self.params) or topology.is_away(self.grads) or not (unified or self.update_on_device)
+        return topology.is_offloaded(self.params) or topology.is_offloaded(self.grads) or topology.updated_on(self) != Tier.DEVICE
 
-    def streams(self, *, unified: bool) -> bool:
+    def streams(self, topology: Topology) -> bool:
         """Say whether anything has to be brought there, or back."""
-        return self.streams_values(unified=unified) or Topology(unified).is_away(self.optimizer)
+        return self.streams_values(topology) or topology.is_offloaded(self.optimizer)
 
 
 ON_DEVICE = Placement()
 """All on the device."""
-
-
-def step_buffers(tier: Tier, *, unified: bool, update_on_device: bool) -> tuple[bool, bool]:
-    """Say whether pieces that live on a tier need memory on the host, and on the device, while a step updates them."""
-    host = not tier.in_memory or (not unified and tier == Tier.DEVICE and not update_on_device)
-    return host, not unified and tier != Tier.DEVICE and update_on_device

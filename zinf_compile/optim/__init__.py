@@ -13,6 +13,8 @@ deferred_step — Deferred steps: chunks updated by a worker thread during the n
 elementwise_probe — Probes whether an optimizer updates element by element, by steps on small tensors: whole, and cut in
     pieces.
 elementwise_trial — Trial of an optimizer on a private tensor: its states, and comparisons of a piece alone with the whole.
+first_call_in_step — Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw
+    whole parameters.
 fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
 load_states — Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier,
     removed ones reset.
@@ -44,6 +46,4 @@ step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step 
 step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
 step_records — Records each step of an optimizer on the units that it updates, for the ranks to compare
     (`runtime/comm/steps_done.py`).
-step_under_way — Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw
-    whole parameters.
 """

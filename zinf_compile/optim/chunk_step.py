@@ -65,7 +65,7 @@ class ChunkStep:
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Start writing back values and states; keep small states in `scalar_states`. Empties `stepped`."""
-        rooms = self._owner.transfers.rooms(self._number, self._buffer)
+        staging = self._owner.transfers.staging(self._number, self._buffer)
         parts, self.parts = self.parts, []  # parts may own memory: free it before the next chunk allocates as much
         self.state.clear()
         for (parameter, part), (piece, value) in zip(parts, self._pieces, strict=True):
@@ -75,10 +75,10 @@ class ChunkStep:
             if part is not value:
                 value.copy_(part)
                 states[MASTER] = part
-            self._keep(parameter, piece, VALUE, value, rooms)
+            self._keep(parameter, piece, VALUE, value, staging)
             self._large[parameter] = {name for name, state in states.items() if self._is_large(name, state)}
             for name, state in states.items():
-                self._finish_state(parameter, piece, name, state, rooms)
+                self._finish_state(parameter, piece, name, state, staging)
             self._owner.applied(parameter)
         self._owner.write(self._number, self._buffer)
 
@@ -113,7 +113,7 @@ class ChunkStep:
         return isinstance(state, torch.Tensor) and (state.numel() > 1 or name in self._kept)
 
     def _finish_state(
-        self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, rooms: Mapping[str, StagingBuffers]
+        self, parameter: ShardedParameter, piece: Piece, name: str, state: Any, staging: Mapping[str, StagingBuffers]
     ) -> None:
         if not self._is_large(name, state):
             self.scalar_states[parameter][name] = state
@@ -129,12 +129,12 @@ class ChunkStep:
         else:
             if name not in self._owner.table.present(parameter, self._optimizer):
                 self._owner.start_state(parameter, name, state.dtype)
-            self._keep(parameter, piece, name, state, rooms)
+            self._keep(parameter, piece, name, state, staging)
 
     def _keep(
-        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, rooms: Mapping[str, StagingBuffers]
+        self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, staging: Mapping[str, StagingBuffers]
     ) -> None:
-        pending = self._owner.keep_piece(parameter, piece, name, value, rooms[name], self._optimizer)
+        pending = self._owner.keep_piece(parameter, piece, name, value, staging[name], self._optimizer)
         if pending is not None:
             self._buffer.under_way.append(pending)
 

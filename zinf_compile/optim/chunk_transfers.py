@@ -44,11 +44,11 @@ class ChunkTransfers:
         on_drive: bool,
         buffers_for: Callable[[Sequence[tuple[Mapping[str, Column], int]]], int],
     ) -> None:
-        self.chunks, self.context, self._route = chunks, context, route
+        self.chunks, self.context, self.route = chunks, context, route
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
         self.store = self._lay_out(placement) if on_drive else None
-        self.buffers = ChunkBuffers(shapes, context.bridge, pinned=context.device.type == "cuda", most=most)
+        self.buffers = ChunkBuffers(shapes, context.link, pinned=context.device.type == "cuda", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
         context.memory.ledger.add("staging", self.buffers.device_bytes)
@@ -62,18 +62,20 @@ class ChunkTransfers:
         per_chunk = (format_of(dtype).bytes(c.numel) for c in self.chunks for dtype in c.states.values())
         return sum(per_chunk) if self.store is not None else 0
 
-    def rooms(self, number: int, buffer: ChunkBuffer) -> dict[str, StagingBuffers]:
+    def staging(self, number: int, buffer: ChunkBuffer) -> dict[str, StagingBuffers]:
         """Return the columns of a chunk in its buffer."""
         chunk = self.chunks[number]
-        return buffer.rooms(chunk.columns, chunk.numel)
+        return buffer.staging(chunk.columns, chunk.numel)
 
     def state_views(self, number: int, buffer: ChunkBuffer) -> dict[str, torch.Tensor]:
         """Return the states of a chunk that live on drives, in the buffer where they are updated."""
         if self.store is None:
             return {}
-        rooms, route = self.rooms(number, buffer), self._route
-        on_device = route.update_on_device and not route.link.unified
-        return {name: _there(rooms[name].device if on_device else rooms[name].host) for name in self.chunks[number].states}
+        staging, route = self.staging(number, buffer), self.route
+        return {
+            name: _there(staging[name].device if route.device_apart else staging[name].host)
+            for name in self.chunks[number].states
+        }
 
     def buffer_for(self, number: int) -> ChunkBuffer:
         """Return the buffer of a chunk; for a newly assigned one, start reading the states written before."""
@@ -92,9 +94,9 @@ class ChunkTransfers:
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing the states of a chunk from its buffer."""
-        chunk, rooms = self.chunks[number], self.rooms(number, buffer)
+        chunk, staging = self.chunks[number], self.staging(number, buffer)
         for name, value in self.state_views(number, buffer).items():
-            pending = self._route.keep(Location(write=self._writer(_key(chunk, name))), value, rooms[name])
+            pending = self.route.keep(Location(write=self._writer(_key(chunk, name))), value, staging[name])
             if pending is not None:
                 buffer.under_way.append(pending)
         self._written.add(number)
@@ -121,9 +123,9 @@ class ChunkTransfers:
         )
 
     def _start_reading(self, number: int, buffer: ChunkBuffer) -> None:
-        chunk, rooms = self.chunks[number], self.rooms(number, buffer)
+        chunk, staging = self.chunks[number], self.staging(number, buffer)
         for name in chunk.states:
-            _, pending = self._route.bring(Location(read=self._reader(_key(chunk, name))), rooms[name])
+            _, pending = self.route.bring(Location(read=self._reader(_key(chunk, name))), staging[name])
             if pending is not None:
                 buffer.under_way.append(pending)
 

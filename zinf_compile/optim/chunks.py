@@ -11,7 +11,6 @@ import torch
 from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.move import UpdateRoute
-from zinf_compile.runtime.units import pieces as chunks
 from zinf_compile.runtime.units.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -39,13 +38,14 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], ro
     """Cut parameters into chunks, each of one data type and one set of states. `tier`: that of the states."""
     made: list[Chunk] = []
     rows = [(p, dict(states), p._zinf_unit) for p, states in zip(parameters, kept, strict=True)]
-    for _, same in itertools.groupby(rows, key=lambda row: (row[1], row[2].dtype, row[2].backing is None)):
+    for _, same in itertools.groupby(rows, key=_alike):
         members = list(same)
         states = members[0][1]
         columns = _columns(members[0][2], states, route, tier)
         sizes, cuts = [unit.shard_numel for _, _, unit in members], [unit.cuts for _, _, unit in members]
+        piece_numel = members[0][2].placement.piece_numel
         divisions, rank = [BY_RANGE] * len(members), members[0][2].shard_group.rank
-        for pieces in cut_chunks(sizes, piece_numel=chunks.PIECE_NUMEL, cuts=cuts, divisions=divisions, rank=rank):
+        for pieces in cut_chunks(sizes, piece_numel=piece_numel, cuts=cuts, divisions=divisions, rank=rank):
             owned = tuple((members[piece.shard][0], piece) for piece in pieces)
             first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
             name = f"{first} .. {last} (chunk {len(made)})" if first != last else f"{first} (chunk {len(made)})"
@@ -53,12 +53,17 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], ro
     return made
 
 
+def _alike(row: tuple[ShardedParameter, Kept, Unit]) -> tuple[object, ...]:
+    _, states, unit = row
+    return states, unit.dtype, unit.backing is None, unit.placement.piece_numel
+
+
 def _columns(unit: Unit, states: Kept, route: UpdateRoute, tier: Tier) -> dict[str, Column]:
     tiers = StepTiers(
         params=Tier.DEVICE if unit.backing is None else unit.backing.tier,
         grads=unit.placement.grads,
         optimizer=tier,
-        unified=route.link.unified,
+        topology=route.link.topology,
         update_on_device=route.update_on_device,
     )
     return chunk_columns(tiers, value=unit.dtype, gradient=unit.reduce_dtype, states=states)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import StoreError, UnsupportedOptimizerError
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import part_of
@@ -87,7 +89,7 @@ def write_changed_copies(states: StateTable) -> None:
         for _, name, copy, piece in mine:
             there = part_of(views[name], piece)
             if not copy.same_bytes(piece.start, piece.end, there):
-                there.copy_(copy.flat[piece.start : piece.end])
+                states.transfers.route.copy_in(copy.flat[piece.start : piece.end], there)
                 changed = True
         if changed:
             states.transfers.write(number, buffer)
@@ -103,12 +105,20 @@ def _move_to_tier(states: StateTable, optimizer: Optimizer) -> None:
         if not names:
             continue
         state = dict(optimizer.state[parameter])
-        unified = unit.context.bridge.unified
-        leaves = unit.placement.optimizer == Tier.HOST and not unified and unit.device.type != "cpu"
+        leaves = unit.context.link.topology.side(unit.placement.optimizer) == Tier.HOST
         for name in names:
             value = shard_state(state[name], unit, name, optimizer)
-            state[name] = kept_state(value.cpu() if leaves else value, unit)
+            state[name] = kept_state(_on_host(value, unit) if leaves else value, unit)
         optimizer.state[parameter] = noted(state, unit)
+
+
+def _on_host(value: torch.Tensor, unit: Unit) -> torch.Tensor:
+    """Return a state's shard in host memory: itself, or a copy of what is in memory of a device."""
+    if value.device.type == "cpu":
+        return value
+    host = torch.empty_like(value, device="cpu")
+    move(Location(value), on_host(host), by=route_of(unit.context)).wait()
+    return host
 
 
 def _is_large(value: Any, parameter: ShardedParameter) -> bool:
@@ -141,5 +151,5 @@ def _write(states: StateTable, optimizer: Optimizer, given: Given) -> None:
                             f"{value.numel()} elements; accepted: one for each element of the parameter, "
                             f"{list(parameter._zinf_unit.shape)}"
                         )
-                    part_of(views[name], piece).copy_(value.reshape(-1)[piece.start : piece.end])
+                    states.transfers.route.copy_in(value.reshape(-1)[piece.start : piece.end], part_of(views[name], piece))
             states.transfers.write(number, buffer)

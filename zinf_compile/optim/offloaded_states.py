@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.sizes import CHUNK_BUFFERS
-from zinf_compile.ir.tiers import Placement, Tier
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
+from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
-from zinf_compile.runtime.units.backing import NvmeBacking, ShardBacking
 from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
@@ -56,9 +55,9 @@ class OffloadedStates:
         self.tier = placement.optimizer
         self.context = context
         self.kept = dict(zip(parameters, kept, strict=True))
-        self._route = UpdateRoute(context.bridge, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
+        self._route = UpdateRoute(context.link, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
         self._forward = True
-        self._defers = may_defer(placement, kept, unified=context.bridge.unified)
+        self._defers = may_defer(placement, kept, context.link.topology)
         self._first: list[int] = []
         self._ahead: set[int] = set()
         """Chunks whose states were prefetched for the next step."""
@@ -167,7 +166,7 @@ class OffloadedStates:
                     for number in self._first:
                         self.transfers.buffer_for(number)
                         self._ahead.add(number)
-            elif not self._route.link.unified:
+            elif self._route.link.topology.host_apart:
                 self.transfers.drain()
 
     def reconcile(self, optimizer: Optimizer) -> None:
@@ -211,12 +210,12 @@ class OffloadedStates:
         piece: Piece,
         name: str,
         value: torch.Tensor,
-        rooms: StagingBuffers,
+        staging: StagingBuffers,
         optimizer: Optimizer,
     ) -> Pending | None:
         """Start writing back one updated column of a piece."""
         with self.context.lanes.meter.waiting():
-            return self._route.keep(self._place(parameter, piece, name, optimizer), value, _cut(rooms, piece))
+            return self._route.keep(self._location(parameter, piece, name, optimizer), value, _cut(staging, piece))
 
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing a chunk's updated states to their drive."""
@@ -233,7 +232,7 @@ class OffloadedStates:
     def start_state(self, parameter: ShardedParameter, name: str, dtype: torch.dtype) -> None:
         """Allocate a state that the optimizer has newly created."""
         unit = parameter._zinf_unit
-        device = unit.device if self.tier == Tier.DEVICE or self._route.link.unified else torch.device("cpu")
+        device = unit.device if self._route.link.topology.side(self.tier) == Tier.DEVICE else torch.device("cpu")
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
@@ -250,7 +249,7 @@ class OffloadedStates:
         if not buffer.filled:
             buffer.filled = True
             buffer.brought = {}
-            rooms = self.transfers.rooms(number, buffer)
+            staging = self.transfers.staging(number, buffer)
             for parameter, piece in self.chunks[number].pieces:
                 if parameter not in self.gradients:
                     continue
@@ -259,22 +258,24 @@ class OffloadedStates:
                     present = self.table.present(parameter, optimizer)
                     names += [name for name in self.kept[parameter] if name in present]
                 for name in names:
-                    place = self._place(parameter, piece, name, optimizer)
-                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(rooms[name], piece))
+                    place = self._location(parameter, piece, name, optimizer)
+                    buffer.brought[parameter, piece, name], pending = self._route.bring(place, _cut(staging[name], piece))
                     if pending is not None:
                         buffer.under_way.append(pending)
         return buffer
 
-    def _place(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
+    def _location(self, parameter: ShardedParameter, piece: Piece, name: str, optimizer: Optimizer) -> Location:
         unit, start, end = parameter._zinf_unit, piece.start, piece.end
         if name == VALUE:
             if unit.backing is None:
                 return Location(unit.shard[start:end])
-            return _location_in(unit.backing, start, end)
+            return unit.backing.location(start, end)
         if name == GRADIENT:
             grad = self.gradients[parameter]
             return (
-                Location(grad.local().view(-1)[start:end]) if grad.away is None else _location_in(grad.away.backing, start, end)
+                Location(grad.local().view(-1)[start:end])
+                if grad.offloaded is None
+                else grad.offloaded.backing.location(start, end)
             )
         whole = self._making.get((parameter, name))
         if whole is None:
@@ -296,9 +297,9 @@ class OffloadedStates:
         """Wait for all gradients to reach their tier; raise before any update if a transfer failed."""
         for parameter in self.kept:
             grad = parameter.grad
-            if isinstance(grad, ShardedGradient) and grad.away is not None:
+            if isinstance(grad, ShardedGradient) and grad.offloaded is not None:
                 try:
-                    grad.away.wait_written()
+                    grad.offloaded.wait_written()
                 except StoreError as error:
                     raise StepFailedError(
                         f"the gradient of {parameter._zinf_unit.name} was lost: nothing is updated yet, parameters and states "
@@ -308,7 +309,7 @@ class OffloadedStates:
     def _buffers_within_budget(self, optimizer: Optimizer, shapes: Sequence[tuple[Mapping[str, Column], int]]) -> int:
         """Return how many chunks fit in memory; raise `BudgetError` if not even one does."""
         self._check_gradients()  # in-flight gradients would be counted on the device
-        most = min(self.context.memory.reservations.slots or CHUNK_BUFFERS, len(shapes))
+        most = min(self.context.memory.reservations.chunk_buffers or CHUNK_BUFFERS, len(shapes))
         for count in range(most, 1, -1):
             with contextlib.suppress(BudgetError):
                 self._check_budget(optimizer, shapes, count)
@@ -323,11 +324,11 @@ class OffloadedStates:
         states = sum(format_of(dtype).bytes(numel) for numel, kept in bytes_of for dtype in kept.values())
         on_device = states if self.tier == Tier.DEVICE else 0
         on_host = states if self.tier == Tier.HOST else 0
-        if context.bridge.unified:
-            check_states(context, on_device=True, states=on_device + on_host, slots=host, name=name)
-        else:
-            check_states(context, on_device=True, states=on_device, slots=device, name=name)
-            check_states(context, on_device=False, states=on_host, slots=host, name=name)
+        topology = context.link.topology
+        held, buffers = topology.counted(Sides(on_device, on_host)), topology.counted(Sides(device, host))
+        check_states(context, on_device=True, states=held.device, slots=buffers.device, name=name)
+        if topology.host_apart:
+            check_states(context, on_device=False, states=held.host, slots=buffers.host, name=name)
 
     def _refresh(self, number: int, buffer: ChunkBuffer) -> None:
         """Let callers who hold a state see what a chunk's update has made of it."""
@@ -336,27 +337,17 @@ class OffloadedStates:
             for parameter, piece in self.chunks[number].pieces:
                 entry = self.table.entries.get(parameter)
                 for name, copy in entry.copies.items() if entry is not None else ():
-                    copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
+                    self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
 
 
-def may_defer(placement: Placement, kept: Sequence[Kept], *, unified: bool) -> bool:
+def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
     """Say whether updates of parameters and states at this placement may be deferred: all on drives.
 
     User code may read values in memory through an alias made before the step, without waiting.
     """
     on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
-    return on_drives and (unified or not placement.update_on_device)
+    return on_drives and not (topology.host_apart and placement.update_on_device)
 
 
-def _location_in(backing: ShardBacking, start: int, end: int) -> Location:
-    if backing.resident is not None:
-        return Location(backing.resident[start:end], on_device=False)
-    assert isinstance(backing, NvmeBacking), "what isn't in memory is on a drive"
-    return Location(
-        read=lambda into: backing.read_piece(start, into),
-        write=lambda source: backing.write_piece(start, source),
-    )
-
-
-def _cut(rooms: StagingBuffers, piece: Piece) -> StagingBuffers:
-    return StagingBuffers(*(None if room is None else part_of(room, piece) for room in (rooms.host, rooms.device)))
+def _cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:
+    return StagingBuffers(*(None if buffer is None else part_of(buffer, piece) for buffer in (staging.host, staging.device)))

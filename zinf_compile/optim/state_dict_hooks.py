@@ -29,9 +29,9 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
     fresh: dict[tuple[int, Any], list[tuple[ShardedParameter, Kept]]] = {}
     for p in hollow:
         unit = p._zinf_unit
-        unified, master = unit.context.bridge.unified, unit.placement.master_of(unit.dtype)
+        topology, master = unit.context.link.topology, unit.placement.master_of(unit.dtype)
         converts = unit.reduce_dtype != (master or unit.dtype)  # gradients are converted one chunk at a time
-        streams = master or converts or unit.placement.streams(unified=unified)
+        streams = master or converts or unit.placement.streams(topology)
         if (not p.requires_grad and p.grad is None) or not streams:
             continue
         if any(p in states for states in known):
@@ -40,7 +40,7 @@ def offloaded_states(optimizer: Optimizer, hollow: Sequence[ShardedParameter]) -
         kept = states_kept(optimizer, groups[id(p)], master or unit.dtype)
         if master:
             kept = {**kept, MASTER: master}
-        if kept or converts or unit.placement.streams_values(unified=unified):
+        if kept or converts or unit.placement.streams_values(topology):
             fresh.setdefault((id(unit.context), unit.placement), []).append((p, kept))
     if fresh and record.offloaded is None:
         record.offloaded = known

@@ -43,7 +43,7 @@ def read_copy(states: StateTable, entry: StateEntry, name: str) -> torch.Tensor:
             for parameter, piece in chunk.pieces:
                 if parameter is entry.parameter:
                     _, views = states.transfers.read(number)
-                    copy.flat[piece.start : piece.end].copy_(part_of(views[name], piece))
+                    states.transfers.route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
     entry.copies[name] = copy
     return copy.tensor()
 
@@ -68,7 +68,7 @@ def read_all(states: StateTable, optimizer: Optimizer) -> None:
         if wanted:
             _, views = states.transfers.read(number)
             for parameter, piece, name in wanted:
-                whole[parameter, name][piece.start : piece.end].copy_(part_of(views[name], piece))
+                states.transfers.route.copy_out(part_of(views[name], piece), whole[parameter, name][piece.start : piece.end])
     for parameter, entry in states.entries.items():
         unit = parameter._zinf_unit
         large = {n: kept_state(value, unit) for (p, n), value in whole.items() if p is parameter}

@@ -15,12 +15,12 @@ class StepGradient:
 
     def __init__(self, parameter: ShardedParameter, pieces: int) -> None:
         grad = parameter.grad
-        away = grad.away if isinstance(grad, ShardedGradient) else None
-        self._parameter: ShardedParameter | None = parameter if away is None else None
+        offloaded = grad.offloaded if isinstance(grad, ShardedGradient) else None
+        self._parameter: ShardedParameter | None = parameter if offloaded is None else None
         self._local: torch.Tensor | None = None
-        self.away = away
+        self.offloaded = offloaded
         """The offloaded gradient; None if it is on the device."""
-        self.changes = away.noted() if away is not None and away.backing.resident is None else None
+        self.changes = offloaded.noted() if offloaded is not None and offloaded.backing.resident is None else None
         """Function to apply to each piece after it was read: pending scalings. None for gradients in memory."""
         self.pieces_left = pieces
         """Pieces not applied yet."""

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
+from zinf_compile.ir.tiers import Topology
 
 from .memory_model import MemoryModel, Passing
 from .plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, BUCKETS_REDUCED, GraphPlan
 
 
 class Headroom:
-    """Bytes that are left within the caps, for what is better with more memory. `unified`: all of them are the device's."""
+    """Bytes left within the caps, for uses that profit from more memory."""
 
-    def __init__(self, spare: Sides, *, unified: bool) -> None:
+    def __init__(self, spare: Sides, topology: Topology) -> None:
         self._left = spare.device, spare.host
-        self._unified = unified
+        self._topology = topology
 
     def take(self, most: int, device: float, host: float = 0) -> int:
-        """Take as many as there is room for, of what takes so much on the device and in host memory, and return how many."""
-        each = (device + host, 0.0) if self._unified else (device, host)
+        """Take up to `most` items of `device` and `host` bytes each, and return how many fit."""
+        each = (device, host) if self._topology.host_apart else (device + host, 0.0)
         count = max(0, min([most, *(int(left / one) for left, one in zip(self._left, each, strict=True) if one)]))
         self._left = self._left[0] - math.ceil(count * each[0]), self._left[1] - math.ceil(count * each[1])
         return count
@@ -31,16 +32,16 @@ def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_byt
     `one_ahead`: bytes gathered or being swapped in if the look-ahead alone bounds the schedule, the most that it can use. Memory
     goes to chunks of the step first, then to gathers up to the default number of buckets, gradients, staging, and more gathers.
     """
-    room = Headroom(spare, unified=model.unified)
-    chunk_buffers = 1 + room.take(CHUNK_BUFFERS - 1, *model.chunk)
+    headroom = Headroom(spare, model.topology)
+    chunk_buffers = 1 + headroom.take(CHUNK_BUFFERS - 1, *model.chunk)
     widest = max(BUCKETS_ON_THE_WAY * bucket_bytes, math.ceil(BUCKETS_GATHERED * bucket_bytes * passing.widening))
     wished_ahead = max(0, max(widest, one_ahead) - passing.full) if passing.gathered else 0
     wished_reduced = max(0, BUCKETS_REDUCED * bucket_bytes - passing.reduced) if passing.reduced else 0
     wished_staging = max(0, STAGING_BYTES - model.staging) if model.staging else 0
-    ahead = room.take(min(widest - passing.full, wished_ahead), passing.on_device, passing.on_host)
-    reduced = room.take(wished_reduced, 1)
-    staging = room.take(wished_staging, 0, 1)
-    ahead += room.take(wished_ahead - ahead, passing.on_device, passing.on_host)
+    ahead = headroom.take(min(widest - passing.full, wished_ahead), passing.on_device, passing.on_host)
+    reduced = headroom.take(wished_reduced, 1)
+    staging = headroom.take(wished_staging, 0, 1)
+    ahead += headroom.take(wished_ahead - ahead, passing.on_device, passing.on_host)
     return GraphPlan(
         ahead=ahead,
         reduced=reduced,
@@ -50,7 +51,7 @@ def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_byt
             (CHUNK_BUFFERS - 1) * model.chunk.device
             + math.ceil(wished_ahead * passing.on_device)
             + wished_reduced
-            + (wished_staging if model.unified else 0),
+            + model.topology.counted(Sides(0, wished_staging)).device,
             (CHUNK_BUFFERS - 1) * model.chunk.host + math.ceil(wished_ahead * passing.on_host) + wished_staging,
         ),
     )

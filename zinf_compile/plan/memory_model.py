@@ -47,24 +47,25 @@ class Passing:
     on_host: float
     """Host bytes per byte of a prefetched full unit."""
     least: Sides
-    """All that passes at once."""
-    unified: bool
+    """Peak of the sum."""
+    topology: Topology
 
     def with_plan(self, plan: GraphPlan) -> Sides:
-        """Return what passes at once where the graph runs ahead."""
+        """Return the peak if the graph runs ahead as planned."""
+        staging = self.topology.counted(Sides(0, plan.staging)).device
         return Sides(
-            self.least.device + math.ceil(plan.ahead * self.on_device) + plan.reduced + (plan.staging if self.unified else 0),
+            self.least.device + math.ceil(plan.ahead * self.on_device) + plan.reduced + staging,
             self.least.host + math.ceil(plan.ahead * self.on_host) + plan.staging,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What one of `size` ranks holds for some parameters, in bytes. `unified`: host memory is the device."""
+    """Memory of one of `size` ranks for some parameters, in bytes."""
 
     placement: Placement
     size: int
-    unified: bool
+    topology: Topology
     shards: Sides
     """Shards of parameters, without those that are allocated already."""
     gradients: Sides
@@ -95,15 +96,15 @@ class MemoryModel:
     def before_computing(self, largest: int) -> Sides:
         """Return the memory of partitioning: shards, gradients, one whole parameter of `largest` bytes, and staging."""
         whole = largest + self.staging
-        return self.stays.plus(Sides(whole, 0) if self.unified else Sides(0, whole))
+        return self.stays.plus(self.topology.counted(Sides(0, whole)))
 
     def passing(self, graph: GraphMemory) -> Passing:
-        """Return what passes through memory while a graph with these needs runs."""
-        size, swapped = self.size, Topology(self.unified).is_away(self.placement.params)
+        """Return the transient memory of a graph with these needs."""
+        size, swapped = self.size, self.topology.is_offloaded(self.placement.params)
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
-        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard stays until it is gathered
-        on_host = 0.0 if self.placement.params.in_memory or self.unified else 1 / size
+        on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard is freed after its gather
+        on_host = 1 / size if self.topology.passes_host(self.placement.params) else 0.0
         cast = graph.cast if swapped and size == 1 else 0
         moves = size > 1 or swapped
         gathered = math.ceil(full * on_device) + cast if moves or graph.narrowed else 0
@@ -111,7 +112,7 @@ class MemoryModel:
         left, reduced = self._on_their_way(graph.left), self._on_their_way(graph.reduced)
         converted = 0 if reduced else graph.converted  # counted in `reduced` otherwise
         computing = gathered + rows + reduced + converted
-        if self.unified:
+        if not self.topology.host_apart:
             least = Sides(max(computing, self.read) + self.staging, 0)
         else:
             moving = math.ceil((full + rows) * on_host) + (self.leaving if graph.left else 0)
@@ -128,15 +129,15 @@ class MemoryModel:
             on_device=on_device,
             on_host=on_host,
             least=least,
-            unified=self.unified,
+            topology=self.topology,
         )
 
     def _on_their_way(self, gradients: int) -> int:
-        """Return what full gradients take until they are where they live: themselves, and with ranks and tiers shards besides."""
-        away = _gradients_leave(self.placement, unified=self.unified)
+        """Return the bytes of full gradients in transfer: with several ranks and tiers also of their shards."""
+        offloaded = self.topology.is_offloaded(self.placement.grads)
         if self.size == 1:
-            return gradients if away else 0
-        return math.ceil(gradients * (1 + 1 / self.size)) if away else gradients
+            return gradients if offloaded else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if offloaded else gradients
 
 
 def model_memory(
@@ -144,8 +145,7 @@ def model_memory(
     placement: Placement,
     *,
     size: int,
-    unified: bool,
-    piece_numel: int,
+    topology: Topology,
     held: Collection[int] = (),
     moved: Sequence[ParameterSlot] | None = None,
 ) -> MemoryModel:
@@ -156,26 +156,26 @@ def model_memory(
     """
     own = [(slot, placement.of_parameter(dim=len(slot.shape), numel=slot.numel), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
-    passing = _passing_gradients(moved if moved is not None else slots, placement, size=size, unified=unified)
+    passing = _passing_gradients(moved if moved is not None else slots, placement, size=size, topology=topology)
     return MemoryModel(
         placement=placement,
         size=size,
-        unified=unified,
-        shards=resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), unified=unified),
-        gradients=resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), unified=unified),
+        topology=topology,
+        shards=resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
+        gradients=resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), topology),
         states=resident(
             ((at.optimizer, n, dtype) for slot, at, n in trained for dtype in adam_states(at, slot.dtype).values()),
-            unified=unified,
+            topology,
         ),
-        chunk=_chunk([row[0] for row in trained], placement, size=size, unified=unified, piece_numel=piece_numel),
+        chunk=_chunk([row[0] for row in trained], placement, size=size, topology=topology),
         **passing,
-        staging=_staging(moved if moved is not None else slots, placement, size=size, piece_numel=piece_numel),
+        staging=_staging(moved if moved is not None else slots, placement, size=size),
     )
 
 
-def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], *, unified: bool) -> Sides:
-    """Add up shards that stay in memory, each the tier where it lives, its elements and their type; none on a drive does."""
-    topology, sides = Topology(unified), {Tier.DEVICE: 0, Tier.HOST: 0}
+def resident(parts: Iterable[tuple[Tier, int, torch.dtype]], topology: Topology) -> Sides:
+    """Sum the memory of shards, each given as (tier, elements, data type). Shards on a drive take none."""
+    sides = {Tier.DEVICE: 0, Tier.HOST: 0}
     for tier, numel, dtype in parts:
         if (side := topology.side(tier)) is not None:
             sides[side] += format_of(dtype).bytes(numel)
@@ -202,13 +202,13 @@ def chunk_numel(shards: Sequence[int], piece_numel: int) -> int:
     return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in shards))
 
 
-def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool, piece_numel: int) -> Sides:
-    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], piece_numel)
+def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> Sides:
+    numel = chunk_numel([shard_numel(slot.numel, size) for slot in trained], placement.piece_numel)
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
         optimizer=placement.optimizer,
-        unified=unified,
+        topology=topology,
         update_on_device=placement.update_on_device,
     )
     sizes = []
@@ -217,17 +217,16 @@ def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int,
         states = adam_states(own, slot.dtype)
         columns = chunk_columns(tiers, value=slot.dtype, gradient=own.reduce_dtype_of(slot.dtype), states=states)
         sizes.append(buffer_bytes(columns.values(), numel))
-    return Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0)).merged(unified)
+    largest = Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0))
+    return topology.counted(largest)
 
 
-def _gradients_leave(placement: Placement, *, unified: bool) -> bool:
-    return Topology(unified).is_away(placement.grads)
-
-
-def _passing_gradients(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, unified: bool) -> Mapping[str, int]:
-    """Return what gradients take that leave the device or are read back, by field of `MemoryModel`."""
+def _passing_gradients(
+    slots: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology
+) -> Mapping[str, int]:
+    """Return the memory of gradients that leave the device or are read back, by field of `MemoryModel`."""
     trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
-    if not _gradients_leave(placement, unified=unified):
+    if not topology.is_offloaded(placement.grads):
         trained = []
     parts = [(slot, format_of(placement.reduce_dtype_of(slot.dtype)).bytes(_part_numel(slot, size))) for slot in trained]
     largest = max((count for _, count in parts), default=0)
@@ -235,7 +234,7 @@ def _passing_gradients(slots: Sequence[ParameterSlot], placement: Placement, *, 
     return {
         "leaving": 0 if placement.grads.in_memory else largest,
         "read": 2 * largest,
-        "normed": whole if size == 1 and not unified else 0,
+        "normed": whole if size == 1 and topology.host_apart else 0,
     }
 
 
@@ -244,11 +243,11 @@ def _part_numel(slot: ParameterSlot, size: int) -> int:
     return max(shard_numel(part.numel, size) for part in parts)
 
 
-def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int, piece_numel: int) -> int:
+def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int) -> int:
     moving = [slot for slot in slots if slot.shape and slot.numel]
     on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
     on_drives += [
         (slot, placement.reduce_dtype_of(slot.dtype)) for slot in moving if slot.requires_grad and not placement.grads.in_memory
     ]
-    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), piece_numel)) for slot, dtype in on_drives]
+    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), placement.piece_numel)) for slot, dtype in on_drives]
     return max((min(BLOCK_BYTES, round_up(piece, PAGE)) for piece in pieces), default=0)

@@ -18,6 +18,8 @@ gradient_reductions — Largest element, sum and other numbers of whole gradient
     numbers shaped like them.
 gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
     arithmetic keeps both.
+hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
+    materializing ones.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
 metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is

@@ -26,7 +26,6 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
@@ -74,7 +73,7 @@ class GraphBudget:
         fresh = [slot for slot in slots if not isinstance(inputs[slot.index], ShardedParameter)]
         units = {slot.index: unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None}
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
-        born = self._units.keys()
+        made_ahead = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
@@ -85,14 +84,13 @@ class GraphBudget:
         self._together = together and context.size > 1
         self._signature = config.signature()
         self._context, self._bucket, self._placement = context, config.shape().bucket_of(slots), config.placement()
-        known = [slot for slot in slots if slot in fresh or slot.index in born]
+        known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
         self.model = model_memory(
             known,
             self._placement,
             size=context.size,
-            unified=context.bridge.unified,
-            piece_numel=pieces.PIECE_NUMEL,
-            held=born,
+            topology=context.link.topology,
+            held=made_ahead,
             moved=slots,
         )
         """What the parameters take that these graphs use."""
@@ -143,7 +141,7 @@ class GraphBudget:
             passing=taken.device,
             left=passing.left,
             reduced=passing.reduced + plan.reduced,
-            slots=plan.chunk_buffers,
+            chunk_buffers=plan.chunk_buffers,
             passing_host=taken.host,
             staging=staging or None,
             least=passing.least,
@@ -160,7 +158,7 @@ class GraphBudget:
 
         That is how far the largest unit is brought ahead of its use, too; more memory would not be used.
         """
-        topology = self._context.bridge.topology
+        topology = self._context.link.topology
         hops = len(topology.hops(self._placement.params))
         if topology.reads_at_once(self._placement.params):  # one read takes the place of two hops
             hops += 1
@@ -169,8 +167,8 @@ class GraphBudget:
 
     def _check_device(self, passing: Passing) -> _Side:
         context, model = self._context, self.model
-        unified = context.bridge.unified
-        cap = min(self.caps.device, self.caps.host) if unified else self.caps.device
+        topology = context.link.topology
+        cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
         chunk, most, later = model.chunk.device, passing.least.device, model.later.device
         here = model.stays.device + chunk + most
         least = here + self._held(context.memory.ledger, here, cap)
@@ -186,16 +184,16 @@ class GraphBudget:
                 least=least,
                 later=later,
                 cap=cap,
-                options=self.caps.options(unified),
+                options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self._placement, unified=unified, side=Tier.DEVICE, several=gathered > 0),
+                advice=advice(self._placement, topology=topology, side=Tier.DEVICE, several=gathered > 0),
             )
         )
         return _Side(cap, max(0, cap - least - later), least + later)
 
     def _check_host(self, passing: Passing) -> _Side:
         context, model, cap = self._context, self.model, self.caps.host
-        if context.bridge.unified:
+        if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
         chunk, most, later = model.chunk.host, passing.least.host, model.later.host
         here = model.stays.host + chunk + most
@@ -212,7 +210,7 @@ class GraphBudget:
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
-                advice=advice(self._placement, unified=False, side=Tier.HOST),
+                advice=advice(self._placement, topology=context.link.topology, side=Tier.HOST),
             )
         )
         return _Side(cap, max(0, cap - least - later), least + later)
@@ -239,7 +237,7 @@ class GraphBudget:
 
         worst = worst_of_ranks(self._context, lacks) if self._together else {}
         smallest = {side: of_all(self.works(side)) for side in SIDES}
-        if measure is not None and "device_memory" in self.caps.options(True):
+        if measure is not None and "device_memory" in self.caps.options(self._context.link.topology):
             known: dict[int, GraphBudget] = {}
 
             def needed(cap: int) -> int:

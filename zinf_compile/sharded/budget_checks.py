@@ -13,22 +13,21 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .caps import agree_on_memory, find_caps, held_bytes
 from .short_ranks import Lack, refusal_text
-from .shortage import advice_at_birth, gradient_bytes, name_cap
+from .shortage import advice_for_shards, gradient_bytes, name_cap
 
 
 def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Context) -> None:
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
-    unified = context.bridge.unified
-    model = model_memory(slots, config.placement(), size=context.size, unified=unified, piece_numel=pieces.PIECE_NUMEL)
+    topology = context.link.topology
+    model = model_memory(slots, config.placement(), size=context.size, topology=topology)
     largest = max(slots, key=lambda slot: slot.bytes)
-    cap = min(caps.device, caps.host) if unified else caps.device
+    cap = caps.device if topology.host_apart else min(caps.device, caps.host)
     staging, here = model.staging, model.before_computing(largest.bytes)
     needed = here.device + held_bytes(context.memory.ledger, here.device, cap)
     if needed > cap:
@@ -37,18 +36,18 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"{model.stays.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_at_birth(config.placement(), unified=unified, side=Tier.DEVICE)
+            + advice_for_shards(config.placement(), topology=topology, side=Tier.DEVICE)
         )
-    host = 0 if unified else here.host + held_bytes(context.memory.host_ledger, here.host, caps.host)
-    if not unified and host > caps.host:
+    host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
+    if topology.host_apart and host > caps.host:
         raise BudgetError(
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {model.stays.host:,} of "
             f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
             f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_at_birth(config.placement(), unified=False, side=Tier.HOST)
+            + advice_for_shards(config.placement(), topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
-        context.memory.staging.limit(min(STAGING_BYTES, staging + (cap - needed if unified else caps.host - host)))
+        context.memory.staging.limit(min(STAGING_BYTES, staging + (caps.host - host if topology.host_apart else cap - needed)))
 
 
 def _blocks(staging: int) -> str:
@@ -58,7 +57,7 @@ def _blocks(staging: int) -> str:
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:
     """Raise `BudgetError` where states in memory and chunks, about to be made, exceed a cap. Nothing was updated yet."""
     claims = context.memory.reservations
-    on_device = on_device or context.bridge.unified
+    on_device = on_device or not context.link.topology.host_apart
     ledger, cap = (context.memory.ledger, claims.device_cap) if on_device else (context.memory.host_ledger, claims.host_cap)
     if cap is None:
         return

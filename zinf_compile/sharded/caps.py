@@ -8,6 +8,7 @@ import gc
 import torch
 
 from zinf_compile.config import Config, parse_bytes
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import InflightLimit
@@ -23,10 +24,10 @@ class Caps:
     device_source: str
     host_source: str
 
-    def options(self, unified: bool) -> dict[str, int]:
+    def options(self, topology: Topology) -> dict[str, int]:
         """Return the options that set the device's cap, each with the ranks that share it."""
         declared = {"device_memory": 1} if self.device_source == "option device_memory" else {}
-        if self.host_source.startswith("option") and (unified or self.device_source == self.host_source):
+        if self.host_source.startswith("option") and (not topology.host_apart or self.device_source == self.host_source):
             declared["host_memory"] = ranks_of_node()
         return declared
 

@@ -62,12 +62,12 @@ class ShardedGradient(torch.Tensor):
         return torch.promote_types(self.dtype, self.kept_dtype)
 
     @property
-    def away(self) -> OffloadedGradient | None:
+    def offloaded(self) -> OffloadedGradient | None:
         """The shard, where it isn't on the device."""
         return self._shard if isinstance(self._shard, OffloadedGradient) else None
 
     def local(self) -> torch.Tensor:
-        """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `away`."""
+        """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `offloaded`."""
         self._pending.wait()
         if not isinstance(self._shard, OffloadedGradient):
             return self._shard
@@ -85,11 +85,11 @@ class ShardedGradient(torch.Tensor):
 
     def part(self, tile: Tile) -> torch.Tensor:
         """Return this rank's elements of a tile's gradient, padding included; a copy, where they come from a drive."""
-        away = self.away
-        if away is None:
+        offloaded = self.offloaded
+        if offloaded is None:
             return tile.part(self.local())
         with tile.context.lanes.meter.waiting():
-            return away.load_part(tile)
+            return offloaded.load_part(tile)
 
     def alias(self) -> ShardedGradient:
         """Return another tensor object with the same shard."""
@@ -108,18 +108,18 @@ class ShardedGradient(torch.Tensor):
         )
 
     def change(self, function: Callable[[torch.Tensor], object], *, elementwise: bool) -> None:
-        """Change the shard in place; where it is away, and `elementwise` allows it, when it is next read."""
-        away = self.away
-        if away is None:
+        """Change the shard in place; where it is offloaded, and `elementwise` allows it, when it is next read."""
+        offloaded = self.offloaded
+        if offloaded is None:
             shard = self.local()
             function(shard)
             torch.autograd.graph.increment_version(shard)  # which PyTorch doesn't below autograd; on padding, too
         elif elementwise:
-            away.change(function)
+            offloaded.change(function)
         else:
             shard = self.local()
             function(shard)
-            away.store(shard)
+            offloaded.store(shard)
 
     def borrow(self) -> torch.Tensor:
         """Return the whole gradient on the device, on a single rank, to be read and dropped."""
@@ -137,9 +137,9 @@ class ShardedGradient(torch.Tensor):
         context = self._unit.context
         own = self.local()
         shard = own.to(self._unit.device, self.dtype)
-        if context.size == 1:
+        if self._unit.shard_group.size == 1:
             return self._unit.logical(shard.clone() if shard is own else shard)
-        context.ranks.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
+        self._unit.ranks.agree([f"gradient of {self._unit.name}, unit {self._unit.serial}"], what="gathering a gradient")
         full = context.full_buffer(self._unit.numel, shard.dtype, shard.device)
         gather_whole(self._unit, shard, full, f"gathering the gradient of {self._unit.name}")
         return self._unit.logical(full)
@@ -154,9 +154,11 @@ class ShardedGradient(torch.Tensor):
     def kept_whole(self, needed_by: str) -> torch.Tensor:
         """Return the same as `at_hand`, in the type in which it is kept."""
         unit = self._unit
-        if unit.shard_group.size > 1 or self.away is not None:
+        if unit.shard_group.size > 1 or self.offloaded is not None:
             place = (
-                f"each of {unit.shard_group.size} ranks holds a part" if self.away is None else "the shards are off the device"
+                f"each of {unit.shard_group.size} ranks holds a part"
+                if self.offloaded is None
+                else "the shards are off the device"
             )
             raise PartitionedParameterError(
                 f"{needed_by} needs the whole gradient of {unit.name}, of which {place}; element-wise "
@@ -188,12 +190,11 @@ class ShardedGradient(torch.Tensor):
         return self.at_hand("saving or pickling").clone().__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        context = self._unit.context
-        if context.size == 1 and self.away is None:
+        group = self._unit.shard_group
+        if group.size == 1 and self.offloaded is None:
             return repr(self._unit.logical(self.local()))
         return (
-            f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
-            f"rank {context.rank} of {context.size})"
+            f"ShardedGradient({self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, rank {group.rank} of {group.size})"
         )
 
     __torch_function__ = no_override  # type: ignore[assignment]

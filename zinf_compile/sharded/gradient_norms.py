@@ -93,7 +93,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
     local = []
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
-            if each is not None and not (each.unit.tiles and each.away is not None):  # else its parts are brought one by one
+            if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are brought one by one
                 each.prepare(early=each is following)
         norms = []
         for valid in gradient.valid_parts():
@@ -101,12 +101,16 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
             norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())
         local.append(norms[0] if len(norms) == 1 else combine_norms(torch.stack(norms), order))
-    ranks = gradients[0].unit.ranks.exchange(torch.stack(local), what=f"norm of the gradient of {gradients[0].unit.name}")
-    combined = combine_norms(ranks, order)
     known = _Known(settings)
-    for gradient, norm in zip(gradients, combined.tolist(), strict=True):
-        shard, changes = gradient.state()
-        known.by_shard[id(shard)] = (weakref.ref(shard), changes, norm)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for number, gradient in enumerate(gradients):
+        groups.setdefault(gradient.unit.shard_group.partition, []).append(number)
+    for members in groups.values():
+        unit = gradients[members[0]].unit
+        ranks = unit.ranks.exchange(torch.stack([local[n] for n in members]), what=f"norm of the gradient of {unit.name}")
+        for number, norm in zip(members, combine_norms(ranks, order).tolist(), strict=True):
+            shard, changes = gradients[number].state()
+            known.by_shard[id(shard)] = (weakref.ref(shard), changes, norm)
     return known
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import offload
+from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .call_names import call_name
@@ -74,7 +74,7 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
         return _NORMS[packet](func, args, kwargs)
     if packet == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, args)
-    if packet in ("view", "_unsafe_view") and (args[0].away is not None or args[0].unit.shard_group.size > 1):
+    if packet in ("view", "_unsafe_view") and (args[0].offloaded is not None or args[0].unit.shard_group.size > 1):
         return view_of_gradient(func, args[0], args[1:], kwargs)
     foreach = packet.startswith("_foreach_")
     base = packet.removeprefix("_foreach_").rstrip("_")
@@ -136,7 +136,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
     """Change one gradient in place; with `foreach`, by an operator on lists, of which it and `args` are elements."""
     unit = gradient.unit
     operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
-    alone = gradient.away is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
+    alone = gradient.offloaded is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
 
     def local(value: Any) -> Any:
         if isinstance(value, list):
@@ -167,7 +167,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     owners: Sequence[Any] = args[0]
 
-    if func._schema.is_mutable and any(isinstance(o, ShardedGradient) and o.away is not None for o in owners):
+    if func._schema.is_mutable and any(isinstance(o, ShardedGradient) and o.offloaded is not None for o in owners):
         for index, owner in enumerate(owners):  # one at a time: they needn't fit into memory together
             rest = [[v[index]] if isinstance(v, (list, tuple)) else v for v in args[1:]]
             if isinstance(owner, ShardedGradient):
@@ -216,7 +216,7 @@ def _whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return type(value)(materialised(v, name) for v in value)
         if not isinstance(value, ShardedGradient):
             return value
-        if value.unit.shard_group.size == 1 and value.away is not None and name in only_read:
+        if value.unit.shard_group.size == 1 and value.offloaded is not None and name in only_read:
             return value.full_tensor()
         whole = value.kept_whole(call_name(func))
         return whole.to(value.dtype) if name in only_read or not hasattr(func, "_schema") else whole
@@ -252,7 +252,7 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         def read(g: torch.Tensor) -> torch.Tensor:
             return g.borrow().to(g.norm_dtype) if isinstance(g, ShardedGradient) else g
 
-        if all(g.away is None and g.norm_dtype == g.kept_dtype for g in sharded):
+        if all(g.offloaded is None and g.norm_dtype == g.kept_dtype for g in sharded):
             return func([read(g) for g in args[0]], *args[1:], **kwargs)
         return [func([read(g)], *args[1:], **kwargs)[0] for g in _in_turn(args[0])]
     norms = iter(global_norms(sharded, order, dtype))

@@ -38,7 +38,7 @@ def host_shortage(context: Context, needed: int) -> Shortage | None:
     claims, named = context.memory.reservations, []
     of_host = context.memory.host_ledger.total()[0] + needed
     of_device = context.memory.ledger.total()[0] + needed
-    if claims.declared_device is not None and context.bridge.unified and of_device > claims.declared_device:
+    if claims.declared_device is not None and not context.link.topology.host_apart and of_device > claims.declared_device:
         named.append(f"the smallest {name_cap(context, Tier.DEVICE, of_device)}")
     if claims.declared_host is not None and of_host > claims.declared_host:
         named.append(f"the smallest host_memory that works is {of_host * ranks_of_node():,}")
@@ -53,6 +53,6 @@ def host_room_bytes(context: Context) -> int:
     claims, room = context.memory.reservations, usable_host_bytes()
     if claims.declared_host is not None:
         room = min(room, claims.declared_host - context.memory.host_ledger.total()[0])
-    if context.bridge.unified and claims.declared_device is not None:
+    if not context.link.topology.host_apart and claims.declared_device is not None:
         room = min(room, claims.declared_device - context.memory.ledger.total()[0])
     return max(0, room)

@@ -37,8 +37,8 @@ def shard_of(value: torch.Tensor, owner: ShardedTensor, operator: str) -> ShardV
 
 def gradient_values(gradient: ShardedGradient) -> ShardValues:
     """Return a gradient's shard."""
-    away = gradient.away
-    return DeviceShard(gradient.unit, gradient.local()) if away is None else OffloadedGradientShard(gradient.unit, away)
+    offloaded = gradient.offloaded
+    return DeviceShard(gradient.unit, gradient.local()) if offloaded is None else OffloadedGradientShard(gradient.unit, offloaded)
 
 
 def is_scalar(value: torch.Tensor) -> bool:

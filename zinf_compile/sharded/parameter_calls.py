@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from zinf_compile._frames import calling_methods
 from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import offload
+from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .call_names import call_name
 from .data_assignment import changed_parameters, reject_reshape
 from .gradient import ShardedGradient
+from .hollow_calls import answer_assignment, call_on_values
 from .metadata_calls import converts_nothing
 from .offloaded_value import value_of as offloaded_value
 from .parameter import ShardedParameter, assign_data, check_assignable, unit_of
@@ -58,13 +60,10 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
         raise
     if answer is not NotImplemented:
         return answer
-    if name == "__set__" and args[0] is parameters[0]:
-        assign_data(parameters[0], args[1])
-        return None
-    if name == "_has_compatible_shallow_copy_type":  # Module.to() asks: may args[0].data become args[1]?
-        if args[1] is not args[0]:
-            check_assignable(parameters[0], args[1])
-        return True
+    first = parameters[0]
+    assignment = answer_assignment(name, args, first, assign=partial(assign_data, first), check=partial(check_assignable, first))
+    if assignment is not NotImplemented:
+        return assignment
     if func in _ON_OFFLOADED and _are_offloaded(func, parameters):
         return _on_whole(func, name, parameters, args, kwargs)
     if not unit.at_hand:
@@ -80,10 +79,10 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def _place(unit: Unit) -> str:
-    context = unit.context
-    if context.size == 1 and unit.backing is not None:
+    group = unit.shard_group
+    if group.size == 1 and unit.backing is not None:
         return f"its value is kept off the device (option params={unit.backing.tier!r}). There"
-    return f"its value is spread over {context.size} ranks (this is rank {context.rank}). On all ranks"
+    return f"its value is spread over {group.size} ranks (this is rank {group.rank}). On all ranks"
 
 
 def _reject_optimizer(unit: Unit, name: str) -> None:
@@ -118,24 +117,17 @@ def _on_whole(
     if args and isinstance(args[0], ShardedParameter):
         reject_reshape(func, args[0]._zinf_unit)
     changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
-    values: dict[int, torch.Tensor] = {}
+    values: dict[ShardedParameter, torch.Tensor] = {}
     for parameter in parameters:
         with no_torch_function():
             needs_grad = parameter.requires_grad and differentiate
         if needs_grad and any(p is parameter for p in changed):
-            values[id(parameter)] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
+            values[parameter] = parameter._zinf_unit.whole().detach().requires_grad_()  # PyTorch refuses it as any leaf
         else:
-            values[id(parameter)] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
-
-    def value_of(item: Any) -> Any:
-        return values[id(item)] if isinstance(item, ShardedParameter) else item
-
-    result = func(*tree_map(value_of, tuple(args)), **tree_map(value_of, kwargs))
+            values[parameter] = _Whole.apply(parameter) if needs_grad else _value(parameter._zinf_unit)
+    result = call_on_values(func, args, kwargs, list(values.items()))
     for parameter in changed:
         torch.autograd.graph.increment_version(parameter)
-    for parameter in parameters:
-        if result is values[id(parameter)]:
-            return parameter
     return result
 
 
@@ -144,7 +136,8 @@ def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParamet
     with no_torch_function():
         differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     units = [p._zinf_unit for p in parameters]
-    return units[0].context.size == 1 and not all(u.at_hand for u in units) and not differentiated
+    alone = all(u.shard_group.size == 1 for u in units)
+    return alone and not all(u.at_hand for u in units) and not differentiated
 
 
 def _value(unit: Unit) -> torch.Tensor:

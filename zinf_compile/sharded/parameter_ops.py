@@ -13,7 +13,7 @@ from zinf_compile._frames import stepping
 from zinf_compile._torch import no_torch_function, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.transfer.swap import offload
+from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
 from .calls import written

@@ -70,10 +70,10 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     dtype, stride = target.dtype, beside.stride()
     if target.device != beside.device:
         beside.refuse(name, f"it would change a whole tensor on {target.device}")
-    context.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
+    unit.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
     values = make_values(unit, dtype, lasting=True)
     with torch.no_grad(), no_torch_function():
-        flat = DenseLayout(target.shape, stride, dtype, target.device).flat(target) if context.rank == 0 else None
+        flat = DenseLayout(target.shape, stride, dtype, target.device).flat(target) if unit.shard_group.rank == 0 else None
         resident = values.resident
         shard = context.memory.staged_buffer(unit.shard_numel, dtype) if resident is None else resident
         scatter_whole(unit, flat, shard, what)

@@ -31,12 +31,12 @@ def _problems(context: Context) -> list[tuple[str, str]]:
             "zinf_compile.save_safetensors(model, folder), called on all ranks"
         )
         return [("ranks", text)] if context.rank == 0 else []
-    away = [unit for unit in context.units if unit.backing is not None]
-    if not away:
+    offloaded = [unit for unit in context.units if unit.backing is not None]
+    if not offloaded:
         return []
-    largest = max(away, key=lambda unit: unit.bytes)
+    largest = max(offloaded, key=lambda unit: unit.bytes)
     ledgers = [context.memory.ledger]
-    if not context.bridge.unified and largest.resident is None:
+    if context.link.topology.host_apart and largest.resident is None:
         ledgers.append(context.memory.host_ledger)
     return [
         (largest.name, f"model.state_dict() can be read, and the model saved through it, only with a higher cap: {short}")

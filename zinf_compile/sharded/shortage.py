@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zinf_compile.config import tile_range
 from zinf_compile.errors import BudgetError
-from zinf_compile.ir.tiers import Placement, Tier
+from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.plan.memory_model import resident
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.host_limits import ranks_of_node
@@ -98,16 +98,15 @@ def _named(need: Need, works: int) -> str:
     return f"the smallest that works is {works:,}{more}"
 
 
-def advice(placement: Placement, *, unified: bool, side: Tier, several: bool = True) -> str:
+def advice(placement: Placement, *, topology: Topology, side: Tier, several: bool = True) -> str:
     """Say which options keep less on the device, or in host memory beside it; empty where none does.
 
     `several`: more than one unit is gathered at once, which a smaller bucket changes.
     """
-    here = {Tier.DEVICE, Tier.HOST} if unified else {side}
-    kinds = [kind for kind in ("params", "grads", "optimizer") if getattr(placement, kind) in here]
+    kinds = [kind for kind in ("params", "grads", "optimizer") if topology.side(getattr(placement, kind)) == side]
     said = ["A smaller `bucket` gathers less at once"] if several and side == Tier.DEVICE else []
     if kinds:
-        where = "'nvme'" if unified or side == Tier.HOST else "'host' or 'nvme'"
+        where = "'nvme'" if side == topology.side(Tier.HOST) else "'host' or 'nvme'"
         listed = ", ".join(kinds[:-1]) + " and " + kinds[-1] if len(kinds) > 1 else kinds[0]
         said.append(f"{listed} on {where} keep{'s' if kinds == ['optimizer'] else ''} less there")
     text = "; ".join(said)
@@ -129,9 +128,9 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
         cap = following
 
 
-def advice_at_birth(placement: Placement, *, unified: bool, side: Tier) -> str:
+def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
     """Say what else takes memory later, and which options keep less of parameters and gradients there."""
-    placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), unified=unified, side=side, several=False)
+    placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), topology=topology, side=side, several=False)
     return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"
 
 
@@ -139,7 +138,7 @@ def gradient_bytes(context: Context, units: Iterable[Unit]) -> dict[Tier, int]:
     """Return the bytes of these units' gradients that stay in memory, by side."""
     trained = [unit for unit in units if (parameter := unit.parameter()) is not None and parameter.requires_grad]
     parts = ((unit.placement.grads, unit.shard_numel, unit.reduce_dtype) for unit in trained)
-    found = resident(parts, unified=context.bridge.unified)
+    found = resident(parts, context.link.topology)
     return {Tier.DEVICE: found.device, Tier.HOST: found.host}
 
 

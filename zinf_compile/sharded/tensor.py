@@ -88,10 +88,10 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> torch.Tensor:
         """Return the whole tensor on every rank. A collective operation."""
         context, dense = self._unit.context, DenseLayout(self.shape, self.stride(), self.dtype, self.device)
-        context.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
+        self._unit.ranks.agree(self.describe("full_tensor"), what="gathering a tensor")
         with torch.no_grad():
             shard = self.local()
-            if context.size == 1:
+            if self._unit.shard_group.size == 1:
                 return dense.logical(shard.clone())
             full = context.full_buffer(self._unit.numel, self.dtype, self.device)
             gather_whole(self._unit, shard, full, f"gathering a tensor partitioned like {self._unit.name}")
@@ -124,10 +124,10 @@ class ShardedTensor(torch.Tensor):
         self.refuse("as_subclass")  # torch's own looks past __torch_function__
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        context = self._unit.context
+        group = self._unit.shard_group
         return (
             f"ShardedTensor(like {self._unit.name}, shape={list(self.shape)}, dtype={self.dtype}, "
-            f"rank {context.rank} of {context.size})"
+            f"rank {group.rank} of {group.size})"
         )
 
     def __format__(self, spec: str) -> str:

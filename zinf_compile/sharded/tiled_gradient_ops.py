@@ -13,17 +13,17 @@ from .gradient import ShardedGradient
 
 def comes_in_parts(gradient: ShardedGradient) -> bool:
     """Say whether a gradient is brought tile by tile."""
-    return gradient.away is not None and bool(gradient.unit.tiles)
+    return gradient.offloaded is not None and bool(gradient.unit.tiles)
 
 
 def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object]) -> None:
     """Change a gradient in place, given each tile and this rank's elements of it."""
-    away = gradient.away
-    assert away is not None, "it comes in parts"
+    offloaded = gradient.offloaded
+    assert offloaded is not None, "it comes in parts"
     with gradient.unit.context.lanes.meter.waiting():
         gradient.unit.wait_updated()  # a step may still have to read the old one
         for tile in gradient.unit.tiles:
-            part = away.load_part(tile)
+            part = offloaded.load_part(tile)
             function(tile, part)
-            away.store_part(tile, part)
-    away.stored()
+            offloaded.store_part(tile, part)
+    offloaded.stored()

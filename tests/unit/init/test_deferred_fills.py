@@ -22,9 +22,13 @@ from transformer_models import bert, gpt2, llama, t5
 import zinf_compile
 from zinf_compile.errors import StoreError
 from zinf_compile.init.deferred_fills import DeferredFills
-from zinf_compile.runtime.units.backing import NvmeBacking
+from zinf_compile.init.shard_writer import Piece, PieceWriter
+from zinf_compile.runtime.units.unit import Unit
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+PIECES = {"compute_shape": {"piece_numel": 300}}
+"""An option under which values go to drives in several pieces."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {**REBUILT, "gpt2": gpt2, "llama": 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"params": "nvme"}, {"params": "nvme", "tile": "512 B"}], ids=["here", "drive", "tiles"])
 def test_a_model_has_the_numbers_of_one_built_whole(name: str, options: dict[str, Any], noted: list[str], tmp_path: Path) -> None:
-    place = {"nvme": tmp_path} if options else {}
+    place = {"nvme": tmp_path, **PIECES} if options else {}
     assert_born(MODELS[name], functools.partial(made_on_meta, **options, **place))
     large = [p for p in MODELS[name]().parameters() if p.numel() >= 100 and p.dim() > 1]
     assert noted or not large
@@ -76,7 +80,7 @@ def test_what_is_drawn_may_be_read_changed_and_drawn_again(tier: str, tmp_path: 
 
     whole = built_whole(build).apply(change)
     random = torch.get_rng_state()
-    ours = made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {}))
+    ours = made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path, **PIECES} if tier == "nvme" else {}))
     assert torch.equal(torch.get_rng_state(), random)
     compare(whole, ours)
 
@@ -93,7 +97,7 @@ def test_what_is_drawn_may_be_replaced(tier: str, tmp_path: Path) -> None:
         return nn.Sequential(nn.Embedding(50, 12), nn.Linear(12, 40), nn.Linear(40, 30))
 
     whole = built_whole(build).apply(change)
-    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {})))
+    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path, **PIECES} if tier == "nvme" else {})))
 
 
 @pytest.mark.parametrize("tier", ["device", "nvme"])
@@ -109,20 +113,20 @@ def test_what_fails_to_fill_a_value_leaves_what_it_was(tier: str, tmp_path: Path
         return nn.Sequential(nn.Linear(12, 40), nn.Linear(40, 30))
 
     whole = built_whole(build).apply(change)
-    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path} if tier == "nvme" else {})))
+    compare(whole, made_on_meta(build, init=change, **({"params": tier, "nvme": tmp_path, **PIECES} if tier == "nvme" else {})))
 
 
 @pytest.mark.parametrize("build", [gpt2, lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(4)])], ids=["again", "once"])
 def test_each_piece_is_written_once(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: collections.Counter[tuple[int, int]] = collections.Counter()
-    write = NvmeBacking.write_piece
+    write = PieceWriter.write
 
-    def count(self: NvmeBacking, start: int, source: torch.Tensor) -> Any:
-        written[self._index, start] += 1
-        return write(self, start, source)
+    def count(self: PieceWriter, unit: Unit, piece: Piece, make: Callable[[torch.Tensor], object]) -> None:
+        written[unit.serial, piece.first] += 1
+        write(self, unit, piece, make)
 
-    monkeypatch.setattr(NvmeBacking, "write_piece", count)
-    made_on_meta(build, params="nvme", nvme=tmp_path)
+    monkeypatch.setattr(PieceWriter, "write", count)
+    made_on_meta(build, params="nvme", nvme=tmp_path, **PIECES)
     assert len(written) > 4
     assert set(written.values()) == {1}
 
@@ -134,11 +138,11 @@ def test_a_drive_that_fails_leaves_the_model_on_meta(number: int, noted: list[st
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)])
     with failing(context.engine, "write", number), pytest.raises(StoreError, match="cannot write bytes") as raised:
-        zinf_compile.partition(model, params="nvme", nvme=tmp_path)
+        zinf_compile.partition(model, params="nvme", nvme=tmp_path, **PIECES)
     assert raised.value.errno == errno.EIO
     assert noted
     del raised
     gc.collect()
     assert context.memory.host_ledger.now()["staging"] == 0
     assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
-    zinf_compile.partition(model, params="nvme", nvme=tmp_path)  # nothing is in the way
+    zinf_compile.partition(model, params="nvme", nvme=tmp_path, **PIECES)  # nothing is in the way

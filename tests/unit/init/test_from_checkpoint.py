@@ -19,7 +19,6 @@ from transformer_models import bert, gpt2, llama, qwen2, t5
 
 import zinf_compile
 from zinf_compile.errors import CheckpointError
-from zinf_compile.runtime.units import pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -42,13 +41,13 @@ def saved(model: nn.Module, path: Path, **changes: torch.Tensor | None) -> Path:
 
 @pytest.mark.parametrize("build", [gpt2, llama, qwen2, bert, t5])
 @pytest.mark.parametrize("tier", ["device", "nvme"])
-def test_a_folder_that_transformers_saved(build: Callable[[], Any], tier: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 300)
+def test_a_folder_that_transformers_saved(build: Callable[[], Any], tier: str, tmp_path: Path) -> None:
     whole = built_whole(build)
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     ours, random = on_meta(build), torch.get_rng_state()
-    zinf_compile.partition(ours, checkpoint=tmp_path, **({"params": "nvme", "nvme": tmp_path} if tier == "nvme" else {}))
+    away = {"params": "nvme", "nvme": tmp_path, "compute_shape": {"piece_numel": 300}} if tier == "nvme" else {}
+    zinf_compile.partition(ours, checkpoint=tmp_path, **away)
     compare(whole, ours)
     for name, buffer in whole.named_buffers():  # those that aren't saved too
         assert_same(name, buffer, ours.get_buffer(name))

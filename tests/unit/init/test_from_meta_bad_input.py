@@ -1,4 +1,4 @@
-"""What can't be born partitioned: clear errors, and nothing half-built left behind."""
+"""What can't be made partitioned: clear errors, and nothing half-built left behind."""
 
 from __future__ import annotations
 
@@ -167,11 +167,11 @@ def test_a_drive_that_fails_in_the_middle(tmp_path: Path, monkeypatch: pytest.Mo
     written: list[Any] = []
     write = NvmeBacking.write
 
-    def fails(self: NvmeBacking, source: torch.Tensor) -> Any:
+    def fails(self: NvmeBacking, source: torch.Tensor, start: int = 0) -> Any:
         written.append(source.numel())
         if len(written) == 3:
             raise StoreError(errno.EIO, "failed")
-        return write(self, source)
+        return write(self, source, start)
 
     monkeypatch.setattr(NvmeBacking, "write", fails)
     assert_refused(Mlp, StoreError, "failed", params="nvme", nvme=tmp_path)

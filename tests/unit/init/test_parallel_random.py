@@ -52,7 +52,7 @@ def assert_the_same(draw: Draw, *tensors: torch.Tensor, **how: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [1 << 20, (2 << 20) + 5])
+@pytest.mark.parametrize("numel", [1 << 16, (2 << 16) + 5])
 @pytest.mark.parametrize(
     "draw",
     [
@@ -65,7 +65,15 @@ def assert_the_same(draw: Draw, *tensors: torch.Tensor, **how: int) -> None:
         lambda t: nn.init.trunc_normal_(t, std=0.02),
     ],
 )
-def test_values_and_state_are_pytorchs(draw: Draw, numel: int, dtype: torch.dtype) -> None:
+def test_values_and_state_are_pytorchs(draw: Draw, numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_random, "_LEAST_NUMEL", 1 << 16)
+    assert_the_same(draw, torch.empty(numel, dtype=dtype), torch.empty(20), torch.empty(numel, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1 << 20, (2 << 20) + 5])
+def test_values_and_state_are_pytorchs_at_the_size_that_is_drawn_in_ranges(numel: int, dtype: torch.dtype) -> None:
+    draw: Draw = nn.init.normal_ if numel == 1 << 20 else nn.init.uniform_
     assert_the_same(draw, torch.empty(numel, dtype=dtype), torch.empty(20), torch.empty(numel, dtype=dtype))
 
 

@@ -61,9 +61,9 @@ def test_columns_lie_apart_and_have_room_where_they_need_it() -> None:
     assert (buffers.host_bytes, buffers.device_bytes) == (3 * 9 * ALIGN * 6, 0)
     buffer, new = buffers.buffer_for(4)
     assert new
-    rooms = buffer.rooms(COLUMNS, 5 * ALIGN)
-    assert rooms["c"].host is rooms["c"].device is rooms["a"].device is None
-    a, b = rooms["a"].host, rooms["b"].host
+    staging = buffer.staging(COLUMNS, 5 * ALIGN)
+    assert staging["c"].host is staging["c"].device is staging["a"].device is None
+    a, b = staging["a"].host, staging["b"].host
     assert a is not None
     assert b is not None
     assert (a.numel(), a.dtype, b.numel(), b.dtype) == (5 * ALIGN, torch.float32, 5 * ALIGN, torch.bfloat16)

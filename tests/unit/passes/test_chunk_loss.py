@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from irtext import copied, example_of, graph_of, lines_of, text_of, unit
 from losses import CLASSES, HIDDEN, LEFT_ALONE, LOSSES, Head, assert_within, batch, exact
 from torch import fx
-from tracing import traced
+from tracing import joint_graph
 
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
@@ -22,7 +22,7 @@ from zinf_compile.passes.loss.chunk_loss import ROWS, choose_chunks, chunk_loss,
 
 aten = torch.ops.aten
 
-TOKENS_A_CHUNK = 5
+TOKENS_A_CHUNK = 8
 CHUNK_BYTES = 4 * CLASSES * TOKENS_A_CHUNK
 
 BEFORE = """
@@ -160,7 +160,7 @@ def in_tiles(rows: int) -> Any:
 
 def joint_of(head: Head, x: torch.Tensor, targets: torch.Tensor) -> fx.GraphModule:
     """Return the joint graph as chunk_loss gets it."""
-    return traced(head, x.requires_grad_(), targets)["joint"]
+    return joint_graph(head, x.requires_grad_(), targets)
 
 
 def run(gm: fx.GraphModule, head: Head, x: torch.Tensor, targets: torch.Tensor, tangent: float = 1.0) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from irtext import copied, example_of, lines_of, results, text_of
 from torch import fx, nn
-from tracing import traced
+from tracing import joint_graph
 
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.verify import verify
@@ -40,7 +40,7 @@ class Two(nn.Module):
 
 
 def joint_of(function: Callable[..., Any], *, frozen: bool = False, learns: bool = False) -> fx.GraphModule:
-    return traced(Two(function, frozen=frozen), torch.randn(3, 3, requires_grad=learns))["joint"]
+    return joint_graph(Two(function, frozen=frozen), torch.randn(3, 3, requires_grad=learns))
 
 
 def reductions(gm: fx.GraphModule) -> list[str]:

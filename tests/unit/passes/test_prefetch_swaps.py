@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from irtext import example_of, graph_of, lines_of, results, text_of, unit
 from torch import fx
@@ -181,6 +181,7 @@ def test_numbers_stay(way: tuple[str, ...]) -> None:
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=9)
 
 
+@settings(max_examples=50)  # each builds three graphs
 @given(SIZES, st.sampled_from(WAYS), st.integers(0, 2), st.integers(1, 8), st.integers(0, 8))
 def test_order_limit_and_collectives_stay(sizes: list[int], way: tuple[str, ...], look_ahead: int, limit: int, more: int) -> None:
     gm = verify(scheduled(sizes, way, look_ahead=look_ahead, limit=limit, swap_limit=limit + more))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from irtext import copied, cut, results, text_of
 from torch import fx, nn
 from torch.nn import functional as F
-from tracing import traced
+from tracing import joint_graph, traced
 
 from zinf_compile.passes import graph_passes, run_passes, verify
 from zinf_compile.passes.graph.node_facts import skipped_notes
@@ -81,11 +81,18 @@ USES: dict[str, tuple[Callable[..., Any], tuple[int, ...], torch.Tensor]] = {
 }
 
 
+@functools.cache
+def graphs_of(use: str) -> dict[str, fx.GraphModule]:
+    """Return the graphs of one of `USES`; tests work on copies."""
+    function, shape, x = USES[use]
+    return traced(With(function, *shape), x)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("use", USES)
 def test_same_numbers(use: str, rows: int) -> None:
-    function, shape, x = USES[use]
-    graphs = traced(With(function, *shape), x)
+    _, shape, _ = USES[use]
+    graphs = graphs_of(use)
     for kind in ("joint", "inference"):
         gm = copied(graphs[kind])
         before = results(copied(gm))
@@ -133,7 +140,7 @@ WHOLE = {
 @pytest.mark.parametrize("case", WHOLE)
 def test_what_is_no_product_stays_and_says_why(case: str) -> None:
     function, reason = WHOLE[case]
-    graph = traced(With(function, 6, 4), torch.randn(5, 4))["joint"]
+    graph = joint_graph(With(function, 6, 4), torch.randn(5, 4))
     before = text_of(copied(graph))
     after = tile_matmuls(cut(graph, 2 * 16))
     assert "tile(" not in text_of(after)
@@ -142,7 +149,7 @@ def test_what_is_no_product_stays_and_says_why(case: str) -> None:
 
 
 def test_a_product_with_itself() -> None:
-    graph = traced(With(lambda w, x: (w.t() @ w).sum() * x, 6, 4), torch.randn(5, 4))["joint"]
+    graph = joint_graph(With(lambda w, x: (w.t() @ w).sum() * x, 6, 4), torch.randn(5, 4))
     before = results(copied(graph))
     after = tile_matmuls(cut(graph, 2 * 16))
     assert "mm(t, w)" in text_of(after)
@@ -153,14 +160,14 @@ def test_a_product_with_itself() -> None:
 
 
 def test_parameters_that_are_not_cut_are_left_alone() -> None:
-    graph = traced(With(lambda w, x: x @ w, 6, 4), torch.randn(5, 6))["joint"]
+    graph = joint_graph(With(lambda w, x: x @ w, 6, 4), torch.randn(5, 6))
     before = text_of(copied(graph))
     assert text_of(tile_matmuls(cut(graph, 6 * 16))) == before
 
 
 @pytest.mark.parametrize("use", USES)
 def test_the_schedule_is_legal_after_each_pass(use: str) -> None:
-    function, shape, x = USES[use]
-    graph = cut(copy.deepcopy(traced(With(function, *shape), x)["inference"]), 2 * 4 * torch.Size(shape[1:]).numel())
+    _, shape, _ = USES[use]
+    graph = cut(copied(graphs_of(use)["inference"]), 2 * 4 * torch.Size(shape[1:]).numel())
     run_passes(graph, (tile_matmuls, *graph_passes(bucket_bytes=64)), verify_each=True)
     verify(graph)

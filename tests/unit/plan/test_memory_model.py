@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, Sides
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Topology
 from zinf_compile.plan.headroom import Headroom, plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, chunk_numel, model_memory
 from zinf_compile.plan.plan import GraphMemory
@@ -28,8 +28,8 @@ def slot(index: int, *shape: int, dtype: torch.dtype = torch.float32, trained: b
     )
 
 
-def model(slots: list[ParameterSlot], *, size: int = 1, unified: bool = False, **placement: object) -> MemoryModel:
-    return model_memory(slots, Placement(**placement), size=size, unified=unified, piece_numel=8192)  # type: ignore[arg-type]
+def model(slots: list[ParameterSlot], *, size: int = 1, apart: bool = True, **placement: object) -> MemoryModel:
+    return model_memory(slots, Placement(**placement, piece_numel=8192), size=size, topology=Topology(host_apart=apart))  # type: ignore[arg-type]
 
 
 def graph(**needs: object) -> GraphMemory:
@@ -50,7 +50,7 @@ def test_an_uneven_a_frozen_and_a_0d_parameter_on_two_ranks() -> None:
 
 
 def test_a_master_copy_counts_with_states_and_widens_gradients() -> None:
-    found = model([slot(0, 10, 10, dtype=torch.bfloat16)], unified=True, master=torch.float32)
+    found = model([slot(0, 10, 10, dtype=torch.bfloat16)], apart=False, master=torch.float32)
     assert found.shards == Sides(200, 0)
     assert found.gradients == Sides(400, 0)
     assert found.states == Sides(1200, 0)
@@ -60,47 +60,57 @@ def test_a_master_copy_counts_with_states_and_widens_gradients() -> None:
 
 
 def test_what_is_held_already_counts_its_gradient_only() -> None:
-    found = model_memory([slot(0, 8), slot(1, 4)], Placement(), size=1, unified=True, piece_numel=8192, held={0})
+    found = model_memory(
+        [slot(0, 8), slot(1, 4)], Placement(piece_numel=8192), size=1, topology=Topology(host_apart=False), held={0}
+    )
     assert (found.shards, found.gradients) == (Sides(16, 0), Sides(48, 0))
 
 
 def test_a_chunk_has_memory_for_what_is_brought_to_be_updated() -> None:
     slots = [slot(0, 100, 100), slot(1, 7)]
     page = 4 * 8192  # both parameters, cut off where a piece ends
-    assert model(slots, params="nvme", unified=True).chunk == Sides(page, 0)
-    assert model(slots, params="nvme", grads="nvme", optimizer="nvme", unified=True).chunk == Sides(4 * page, 0)
+    assert model(slots, params="nvme", apart=False).chunk == Sides(page, 0)
+    assert model(slots, params="nvme", grads="nvme", optimizer="nvme", apart=False).chunk == Sides(4 * page, 0)
     assert model(slots, optimizer="host").chunk == Sides(0, 2 * page), "values and gradients come to the host"
     assert model(slots, optimizer="nvme", update="device").chunk == Sides(2 * page, 2 * page)
 
 
-@given(st.lists(st.integers(0, 5 * PIECE_ALIGN), max_size=12), st.integers(1, 4 * PIECE_ALIGN))
-def test_no_chunk_is_larger_than_counted(shards: list[int], piece_numel: int) -> None:
+@st.composite
+def shards_and_pieces(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Draw elements of shards and of a piece; a shard has no more than some hundred pieces."""
+    piece_numel = draw(st.integers(1, 4 * PIECE_ALIGN))
+    return draw(st.lists(st.integers(0, min(5 * PIECE_ALIGN, 200 * piece_numel)), max_size=12)), piece_numel
+
+
+@given(shards_and_pieces())
+def test_no_chunk_is_larger_than_counted(drawn: tuple[list[int], int]) -> None:
+    shards, piece_numel = drawn
     for chunk in cut_chunks(shards, piece_numel=piece_numel):
         assert chunk_end(chunk) <= chunk_numel(shards, piece_numel)
 
 
 @pytest.mark.parametrize(
-    ("size", "unified", "expected"),
-    [(1, True, (1000, 0)), (1, False, (1000, 1000)), (2, True, (1500, 0)), (2, False, (1500, 500))],
+    ("size", "apart", "expected"),
+    [(1, False, (1000, 0)), (1, True, (1000, 1000)), (2, False, (1500, 0)), (2, True, (1500, 500))],
 )
-def test_a_shard_from_a_drive_is_there_until_it_is_gathered(size: int, unified: bool, expected: tuple[int, int]) -> None:
-    found = model([], size=size, unified=unified, params="nvme").passing(graph(gathered=1000))
+def test_a_shard_from_a_drive_is_there_until_it_is_gathered(size: int, apart: bool, expected: tuple[int, int]) -> None:
+    found = model([], size=size, apart=apart, params="nvme").passing(graph(gathered=1000))
     assert found.least == expected
 
 
 def test_gradients_on_their_way_count_where_they_travel() -> None:
     needs = graph(left=100, reduced=200, converted=7)
-    assert model([], unified=True).passing(needs).least == (7, 0)
+    assert model([], apart=False).passing(needs).least == (7, 0)
     assert model([], grads="host").passing(needs).least == (200, 0)
     assert model([], size=2).passing(needs).least == (200, 0)
     assert model([], size=2, grads="nvme").passing(needs).least == (300, 0)
 
 
 def test_headroom_is_taken_from_both_sides_and_is_one_where_they_are() -> None:
-    apart = Headroom(Sides(100, 30), unified=False)
+    apart = Headroom(Sides(100, 30), Topology(host_apart=True))
     assert apart.take(10, 5, 10) == 3
     assert apart.take(100, 1) == 85
-    one = Headroom(Sides(100, 0), unified=True)
+    one = Headroom(Sides(100, 0), Topology(host_apart=False))
     assert one.take(10, 5, 10) == 6
     assert one.take(100, 1) == 10
     assert one.take(-4, 1) == 0
@@ -114,15 +124,15 @@ def test_headroom_is_taken_from_both_sides_and_is_one_where_they_are() -> None:
     st.tuples(*[st.integers(0, 1 << 22)] * 3),
 )
 def test_what_a_graph_takes_stays_within_the_headroom(
-    placement: dict[str, str], unified: bool, size: int, spare: tuple[int, int], needs: tuple[int, int, int]
+    placement: dict[str, str], apart: bool, size: int, spare: tuple[int, int], needs: tuple[int, int, int]
 ) -> None:
-    found = model([slot(0, 700, 31), slot(1, 64)], size=size, unified=unified, **placement)
+    found = model([slot(0, 700, 31), slot(1, 64)], size=size, apart=apart, **placement)
     gathered, left, more = needs
     passing = found.passing(graph(gathered=gathered, left=left, reduced=left + more, widening=2.0))
-    room = Sides(spare[0], 0 if unified else spare[1])
+    room = Sides(spare[0], spare[1] if apart else 0)
     plan = plan_graph(found, passing, spare=room, bucket_bytes=1 << 20, one_ahead=3 << 20)
     taken = passing.with_plan(plan)
     assert 1 <= plan.chunk_buffers <= CHUNK_BUFFERS
-    for side in range(1 if unified else 2):
+    for side in range(2 if apart else 1):
         used = taken[side] - passing.least[side] + (plan.chunk_buffers - 1) * found.chunk[side]
         assert 0 <= used <= min(room[side], plan.wish[side])

@@ -89,16 +89,16 @@ def test_many_requests_leave_memory_threads_and_descriptors_level(engine: Engine
     source = random_tensor(1 << 16)
     engine.write(file, 0, source).wait()
 
-    def ten_thousand() -> None:
+    def many(count: int) -> None:
         requests = []
-        for number in range(10_000):
+        for number in range(count):
             requests.append(engine.read(file, number % 16 * 4096, aligned(4096)))
             if len(requests) == 100:
                 requests = [request for request in requests if request.wait() is not None]
 
-    ten_thousand()
+    many(2_000)
     before = resident(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-    ten_thousand()
+    many(10_000)
     gc.collect()
     after = resident(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
     assert after[0] - before[0] < 8 << 20

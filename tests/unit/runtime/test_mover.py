@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Done, Pending, ThreadLane
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 
@@ -24,7 +25,7 @@ class Copying:
 
 def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_waits() -> None:
     copying, written = Copying(), threading.Event()
-    bridge: Any = SimpleNamespace(unified=False, to_host=lambda piece, host, before: copying)
+    link: Any = SimpleNamespace(topology=Topology(host_apart=True), to_host=lambda piece, host, before: copying)
     lane = ThreadLane("test")
 
     def write(source: torch.Tensor) -> Pending:
@@ -32,7 +33,7 @@ def test_what_was_updated_on_the_device_is_written_once_it_is_copied_and_nobody_
         written.set()
         return Done()
 
-    route = UpdateRoute(bridge, update_on_device=True, lane=lambda: lane)
+    route = UpdateRoute(link, update_on_device=True, lane=lambda: lane)
     pending = route.keep(Location(write=write), torch.zeros(4), StagingBuffers(torch.zeros(4), torch.zeros(4)))
     assert pending is not None
     assert not written.wait(0.05)

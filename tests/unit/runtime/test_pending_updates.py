@@ -14,7 +14,6 @@ from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
-from zinf_compile.runtime.units import pieces
 from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.nvme_shards import NvmeShards, ShardSpec
 from zinf_compile.runtime.units.pending_updates import Updates
@@ -32,12 +31,17 @@ class Sample:
 
 
 @pytest.fixture
-def units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def units(tmp_path: Path) -> Iterator[list[Any]]:
     """Return two units of 2,500 elements, all 1, in pieces of 1,024."""
-    monkeypatch.setattr(pieces, "PIECE_NUMEL", 1024)
     engine = Engine()
     shards = NvmeShards(
-        [tmp_path], "parameter", [ShardSpec(name, 2500, torch.float32) for name in "ab"], engine, Meter(), BufferPool(1 << 20)
+        [tmp_path],
+        "parameter",
+        [ShardSpec(name, 2500, torch.float32) for name in "ab"],
+        engine,
+        Meter(),
+        BufferPool(1 << 20),
+        piece_numel=1024,
     )
     made = [Sample(shards, index) for index in range(2)]
     for unit in made:
@@ -51,7 +55,7 @@ def update(updates: Updates, unit: Any, *spans: tuple[int, int]) -> None:
     """Do what a step does: write, then say so."""
     for start, end in spans:
         value = torch.full((end - start,), 2.0)
-        unit.backing.write_piece(start, value).wait()
+        unit.backing.write(value, start).wait()
         updates.updated(unit, start, end, value)
 
 

@@ -14,7 +14,7 @@ from zinf_compile.runtime.system.process_wide import forget_all, is_process_wide
 
 STAYS = {
     "_active",  # open `partitioned()` blocks: reset refuses inside one
-    "_players",  # open blocks, too: what the CPU plays
+    "_simulated",  # open blocks, too: simulated devices
     "_LIVE",  # stores: reset closes them
     "_installed",  # optimizer hooks, which know nothing
     "_ROWS",  # the table of tiers

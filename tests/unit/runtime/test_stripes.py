@@ -27,7 +27,7 @@ BLOCK = 4096
 
 def dealt(blocks: int, shares: list[float], rooms: list[tuple[str, int]] | None) -> list[int]:
     """Return how many blocks each device gets."""
-    layout = Layout([("x", blocks * BLOCK)], block_bytes=BLOCK, alignment=BLOCK, shares=shares, rooms=rooms)
+    layout = Layout([("x", blocks * BLOCK)], block_bytes=BLOCK, alignment=BLOCK, shares=shares, free=rooms)
     return [size // BLOCK for size in layout.file_bytes]
 
 

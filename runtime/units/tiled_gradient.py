@@ -1,4 +1,4 @@
-"""The gradient of a unit that is computed, reduced and taken away tile by tile."""
+"""The gradient of a unit that is computed, reduced and offloaded tile by tile."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.backing import HostBacking
-from zinf_compile.runtime.units.nvme_shards import All
-from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from zinf_compile.runtime.units.unit import Tile, Unit
 
+from .backing import HostBacking
+from .nvme_shards import All
+from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from .swap import copy_out, swap_out, write_out
+from .unit import Tile, Unit
 
 MOST_LEAVING = 2
 """Tiles' shards on their way from the device, of one unit."""
@@ -31,12 +31,12 @@ class TileGradients:
         self._shard: torch.Tensor | OffloadedGradient | None = None
         self._pending: list[Pending] = []
         self._leaving: collections.deque[Pending] = collections.deque()
-        """What was begun last to free memory of the device."""
-        placement, topology = unit.placement, unit.context.bridge.topology
-        self.stays = placement.grads not in leaves_for or not topology.is_away(placement.grads)
-        """On the device, where it is reduced."""
+        """The last transfers that free memory of the device."""
+        placement, topology = unit.placement, unit.context.link.topology
+        self.stays = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
+        """Whether it stays on the device, where it is reduced."""
 
-    def room(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
+    def reduce_buffer(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device for a tile's reduced shard."""
         unit = self._unit
         if not self.stays:
@@ -46,14 +46,14 @@ class TileGradients:
         if self._shard is None:
             self._shard = torch.empty(unit.shard_numel, dtype=dtype, device=unit.device)
             unit.context.memory.ledger.track("grads", self._shard)
-        assert isinstance(self._shard, torch.Tensor), "what stays is never away"
+        assert isinstance(self._shard, torch.Tensor), "a gradient that stays is on the device"
         return tile.part(self._shard)
 
     def reduced(self, pending: Pending) -> None:
-        """Note when a tile's shard is in its room."""
+        """Note when a tile's shard is in its buffer."""
         self._pending.append(pending)
 
-    def take_out(
+    def swap_out(
         self, tile: Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
     ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
@@ -70,13 +70,15 @@ class TileGradients:
             return staged, after
         if tier == Tier.HOST:
             assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
-            away = self._away_on_host(shard.dtype)
-            resident = away.backing.resident
+            offloaded = self._gradient_on_host(shard.dtype)
+            resident = offloaded.backing.resident
             assert resident is not None, "it is host memory"
-            return away, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
+            return offloaded, self._left(copy_out(unit.context, shard, tile.part(resident), reduction), reduction)
         unit.wait_updated()  # its last gradient may still be in the place of this one
-        away = self._away_on_drive(shard.dtype)
-        return away, self._left(write_out(away.backing, unit.context, shard, reduction, start=tile.span.place), reduction)
+        offloaded = self._gradient_on_drive(shard.dtype)
+        return offloaded, self._left(
+            write_out(offloaded.backing, unit.context, shard, reduction, start=tile.span.place), reduction
+        )
 
     def _left(self, pending: Pending, reduction: Pending) -> Pending:
         self._pending.append(pending)
@@ -97,16 +99,16 @@ class TileGradients:
             self._shard.arrive(pending)
         return self._shard, pending
 
-    def _away_on_host(self, dtype: torch.dtype) -> OffloadedGradient:
+    def _gradient_on_host(self, dtype: torch.dtype) -> OffloadedGradient:
         if self._shard is None:
             unit = self._unit
-            host = unit.context.bridge.host_buffer(unit.shard_numel, dtype)
+            host = unit.context.link.host_buffer(unit.shard_numel, dtype)
             unit.context.memory.host_ledger.track("grads", host)
             self._shard = OffloadedGradient(unit, HostBacking(host), unit.shard_numel, dtype)
         assert isinstance(self._shard, OffloadedGradient), "it never stays"
         return self._shard
 
-    def _away_on_drive(self, dtype: torch.dtype) -> OffloadedGradient:
+    def _gradient_on_drive(self, dtype: torch.dtype) -> OffloadedGradient:
         if self._shard is None:
             unit = self._unit
             assert unit.gradient_pool is not None, "its tier is a drive"

@@ -13,7 +13,7 @@ from zinf_compile.ir.program import ParameterSlot
 from .elementwise_probe import check_elementwise
 
 
-def refuse_steps_under_way(fresh: Sequence[tuple[torch.Tensor, ParameterSlot]]) -> None:
+def refuse_running_steps(fresh: Sequence[tuple[torch.Tensor, ParameterSlot]]) -> None:
     """Raise `UnsupportedOptimizerError` if a running step's optimizer needs whole one of the `fresh` parameters.
 
     The pre-step hook runs before the closure: it would miss LBFGS, whose every step has one.

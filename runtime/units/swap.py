@@ -1,4 +1,4 @@
-"""One hop of a shard towards its device, or of a gradient's away from it."""
+"""Hops of a unit's shard to its device, and of a gradient to its tier, as a schedule asks for them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.units.backing import HostBacking, ShardBacking
-from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from zinf_compile.runtime.units.unit import Tile, Unit
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
-from .move import Location, Route, move
+from .backing import HostBacking, ShardBacking
+from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
+from .unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
 
 
 class SwapHandle:
-    """A unit's shard on its way: where it will be once `pending` is over."""
+    """A swap in of a unit: `shard` is filled once `pending` is over."""
 
     __slots__ = ("pending", "shard", "unit")
 
@@ -30,10 +30,10 @@ class SwapHandle:
 
 
 def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -> SwapHandle:
-    """Start the hop, after an `earlier` one where there was one. A unit that is nearer than the schedule has it skips hops."""
+    """Start the hop from tier `src` to `dst`, after an `earlier` one. A unit that lives nearer than planned skips hops."""
     if unit.backing is None:
         return SwapHandle(unit, unit.shard)
-    context, bridge = unit.context, unit.context.bridge
+    context, link = unit.context, unit.context.link
     resident = unit.resident
     if not Tier(src).in_memory:
         if resident is not None:
@@ -42,77 +42,71 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
             context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-            host = bridge.host_buffer(unit.shard_numel, unit.dtype)
+            host = link.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
-        return SwapHandle(unit, host, move(Location(read=unit.read), Location(host, on_device=False), by=_route(context)))
+        return SwapHandle(unit, host, move(unit.location(), on_host(host), by=route_of(context)))
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
-    device = bridge.device_buffer(unit.shard_numel, unit.dtype)
+    device = link.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
-    return SwapHandle(unit, device, move(Location(source, on_device=False), Location(device), by=_route(context), after=after))
+    return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
 
 
 def swap_out(
     unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
 ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-    """Start the hop; return where the gradient's shard then is."""
-    context, bridge = unit.context, unit.context.bridge
+    """Start the hop of a gradient to tier `dst`; return its shard there."""
+    context, link = unit.context, unit.context.link
     if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
     if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
         context.memory.make_room(context.memory.host_ledger, shard.nbytes)
-        host = bridge.host_buffer(shard.numel(), shard.dtype)
+        host = link.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
-        away = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        offloaded = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
         stays = unit.placement.grads == Tier.HOST
         if stays:
-            away.arrive(copy_out(context, shard, host, reduction))
+            offloaded.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
-            away.arrive(move(Location(shard), Location(host, on_device=False), by=_route(context), after=reduction))
-        return away, Done()
+            offloaded.arrive(move(Location(shard), on_host(host), by=route_of(context), after=reduction))
+        return offloaded, Done()
     assert isinstance(unit, Unit), "a tile's gradient has its place among those of all tiles"
     if unit.gradient_pool is None:  # its tier is the host
         return shard, reduction
     unit.wait_updated()  # its last gradient may still be in the place of this one
     numel = shard.numel if isinstance(shard, OffloadedGradient) else shard.numel()
-    away = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
-    away.arrive(write_out(away.backing, context, shard, reduction))
-    return away, Done()
+    offloaded = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
+    offloaded.arrive(write_out(offloaded.backing, context, shard, reduction))
+    return offloaded, Done()
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:
-    """Start to copy what is on the device to the host memory where it stays; on its way, it is one of those that are bounded."""
+    """Start to copy a gradient from the device to the host memory where it stays, within the limit of those under way."""
     with context.lanes.meter.waiting():
-        source, target = Location(shard), Location(host, on_device=False)
-        return move(source, target, by=_route(context), after=reduction, room=context.memory.inflight_gradients)
+        return move(Location(shard), on_host(host), by=route_of(context), after=reduction, room=context.memory.inflight_gradients)
 
 
 def write_out(
     backing: ShardBacking, context: Context, shard: torch.Tensor | OffloadedGradient, reduction: Pending, *, start: int = 0
 ) -> Pending:
-    """Start to write what is in host memory, or will be, to a drive: from element `start` of its place there."""
+    """Start to write a gradient to a drive, from element `start` of its backing on, once it is in host memory."""
     before = reduction
     if isinstance(shard, OffloadedGradient):
         host_memory = shard.backing.resident
         assert host_memory is not None, "it comes from host memory"
         before, shard = _Written(shard), host_memory
     with context.lanes.meter.waiting():
-        place = Location(write=lambda source: backing.write(source, start))
-        room = context.memory.inflight_gradients
-        return move(Location(shard, on_device=False), place, by=_route(context), after=before, room=room)
-
-
-def _route(context: Context) -> Route:
-    return Route(context.bridge, lambda job: context.lanes.start(context.lanes.swap, job))
+        place, room = backing.location(start, start + shard.numel()), context.memory.inflight_gradients
+        return move(on_host(shard), place, by=route_of(context), after=before, room=room)
 
 
 def offload(unit: Unit, shard: torch.Tensor, reduction: Pending) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-    """Start the whole way of a gradient to its tier, as the schedule does; return where its shard then is."""
+    """Start all hops of a gradient to its tier, as the schedule does; return its shard there."""
     place: torch.Tensor | OffloadedGradient = shard
-    for dst in unit.context.bridge.topology.hops(unit.placement.grads)[-2::-1]:
+    for dst in unit.context.link.topology.hops(unit.placement.grads)[-2::-1]:
         place, reduction = swap_out(unit, place, dst, reduction)
     return place, reduction
 
