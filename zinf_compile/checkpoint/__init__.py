@@ -5,6 +5,7 @@ folder_update — Atomic replacement of the files of a folder: a process killed 
     new ones.
 gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a
     time.
+load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in

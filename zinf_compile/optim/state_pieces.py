@@ -193,7 +193,7 @@ def _load_in_memory(parameter: torch.Tensor, own: OwnStates, name: str, dtype: t
     unit = own.unit
     if unit is None:
         return read(parameter, name, own, 0, parameter.numel()).view(parameter.shape).to(parameter.device)
-    on_host = unit.placement.optimizer == Tier.HOST and not unit.context.bridge.unified
+    on_host = unit.placement.optimizer == Tier.HOST and unit.context.link.topology.host_apart
     shard = torch.zeros(unit.shard_numel, dtype=dtype, device="cpu" if on_host else unit.device)
     for start, end in pieces_of(unit):
         shard[start:end].copy_(read(parameter, name, own, start, end))
