@@ -244,7 +244,8 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 NONSENSE = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 10), st.integers(-(1 << 70), 1 << 70), st.floats(-2, 1e9), st.text(max_size=5), st.just([]), st.just({}), st.lists(st.integers(-1, 4), max_size=3), st.just({"tensor": "model.scale"}),
+    st.none(), st.booleans(), st.integers(-3, 10), st.integers(-(1 << 70), 1 << 70), st.floats(-2, 1e9), st.text(max_size=5),
+    st.just([]), st.just({}), st.lists(st.integers(-1, 4), max_size=3), st.just({"tensor": "model.scale"}),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )  # fmt: skip
 
