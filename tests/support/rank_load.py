@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import failing, offloaded_of
-from rank_save import build, full, train
+from rank_save import Uneven, build, full, train
 from tiers import context_of
 from torch import nn
+from training import BACKEND
 
 import zinf_compile
 from zinf_compile.checkpoint import load as load_module
@@ -134,3 +135,34 @@ def read_bytes(rank: int, size: int, folder: str, options: dict[str, Any]) -> tu
     (files,) = opened
     shards = sum(p._zinf_unit.valid * (3 if p.requires_grad else 1) for p in model.parameters())
     return files.read_bytes, 4 * shards
+
+
+class Kinds(Uneven):
+    """Empty and 16-bit tensors besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.randn(7, 3).bfloat16())
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("shorter", torch.arange(5).half())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.short.float().square().mean() + self.nothing.sum()
+
+
+def saved_kinds(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
+    """Train and save; rank 0 saves by PyTorch what is to be found in it."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Kinds()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    compiled = torch.compile(model, backend=BACKEND, options=placed(options, size))
+    train(compiled, optimizer, range(2))
+    zinf_compile.save(f"{folder}/saved", model, optimizer)
+    values, states = full(model, optimizer)
+    if rank == 0:
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        expected = {f"model.{name}": value for name, value in values.items()}
+        for number, found in states["state"].items():
+            expected |= {f"optimizer.state.{names[number]}.{name}": value for name, value in found.items()}
+        torch.save(expected, f"{folder}/expected.pt")
