@@ -4,7 +4,9 @@ import importlib
 from types import ModuleType
 
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
+from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
+from zinf_compile.checkpoint.save import save
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
 from zinf_compile.init.from_meta import partition
@@ -58,12 +60,14 @@ __all__ = [
     "full_state_dict",
     "gathered",
     "keep_precision",
+    "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "memory",
     "partition",
     "partitioned",
     "reset",
+    "save",
     "save_safetensors",
     "stats",
     "synchronize",

@@ -63,6 +63,10 @@ class File:
         """The descriptor that aligned transfers use. Raises `ValueError` once closed."""
         return (self._direct or self._open()).fd
 
+    def sync(self) -> None:
+        """Make what was written durable, size included. Raises `OSError`, and `ValueError` once closed."""
+        os.fsync(self._open().fd)
+
     def choose(self, offset: int, address: int, size: int, *, write: bool) -> tuple[Descriptor, int]:
         """Return the descriptor for a transfer, and what it must be resumed at a multiple of."""
         buffered = self._open()

@@ -1,18 +1,39 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
-folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all new
-    ones.
-gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a time.
+file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
+fit — Finds what of a saved checkpoint goes to which tensor of a model and its optimizers, and all that doesn't fit,
+    before a load.
+folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
+    new ones.
+gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a
+    time.
+load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
+manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
+model_files — The files of a model's values: safetensors files as others write them, or a checkpoint that `save` has
+    made.
+parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
+    memory.
+plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
+    model.
+rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
+rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
-safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library refuses,
-    naming the tensors.
+safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library
+    refuses, naming the tensors.
 safetensors_index — Finds the files of a checkpoint and, with an index, the tensors of each file.
 safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
 safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
-save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's `state_dict()`.
-save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file in
-    memory at a time.
+save — Saves a model and its optimizers; every rank writes its own shards, and nothing is gathered.
+save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's
+    `state_dict()`.
+save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file
+    in memory at a time.
+saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
+saved_tensors — The tensors that a checkpoint's manifests describe, with the parts of each: all that no save writes is
+    refused here.
+shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
+shard_reader — Reads this rank's shard of a saved tensor piece by piece, in the order of the parameter's memory.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
 """

@@ -66,13 +66,13 @@ def partition(
 
     `options` are those of the backend. A collective operation: all ranks call it with the same model.
 
-    Values come from `checkpoint`, if given: a safetensors file, an index of several, or a folder with either; each rank reads its
-    own ranges. Otherwise from the modules' own initialisers in the order in which building the model runs them: what
-    `reset_parameters` gives, and for models of transformers their `initialize_weights`. These are the numbers of the model built
-    whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on any number of ranks; that state is
-    afterwards what building it leaves. Of tied weights those count that the constructor assigns to the others. Then `init`, if
-    given, is called with each module, children first, as by `model.apply(init)`: it may read and change tensors as if they were
-    whole.
+    Values come from `checkpoint`, if given: a safetensors file, an index of several, a folder with either, or one that
+    `zinf_compile.save` has made; each rank reads its own ranges. Otherwise from the modules' own initialisers in the order in
+    which building the model runs them: what `reset_parameters` gives, and for models of transformers their `initialize_weights`.
+    These are the numbers of the model built whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on
+    any number of ranks; that state is afterwards what building it leaves. Of tied weights those count that the constructor
+    assigns to the others. Then `init`, if given, is called with each module, children first, as by `model.apply(init)`: it may
+    read and change tensors as if they were whole.
 
     Parameters stay the same objects, tied ones tied; buffers become whole ones on `device`. Raises `UnsupportedModelError`, or
     `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.

@@ -38,6 +38,8 @@ state_entry — Entries of `optimizer.state` for parameters with states on a dri
 state_exchange — Reads states from a drive into host memory, for readers of `optimizer.state` and for `state_dict()`.
 state_layout — Layout of a rank's states: the elements that they belong to, saved with the states and compared when they are
     loaded.
+state_pieces — This rank's states of an optimizer, piece by piece, wherever they live: read to be saved, written as they are
+    loaded.
 state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.
 step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
     don't reach it.

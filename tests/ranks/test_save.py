@@ -1,0 +1,48 @@
+"""Checkpoints that each rank writes and reads for itself: equal to the bit on any ranks, tiers and tiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_save import loaded, saved
+from ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+PLACES: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "states on a drive": {"optimizer": "nvme"},
+    "all on a drive, in tiles": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "tile": 2048},
+}
+
+
+def placed(place: str, folder: Path) -> dict[str, Any]:
+    """Return the options of a place."""
+    options = PLACES[place]
+    return {**options, "nvme": str(folder), "timeout_s": 60} if "nvme" in options.values() else {"timeout_s": 60}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "memory"), (1, "all on a drive, in tiles")),
+        ((1, "all on a drive, in tiles"), (3, "states on a drive")),
+        ((3, "all on a drive, in tiles"), (2, "memory")),
+        ((2, "states on a drive"), (2, "states on a drive")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ranks_tiers_and_tiles_may_differ(before: tuple[int, str], after: tuple[int, str], tmp_path: Path) -> None:
+    model, optimizer = run_ranks(saved, before[0], str(tmp_path / "saved"), placed(before[1], tmp_path))[0]
+    (model_after, optimizer_after), _ = run_ranks(loaded, after[0], str(tmp_path / "saved"), placed(after[1], tmp_path))[0]
+    torch.testing.assert_close(model_after, model, rtol=0, atol=0)
+    torch.testing.assert_close(optimizer_after, optimizer, rtol=0, atol=0)
+    (folder,) = (tmp_path / "saved").iterdir()
+    read = {f"model.{name}": torch.empty_like(value) for name, value in model.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, value in model.items():
+        assert torch.equal(read[f"model.{name}"], value), name

@@ -1,0 +1,60 @@
+"""Plain values survive JSON; what is none is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf_compile.checkpoint.plain_values import decode, encode
+from zinf_compile.errors import CheckpointError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from([torch.bfloat16]),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=10,
+)
+
+
+@given(VALUES)
+def test_values_survive(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, "extra", tensors), allow_nan=False)
+    found = decode(json.loads(text), "extra", tensors)
+    assert found == value
+    assert repr(found) == repr(value)  # types too: 1 is no True, (1,) no [1], -0.0 no 0.0
+
+
+def test_tensors_and_what_is_no_number() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": [torch.ones(2), math.nan], 3: (torch.zeros(()), math.inf)}
+    found = decode(json.loads(json.dumps(encode(value, "extra", tensors))), "extra", tensors)
+    assert set(tensors) == {"extra.a.0", "extra.3.0"}
+    assert found["a"][0] is value["a"][0]
+    assert math.isnan(found["a"][1])
+    assert found[3] == (value[3][0], math.inf)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"x": object()}, r"extra\.x is a object; accepted: None, bool, int"),
+        ({(1, 2): 3}, r"extra has the key \(1, 2\), a tuple; accepted"),
+        ([torch.ones(2).to_sparse()], r"extra\.0 is a Tensor of layout torch\.sparse_coo; accepted"),
+        ([lambda: 0], r"extra\.0 is a function; accepted"),
+    ],
+)
+def test_what_is_not_plain(value: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        encode(value, "extra", {})
+
+
+@pytest.mark.parametrize("value", [{"a": 1}, {"tensor": "gone"}, {"dtype": "nn"}, {"float": "1e"}, {"dict": [[1.5, 2]]}, {}])
+def test_what_no_save_has_written(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"extra\.0 in the manifest is .*, which no save has written: was it edited\?"):
+        decode([value], "extra", {})

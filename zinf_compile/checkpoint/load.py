@@ -1,0 +1,136 @@
+"""Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zinf_compile.errors import CheckpointError
+from zinf_compile.optim.record import record_of
+from zinf_compile.optim.state_pieces import OwnStates, load_states, prepare_states
+from zinf_compile.optim.step_hooks import install
+from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.units.shard_values import ParameterShard
+from zinf_compile.runtime.units.steps_taken import forget_steps
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .fit import Fitting, SavedOptimizer, fit, named_optimizers
+from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .saved_files import SavedFiles, find_save
+from .shard_reader import ShardReader, fill_shard
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
+    """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
+
+    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
+    checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
+    ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
+    `StepFailedError` until a load succeeds.
+    """
+    model = plain(model)
+    found = partitioned_parameters(model)
+    unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)
+    ranks = None if unit is None else unit.ranks
+    optimizers = named_optimizers(optimizer)
+    with contextlib.ExitStack() as closing:
+        with _together(ranks, "opening a checkpoint", folder):
+            name = find_save(folder) if ranks is None or ranks.rank == 0 else ""
+        with _together(ranks, "opening a checkpoint", folder):
+            files = SavedFiles(Path(folder) / _share(ranks, name))
+            closing.callback(files.close)
+            fitting = fit(files, state_names(model), optimizers)
+            for saved in fitting.optimizers:
+                prepare_states(saved.optimizer, saved.large)
+            for key in fitting.whole_keys():
+                files.check(key)
+        if ranks is not None:
+            ranks.agree(
+                [f"{files.folder.name}, checksum {files.checksum}"], what="opening a checkpoint", mismatch=CheckpointError
+            )
+        with (
+            _refused_after_an_error(files, found.values(), [each for _, each in optimizers]),
+            _together(ranks, "loading a checkpoint", folder),
+            torch.no_grad(),
+        ):
+            _load_model(files, fitting)
+            for saved in fitting.optimizers:
+                _load_optimizer(files, saved)
+    forget_steps(parameter._zinf_unit for parameter in found.values())
+    if unit is not None:
+        unit.context.eager_changes = 0
+    for _, each in optimizers:
+        record_of(each).checkpoint = str(files.folder)
+    return fitting.extra
+
+
+@contextlib.contextmanager
+def _refused_after_an_error(
+    files: SavedFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
+    """Let nobody compute with what a load has changed in part, here or on another rank."""
+    try:
+        yield
+    except BaseException:
+        why = (
+            f"loading {files.folder} ended in its middle: parameters and states are replaced in part. Load a checkpoint of model "
+            "and optimizer, by zinf_compile.load, and go on from there"
+        )
+        for parameter in parameters:
+            parameter._zinf_unit.spoil(why)
+        for optimizer in optimizers:
+            record_of(optimizer).mark_ended(why)
+        install()  # the hooks that refuse a step
+        raise
+
+
+def _load_model(files: SavedFiles, fitting: Fitting) -> None:
+    for key, tensor in fitting.model.items():
+        if isinstance(tensor, ShardedParameter):
+            unit = tensor._zinf_unit
+            if unit.updates is not None:
+                unit.updates.replace(unit)
+            fill_shard(files, key, unit, ParameterShard(unit).write)
+            unit.restored()
+            torch.autograd.graph.increment_version(tensor)
+        else:
+            tensor.copy_(files.whole(key))
+
+
+def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
+    for group, settings in zip(saved.optimizer.param_groups, saved.groups, strict=True):
+        for name, value in settings.items():
+            present = group.get(name)
+            both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
+            group[name] = value.to(present.device) if both else value  # type: ignore[union-attr]
+    readers: dict[str, ShardReader] = {}
+
+    def read(parameter: torch.Tensor, state: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
+        key = saved.large[parameter, state]
+        if own.unit is None:
+            return files.whole(key).reshape(-1)[start:end]
+        if key not in readers:
+            readers.clear()
+            readers[key] = ShardReader(files, key, own.unit)
+        return readers[key].read(start, end)
+
+    types = {place: files.tensors[key].dtype for place, key in saved.large.items()}
+    load_states(saved.optimizer, saved.small, types, read)
+
+
+def _share(ranks: Ranks | None, name: str) -> str:
+    return name if ranks is None else str(ranks.share(name, what="choosing a checkpoint"))
+
+
+def _together(ranks: Ranks | None, what: str, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    def elsewhere(told: str) -> CheckpointError:
+        return CheckpointError(f"loading {os.fspath(folder)} failed, {told}")
+
+    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what, elsewhere=elsewhere)

@@ -1,0 +1,45 @@
+"""The names and the JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .safetensors_writer import new_file, write_all
+
+MANIFEST = "manifest.json"
+_SAVED = re.compile(r"save-(\d{8})")
+
+
+def rank_manifest(rank: int) -> str:
+    """Return the name of the manifest of a rank's files."""
+    return f"rank-{rank:05}.json"
+
+
+def saved_name(number: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"save-{number:08}"
+
+
+def partial_name(number: int, token: str) -> str:
+    """Return the name of the folder in which a checkpoint is written."""
+    return f".{saved_name(number)}-{token}.partial"
+
+
+def saves_in(folder: Path) -> list[int]:
+    """Return the numbers of the whole checkpoints in a folder; none where it is missing."""
+    try:
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _SAVED.fullmatch(name)))
+
+
+def write_json(path: Path, content: Any) -> bytes:
+    """Write a new file, synced; return its bytes."""
+    text = (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
+    with new_file(path) as fd:
+        write_all(fd, memoryview(text))
+    return text

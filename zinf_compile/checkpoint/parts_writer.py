@@ -1,0 +1,126 @@
+"""Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in memory.
+
+Values are copied to staging buffers, so that a page of the file is a page of memory; whole pages go to the drive directly, what
+is left of them at the borders of a write goes through the page cache. Called by `save`; knows files and bytes, no models.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+from zinf_compile.errors import StoreRequestError
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine, File, Request, crc32c_combine
+
+from .file_layout import FileLayout, Part
+from .safetensors_writer import new_file, write_all
+
+PAGE = mmap.PAGESIZE
+
+CHECKED_BYTES = 4 << 20
+"""A part has one checksum for each of its stretches of this length, so that a reader of some of it reads little more."""
+
+
+class StagingBuffers:
+    """`count` buffers of `size` bytes that take turns; whoever takes one waits for what was written from it before."""
+
+    def __init__(self, count: int, size: int) -> None:
+        if size < 2 * PAGE:
+            raise ValueError(f"a staging buffer of {size} bytes; accepted: two pages, {2 * PAGE} bytes, or more")
+        self._buffers = collections.deque((aligned_buffer(size), list[Request]()) for _ in range(count))
+        self.numel = size - PAGE
+        """Bytes that one takes wherever in a page they begin."""
+
+    def take(self) -> torch.Tensor:
+        """Return the buffer that was used the longest ago. Raises `OSError` where writing it failed."""
+        buffer, requests = self._buffers[0]
+        while requests:
+            requests.pop().wait()
+        return buffer
+
+    def used(self, requests: list[Request]) -> None:
+        """Note what writes from the buffer that was taken last."""
+        self._buffers[0][1].extend(requests)
+        self._buffers.rotate(-1)
+
+
+class PartsWriter:
+    """One new file. Raises `OSError` with errno and path, `FileExistsError` if anything has that name."""
+
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, staging: StagingBuffers) -> None:
+        self.layout = layout
+        self._engine, self._staging = engine, staging
+        with new_file(path) as fd:
+            if layout.size:
+                os.posix_fallocate(fd, 0, layout.size)
+            write_all(fd, memoryview(layout.header))
+        self._file = File(path, write=True)
+        self._requests: dict[str, list[tuple[int, int, Request]]] = {part.key: [] for part in layout.parts}
+        """Of each part the writes: offset in the file, bytes, and their checksum to come."""
+
+    def write(self, part: Part, start: int, values: torch.Tensor) -> None:
+        """Start to write the elements of a part from number `start` on; `values`, flat in host memory, may change afterwards."""
+        data = values.view(torch.uint8)
+        offset = part.begin + start * values.element_size()
+        if values.dtype != part.dtype or not part.begin <= offset <= offset + data.numel() <= part.end:
+            raise StoreRequestError(
+                f"{values.numel()} elements of {values.dtype} from {start} on, for {part.key} of {part.rectangle.numel} "
+                f"{part.dtype} in {self._file.path}"
+            )
+        while data.numel():
+            checked = CHECKED_BYTES - (offset - part.begin) % CHECKED_BYTES
+            count = min(data.numel(), checked, self._staging.numel)
+            self._write(part.key, offset, data[:count])
+            data, offset = data[count:], offset + count
+
+    def _write(self, key: str, offset: int, data: torch.Tensor) -> None:
+        end = offset + data.numel()
+        buffer, shift = self._staging.take(), offset - offset % PAGE
+        buffer[offset - shift : end - shift].copy_(data)
+        first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
+        borders = [offset, first, last, end] if first < last else [offset, end]
+        started: list[Request] = []
+        try:
+            for begin, stop in itertools.pairwise(borders):
+                if begin < stop:
+                    started.append(self._engine.write(self._file, begin, buffer[begin - shift : stop - shift], checksum=True))
+                    self._requests[key].append((begin, stop - begin, started[-1]))
+        finally:
+            self._staging.used(started)
+
+    def finish(self) -> dict[str, list[int]]:
+        """Wait for what is under way and sync the file; return the CRC32C of each stretch of each part, by key.
+
+        Raises `OSError`, and `StoreRequestError` where something of a part was never written.
+        """
+        checksums = {}
+        for part in self.layout.parts:
+            found, end = [0] * -(-(part.end - part.begin) // CHECKED_BYTES), part.begin
+            for offset, size, request in sorted(self._requests[part.key], key=lambda row: row[0]):
+                value, number = request.wait(), (offset - part.begin) // CHECKED_BYTES
+                assert value is not None, "asked for"
+                if offset != end:
+                    break
+                found[number], end = crc32c_combine(found[number], value, size), end + size
+            if end != part.end:
+                raise StoreRequestError(f"{part.key} was not written from byte {end} to {part.end} of {self._file.path}")
+            checksums[part.key] = found
+        self._file.sync()
+        self._file.close()
+        return checksums
+
+    def abandon(self) -> None:
+        """Wait for what is under way and close the file, whatever became of it."""
+        for requests in self._requests.values():
+            for _, _, request in requests:
+                try:
+                    request.wait()
+                except OSError:
+                    continue
+        self._file.close()

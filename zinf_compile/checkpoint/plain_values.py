@@ -1,0 +1,71 @@
+"""Plain Python values as JSON and tensors, and back: the settings of optimizers and what users save beside a model.
+
+Everything that is not a tensor is JSON; no value is executed when it is read. Called by `save` and `load`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zinf_compile.errors import CheckpointError
+
+_ACCEPTED = "accepted: None, bool, int, float, str, torch.dtype, tensors, and lists, tuples and dicts of these (keys: str or int)"
+
+
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value as JSON can hold it; its tensors are added to `tensors` under their own places, such as `extra.lr`.
+
+    Raises `CheckpointError` naming the place of what is not a plain value.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
+            raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}")
+        tensors[where] = value
+        return {"tensor": where}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}.{number}", tensors) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        return {"dict": [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
+    raise CheckpointError(f"{where} is a {type(value).__name__}; {_ACCEPTED}")
+
+
+def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `encode` was given. Raises `CheckpointError` where it is nothing that `encode` returns."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [decode(item, f"{where}.{number}", tensors) for number, item in enumerate(value)]
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, content),) = value.items()
+        if kind == "float" and content in ("inf", "-inf", "nan"):
+            return float(content)
+        if kind == "tensor" and isinstance(content, str) and content in tensors:
+            return tensors[content]
+        if kind == "dtype" and isinstance(content, str) and isinstance(found := getattr(torch, content, None), torch.dtype):
+            return found
+        if kind == "tuple" and isinstance(content, list):
+            return tuple(decode(content, where, tensors))
+        if kind == "dict" and isinstance(content, list) and all(_is_item(item) for item in content):
+            return {key: decode(item, f"{where}.{key}", tensors) for key, item in content}
+    raise CheckpointError(f"{where} in the manifest is {str(value)[:80]!r}, which no save has written: was it edited?")
+
+
+def _key(key: Any, where: str) -> str | int:
+    if isinstance(key, str) or type(key) is int:
+        return key
+    raise CheckpointError(f"{where} has the key {key!r}, a {type(key).__name__}; {_ACCEPTED}")
+
+
+def _is_item(item: Any) -> bool:
+    return isinstance(item, list) and len(item) == 2 and (isinstance(item[0], str) or type(item[0]) is int)

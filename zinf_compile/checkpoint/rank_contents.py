@@ -1,0 +1,161 @@
+"""What one rank saves of a model and its optimizers: the tensors that it has parts of, and their values piece by piece.
+
+Called by `save`; knows no files. Tensors have the names that `torch.distributed.checkpoint` gives those of
+`{"model": model.state_dict(), "optimizer": ...}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zinf_compile.errors import CheckpointError
+from zinf_compile.optim.state_pieces import own_states, read_pieces
+from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .gathered import plain, state_names
+from .plain_values import encode
+from .rectangles import Rectangle
+from .shard_parts import ShardPart, shard_parts, stretches_of
+
+Values = Iterator[tuple[str, int, torch.Tensor]]
+"""Key of a tensor, number of the first element in this rank's shard, elements, flat in host memory; valid until the next."""
+
+
+@dataclasses.dataclass
+class SavedTensor:
+    """One tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[ShardPart]
+    """What this rank saves of it, in the order of its shard."""
+
+
+class RankContents:
+    """Tensors by key, the settings beside them as JSON, and the values of this rank's parts."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.tensors: dict[str, SavedTensor] = {}
+        self.settings: dict[str, Any] = {}
+        self._rank, self._size = rank, size
+        self._whole: dict[str, torch.Tensor] = {}
+        self._sources: list[Callable[[], Values]] = []
+
+    def add_model(self, model: nn.Module) -> dict[int, str]:
+        """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
+        first: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        for name, tensor in state_names(plain(model)).items():
+            if id(tensor) in first:
+                aliases[name] = first[id(tensor)]
+                continue
+            first[id(tensor)] = name
+            if isinstance(tensor, ShardedParameter):
+                self._add_parameter(f"model.{name}", tensor)
+            else:
+                self.add_whole(f"model.{name}", tensor)
+        self.settings["aliases"] = aliases
+        return first
+
+    def add_optimizer(self, prefix: str, optimizer: Optimizer, names: dict[int, str]) -> None:
+        """Add an optimizer's settings and states; `names`: of the model's parameters."""
+        groups = []
+        for number, group in enumerate(optimizer.param_groups):
+            unknown = [p for p in group["params"] if id(p) not in names]
+            if unknown:
+                raise CheckpointError(
+                    f"{prefix} ({type(optimizer).__name__}) has {len(unknown)} parameters in group {number} that the model has "
+                    "not; accepted: an optimizer of the model that is saved"
+                )
+            rest = {name: value for name, value in group.items() if name != "params"}
+            groups.append(
+                {"params": [names[id(p)] for p in group["params"]], "settings": self._plain(f"{prefix}.group.{number}", rest)}
+            )
+        found = own_states(optimizer)
+        small = {}
+        for parameter, own in found.items():
+            name = names[id(parameter)]
+            small[name] = self._plain(f"{prefix}.state.{name}", dict(own.small))
+            for state, dtype in own.large.items():
+                key = f"{prefix}.state.{name}.{state}"
+                if own.unit is None:
+                    self._add(key, parameter, dtype, self._whole_parts(parameter.shape))
+                else:
+                    self._add(key, parameter, dtype, _parts_of(own.unit, parameter))
+        self.settings.setdefault("optimizers", {})[prefix] = {
+            "class": type(optimizer).__name__,
+            "groups": groups,
+            "states": small,
+        }
+
+        def values() -> Values:
+            for piece in read_pieces(optimizer, found):
+                yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
+
+        self._sources.append(values)
+
+    def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
+        """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
+        parts = self._whole_parts(tensor.shape, rank)
+        self._add(key, tensor, tensor.dtype, parts)
+        if parts:
+            self._whole[key] = tensor
+
+    def add_plain(self, key: str, value: Any) -> None:
+        """Add a plain value, tensors in it included."""
+        self.settings[key] = self._plain(key, value)
+
+    def values(self) -> Values:
+        """Yield the values of this rank's parts, each shard's in order."""
+        for source in self._sources:
+            yield from source()
+        for key, tensor in self._whole.items():
+            yield key, 0, tensor.detach().reshape(-1).cpu()
+
+    def _plain(self, key: str, value: Any) -> Any:
+        tensors: dict[str, torch.Tensor] = {}
+        encoded = encode(value, key, tensors)
+        for name, tensor in tensors.items():
+            self.add_whole(name, tensor, rank=0)  # states of a number are among them: rank 0 has its element
+        return encoded
+
+    def _add_parameter(self, key: str, parameter: ShardedParameter) -> None:
+        unit = parameter._zinf_unit
+        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
+
+        def values() -> Values:
+            shard = ParameterShard(unit)
+            pieces = list(pieces_of(unit))
+            fetched = [shard.fetch(*piece) for piece in pieces[:1]]
+            for number, (start, _) in enumerate(pieces):
+                fetched += [shard.fetch(*piece) for piece in pieces[number + 1 : number + 2]]  # read meanwhile
+                yield key, start, fetched.pop(0)()
+
+        self._sources.append(values)
+
+    def _add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype, parts: Iterable[ShardPart]) -> None:
+        if key in self.tensors:
+            raise CheckpointError(f"two tensors would be saved as {key}; accepted: names that differ")
+        self.tensors[key] = SavedTensor(tuple(tensor.shape), dtype, list(parts))
+
+    def _whole_parts(self, shape: Sequence[int], rank: int | None = None) -> list[ShardPart]:
+        if self._rank != (len(self.tensors) % self._size if rank is None else rank):
+            return []
+        return [ShardPart(Rectangle((0,) * len(shape), tuple(shape)), 0, None)]
+
+
+def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:
+    numel = math.prod(parameter.shape)
+    rank = unit.shard_group.rank
+    if not numel:
+        return [ShardPart(Rectangle((0,) * len(parameter.shape), tuple(parameter.shape)), 0, None)] if rank == 0 else []
+    return shard_parts(unit.shape, unit.stride, stretches_of(unit.spans, rank, numel))

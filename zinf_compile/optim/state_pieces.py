@@ -1,0 +1,236 @@
+"""This rank's states of an optimizer, piece by piece, wherever they live: read to be saved, written as they are loaded.
+
+States on a drive come by chunks, which hold all states of some elements; those in memory by themselves. Called by `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.units.shard_values import pieces_of
+from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.parameter import ShardedParameter
+
+from .chunks import MASTER, part_of
+from .deferred_step import finish_deferred
+from .offloaded_states import OffloadedStates
+from .record import record_of
+from .shard_state import kept_state, shard_state
+from .split_states import split_units
+from .state_accounts import account_states, check_states_to_come
+from .state_dict_hooks import offloaded_states
+from .state_entry import in_memory, states_of
+from .state_layout import note, noted, without_note
+
+Key = tuple[torch.Tensor, str]
+"""A parameter and the name of a state."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePiece:
+    """Some elements of this rank's shard of a state, flat in host memory; valid until the next one is asked for."""
+
+    parameter: torch.Tensor
+    name: str
+    start: int
+    """Number of the first element in the shard."""
+    values: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnStates:
+    """The states of one parameter."""
+
+    unit: Unit | None
+    """How those of the parameter's size are partitioned; None: they are whole on every rank."""
+    large: Mapping[str, torch.dtype]
+    """States of the parameter's size, with their types."""
+    small: Mapping[str, Any]
+    """Others, such as step counts."""
+
+
+@torch.no_grad()
+def own_states(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
+    """Return what this rank has of each parameter that has states, in the order of the groups; a deferred step ends first."""
+    finish_deferred(optimizer)
+    for states in _offloaded(optimizer):
+        states.reconcile(optimizer)
+    split, found = split_units(optimizer), {}
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        given = states_of(optimizer, parameter)
+        if not given:
+            continue
+        unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
+        on_drive = _on_drive(optimizer, parameter)
+        memory = without_note(in_memory(given))
+        large = {name: value.dtype for name, value in memory.items() if _is_large(value, parameter, unit)}
+        found[parameter] = OwnStates(unit, {**large, **on_drive}, {n: v for n, v in memory.items() if n not in large})
+    return found
+
+
+@torch.no_grad()
+def read_pieces(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[StatePiece]:
+    """Yield the elements of all large states that `own_states` has found; those of a whole one as if it were a shard."""
+    for states in _offloaded(optimizer):
+        yield from _by_chunks(states)
+    for parameter, own in found.items():
+        on_drive = _on_drive(optimizer, parameter)
+        for name in sorted(own.large.keys() - on_drive.keys()):
+            value = (states_of(optimizer, parameter) or {})[name]
+            shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
+            flat = shard.detach().reshape(-1)
+            for start, end in [(0, flat.numel())] if own.unit is None else pieces_of(own.unit):
+                yield StatePiece(parameter, name, start, flat[start : min(end, flat.numel())].cpu())
+
+
+def _by_chunks(states: OffloadedStates) -> Iterator[StatePiece]:
+    entries, transfers = states.table.entries, states.transfers
+    if transfers.store is None:
+        return
+    stored = {p: entry.stored for p, entry in entries.items()}
+    wanted = [n for n, chunk in enumerate(transfers.chunks) if any(stored.get(p) for p, _ in chunk.pieces)]
+    for position, number in enumerate(wanted):
+        _, views = transfers.read(number)
+        if len(transfers.buffers) > 1 and position + 1 < len(wanted):
+            transfers.buffer_for(wanted[position + 1])  # is read meanwhile
+        for parameter, piece in transfers.chunks[number].pieces:
+            for name in sorted(stored.get(parameter, ())):
+                yield StatePiece(parameter, name, piece.start, part_of(views[name], piece).cpu())
+
+
+def _on_drive(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+    for states in _offloaded(optimizer):
+        if states.transfers.store is not None and parameter in states.table.entries:
+            assert isinstance(parameter, ShardedParameter)
+            kept = states.kept[parameter]
+            return {name: kept[name] for name in sorted(states.table.entries[parameter].stored)}
+    return {}
+
+
+def _offloaded(optimizer: Optimizer) -> list[OffloadedStates]:
+    return record_of(optimizer).offloaded or []
+
+
+def _is_large(value: Any, parameter: torch.Tensor, unit: Unit | None) -> bool:
+    """Say whether a value in memory has an element for each of the parameter."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return False
+    return value.shape == parameter.shape or (unit is not None and value.numel() in (unit.numel, unit.shard_numel))
+
+
+@torch.no_grad()
+def prepare_states(optimizer: Optimizer, large: Collection[Key]) -> None:
+    """Make room for states of these parameters and names, where they are kept on a drive or in chunks, before anything changes.
+
+    Raises `BudgetError` naming the smallest cap that works, and `UnsupportedOptimizerError` for a state that is not kept there.
+    """
+    finish_deferred(optimizer, report=False)
+    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    known = offloaded_states(optimizer, hollow)
+    chunked = {p: kept for states in known for p, kept in states.kept.items()}
+    for parameter, name in large:
+        kept = chunked.get(parameter)  # type: ignore[call-overload]
+        if kept is not None and name not in kept and name != MASTER:
+            assert isinstance(parameter, ShardedParameter)
+            raise UnsupportedOptimizerError(
+                f"{name} of {parameter._zinf_unit.name} is among the states to be loaded; this {type(optimizer).__name__} keeps "
+                f"{', '.join(kept) or 'none'}: make it with the settings with which it was saved. Nothing was changed"
+            )
+    check_states_to_come(optimizer, [p for p in hollow if p._zinf_unit.backing is None and p not in chunked])
+
+
+Read = Callable[[torch.Tensor, str, OwnStates, int, int], torch.Tensor]
+"""Returns elements [start, end) of this rank's shard of a parameter's state, flat, on the host."""
+
+
+@torch.no_grad()
+def load_states(
+    optimizer: Optimizer,
+    small: Mapping[torch.Tensor, Mapping[str, Any]],
+    large: Mapping[Key, torch.dtype],
+    read: Read,
+) -> None:
+    """Replace all states: `small` ones are given, `large` ones are read piece by piece, to where this optimizer keeps them."""
+    finish_deferred(optimizer, report=False)
+    record = record_of(optimizer)
+    record.mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
+    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    known, split = offloaded_states(optimizer, hollow), split_units(optimizer)
+    for states in known:
+        states.forget_step()
+    optimizer.state.clear()
+    on_drive: set[Key] = set()
+    for states in known:
+        states.reconcile(optimizer)  # nothing is stored any more
+        on_drive |= _load_chunks(states, optimizer, small, large, read)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names = [name for owner, name in large if owner is parameter and (parameter, name) not in on_drive]
+            if not any(parameter in states.kept and MASTER in states.kept[parameter] for states in known):
+                names = [name for name in names if name != MASTER]  # it has no master copies
+            if parameter in small and not any(owner is parameter for owner, _ in on_drive):
+                unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
+                own = OwnStates(unit, {}, {})
+                kept = {name: _load_in_memory(parameter, own, name, large[parameter, name], read) for name in names}
+                moved = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
+                optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
+    account_states(optimizer)
+    if record.steps_done is not None:
+        record.steps_done = 0  # as after `load_state_dict`: a step that failed was counted on some ranks only
+    record.mark_whole()
+
+
+def _load_chunks(
+    states: OffloadedStates,
+    optimizer: Optimizer,
+    small: Mapping[torch.Tensor, Mapping[str, Any]],
+    large: Mapping[Key, torch.dtype],
+    read: Read,
+) -> set[Key]:
+    """Fill the chunks of one `OffloadedStates` with a store; return the states that are there now."""
+    transfers, done = states.transfers, set[Key]()
+    if transfers.store is None:
+        return done
+    for number, chunk in enumerate(transfers.chunks):
+        wanted = [(p, piece, n) for p, piece in chunk.pieces for n in states.kept[p] if (p, n) in large]
+        if not wanted:
+            continue
+        buffer, views = transfers.read(number)
+        for parameter, piece, name in wanted:
+            own = OwnStates(parameter._zinf_unit, {}, {})
+            part_of(views[name], piece).copy_(read(parameter, name, own, piece.start, piece.end))
+            done.add((parameter, name))
+        transfers.write(number, buffer)
+    transfers.drain()
+    for parameter in states.kept:
+        if parameter in small:
+            entry = states.table.entry_of(parameter, optimizer)
+            entry.memory = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
+            entry.stored = {name for owner, name in done if owner is parameter}
+            note(entry.memory, parameter._zinf_unit)
+    return done
+
+
+def _load_in_memory(parameter: torch.Tensor, own: OwnStates, name: str, dtype: torch.dtype, read: Read) -> torch.Tensor:
+    unit = own.unit
+    if unit is None:
+        return read(parameter, name, own, 0, parameter.numel()).view(parameter.shape).to(parameter.device)
+    on_host = unit.placement.optimizer == Tier.HOST and unit.context.link.topology.host_apart
+    shard = torch.zeros(unit.shard_numel, dtype=dtype, device="cpu" if on_host else unit.device)
+    for start, end in pieces_of(unit):
+        shard[start:end].copy_(read(parameter, name, own, start, end))
+    return cast("torch.Tensor", kept_state(shard, unit))
+
+
+def _like_step(value: Any, parameter: torch.Tensor, optimizer: Optimizer) -> Any:
+    """Return a small state where PyTorch's optimizers keep it: on the device of the parameter where they are fused."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    on_device = isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable"))
+    return value.to(parameter.device) if on_device else value
