@@ -8,6 +8,7 @@ gathered — Full values of partitioned models: read or change them in place, sa
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
+open_saved — Opens a checkpoint that `save` has written, for commands: what is none is explained in one error.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
     memory.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
@@ -29,4 +30,5 @@ save_safetensors — Saves a partitioned model as safetensors in the layout of t
 saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
+verify — Reads every byte of a saved checkpoint and compares headers and checksums; all that is wrong is listed.
 """

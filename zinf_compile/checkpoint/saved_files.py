@@ -61,6 +61,7 @@ class SavedFiles:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = _find(Path(folder))
         manifest = _read(self.folder / MANIFEST)
+        self.manifest = manifest
         self.settings: dict[str, Any] = manifest["settings"]
         self.tensors = {
             key: Saved(tuple(described["shape"]), getattr(torch, described["dtype"]))
@@ -104,6 +105,10 @@ class SavedFiles:
             window = tuple(slice(o, o + size) for o, size in zip(r.offsets, r.sizes, strict=True))
             whole[window] = values.view(r.sizes)
         return whole
+
+    def read_part(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
+        """Fill a flat host tensor of the stored type with elements of one part, from its element `first` on."""
+        self._read(key, part, first, into)
 
     def close(self) -> None:
         """Close the files."""
