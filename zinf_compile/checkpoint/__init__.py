@@ -1,5 +1,7 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
+any_range — Reads any flat range of a saved tensor in row-major order, in whatever rectangles it was saved.
+consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
     new ones.
