@@ -13,7 +13,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from zinf_compile.checkpoint import consolidate
-from zinf_compile.checkpoint.any_range import read_range
+from zinf_compile.checkpoint.saved_files import SavedFiles
 from zinf_compile.cli.main import main
 
 pytestmark = pytest.mark.distributed
@@ -60,13 +60,14 @@ def test_pieces_are_small_in_any_order_of_memory(
     folder, _, state = saved
     sizes = []
 
-    def reading(files: object, key: str, start: int, end: int) -> torch.Tensor:
-        values = read_range(files, key, start, end)  # type: ignore[arg-type]
-        sizes.append(values.nbytes)
-        return values
+    read_range = SavedFiles.read
+
+    def reading(files: SavedFiles, key: str, start: int, into: torch.Tensor) -> None:
+        sizes.append(into.nbytes)
+        read_range(files, key, start, into)
 
     monkeypatch.setattr(consolidate, "PIECE_BYTES", 100)
-    monkeypatch.setattr(consolidate, "read_range", reading)
+    monkeypatch.setattr(SavedFiles, "read", reading)
     assert main(["consolidate", str(folder / "uneven"), str(tmp_path)]) == 0
     assert max(sizes) == 100
     torch.testing.assert_close(read(tmp_path), {**state}, rtol=0, atol=0)

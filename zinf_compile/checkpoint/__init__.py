@@ -1,6 +1,5 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
-any_range — Reads any flat range of a saved tensor in row-major order, in whatever rectangles it was saved.
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
@@ -10,7 +9,6 @@ gathered — Full values of partitioned models: read or change them in place, sa
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
-open_saved — Opens a checkpoint that `save` has written, for commands: what is none is explained in one error.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
     memory.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a

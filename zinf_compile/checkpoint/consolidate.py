@@ -18,14 +18,13 @@ import torch
 from zinf_compile.config import parse_bytes
 from zinf_compile.errors import CheckpointError
 
-from .any_range import read_range
 from .folder_update import FolderUpdate
 from .safetensors_writer import write_file
 from .save_safetensors import plan_files, replace_files
 from .saved_files import SavedFiles
 
 PIECE_BYTES = 32 << 20
-"""Read and written at a time; beside a tensor's own pieces, one part of it that was saved in another order is in memory."""
+"""Read and written at a time; beside it, as much of a part that was saved in another order of memory."""
 
 BESIDE = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json",
@@ -73,7 +72,9 @@ def _write(files: SavedFiles, path: Path, described: dict[str, tuple[torch.dtype
         dtype, shape = described[name]
         numel, step = math.prod(shape), max(1, PIECE_BYTES // dtype.itemsize)
         for start in range(0, numel, step):
-            yield read_range(files, f"model.{name}", start, min(start + step, numel))
+            piece = torch.empty(min(step, numel - start), dtype=dtype)
+            files.read(f"model.{name}", start, piece)
+            yield piece
 
     write_file(described, path, {"format": "pt"}, values)
 

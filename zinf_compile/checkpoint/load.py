@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,176 +13,124 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.state_pieces import OwnStates, load_states
+from zinf_compile.optim.record import record_of
+from zinf_compile.optim.state_pieces import OwnStates, load_states, prepare_states
+from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.comm.ranks import Ranks
-from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
+from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
-from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
-from .plain_values import decode
-from .saved_files import SavedFiles
-from .shard_parts import Stretch, memory_order, stretches_of
+from .saved_files import SavedFiles, find_save
+from .shard_reader import ShardReader, fill_shard
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
     """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
 
     A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
-    checked before anything changes: `CheckpointError` names all mismatches, on all ranks.
+    checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
+    ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
+    `StepFailedError` until a load succeeds.
     """
     model = plain(model)
     found = partitioned_parameters(model)
     unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)
     ranks = None if unit is None else unit.ranks
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    prefixes = [("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each) for number, each in enumerate(optimizers)]
+    optimizers = named_optimizers(optimizer)
     with contextlib.ExitStack() as closing:
-        with _together(ranks, "opening a checkpoint"):
-            files = SavedFiles(folder)
+        with _together(ranks, "opening a checkpoint", folder):
+            name = find_save(folder) if ranks is None or ranks.rank == 0 else ""
+        with _together(ranks, "opening a checkpoint", folder):
+            files = SavedFiles(Path(folder) / _share(ranks, name))
             closing.callback(files.close)
-            targets = state_names(model)
-            names = {id(tensor): name for name, tensor in reversed(targets.items())}
-            problems = [*_model_problems(files, targets), *_optimizer_problems(files, prefixes, names)]
-            if problems:
-                raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
-        with _together(ranks, "loading a checkpoint"), torch.no_grad():
-            _load_model(files, targets)
-            for prefix, each in prefixes:
-                _load_optimizer(files, prefix, each, names)
-            extra = decode(files.settings["extra"], "extra", _Tensors(files))
+            fitting = fit(files, state_names(model), optimizers)
+            for saved in fitting.optimizers:
+                prepare_states(saved.optimizer, saved.large)
+            for key in fitting.whole_keys():
+                files.check(key)
+        if ranks is not None:
+            ranks.agree(
+                [f"{files.folder.name}, checksum {files.checksum}"], what="opening a checkpoint", mismatch=CheckpointError
+            )
+        with (
+            _refused_after_an_error(files, found.values(), [each for _, each in optimizers]),
+            _together(ranks, "loading a checkpoint", folder),
+            torch.no_grad(),
+        ):
+            _load_model(files, fitting)
+            for saved in fitting.optimizers:
+                _load_optimizer(files, saved)
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
         unit.context.eager_changes = 0
-    assert isinstance(extra, dict), "as it was saved"
-    return extra
+    for _, each in optimizers:
+        record_of(each).checkpoint = str(files.folder)
+    return fitting.extra
 
 
-class _Tensors(dict[str, torch.Tensor]):
-    """The tensors among plain values, read when they are asked for."""
-
-    def __init__(self, files: SavedFiles) -> None:
-        super().__init__()
-        self._files = files
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._files.tensors
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._files.whole(key)
-
-
-def _model_problems(files: SavedFiles, targets: dict[str, torch.Tensor]) -> list[str]:
-    aliases = files.settings["aliases"]
-    saved = {key.removeprefix("model."): t for key, t in files.tensors.items() if key.startswith("model.")}
-    saved |= {alias: saved[name] for alias, name in aliases.items()}
-    problems = [f"missing: {name}" for name in targets if name not in saved]
-    problems += [f"unexpected: {name}" for name in saved if name not in targets]
-    for name in targets.keys() & saved.keys():
-        here, there = targets[name], saved[name]
-        if tuple(here.shape) != there.shape:
-            problems.append(f"shape of {name}: {list(there.shape)} in the checkpoint, {list(here.shape)} in the model")
-        if here.dtype != there.dtype:
-            problems.append(f"type of {name}: {there.dtype} in the checkpoint, {here.dtype} in the model")
-    return sorted(problems)
+@contextlib.contextmanager
+def _refused_after_an_error(
+    files: SavedFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
+) -> Iterator[None]:
+    """Let nobody compute with what a load has changed in part, here or on another rank."""
+    try:
+        yield
+    except BaseException:
+        why = (
+            f"loading {files.folder} ended in its middle: parameters and states are replaced in part. Load a checkpoint of model "
+            "and optimizer, by zinf_compile.load, and go on from there"
+        )
+        for parameter in parameters:
+            parameter._zinf_unit.spoil(why)
+        for optimizer in optimizers:
+            record_of(optimizer).mark_ended(why)
+        install()  # the hooks that refuse a step
+        raise
 
 
-def _optimizer_problems(files: SavedFiles, optimizers: Sequence[tuple[str, Optimizer]], names: dict[int, str]) -> list[str]:
-    saved, problems = files.settings.get("optimizers", {}), []
-    if optimizers and len(saved) != len(optimizers):
-        return [f"{len(saved)} optimizers in the checkpoint, {len(optimizers)} given"]
-    for prefix, optimizer in optimizers:
-        there = saved[prefix]
-        if there["class"] != type(optimizer).__name__:
-            problems.append(f"{prefix} is a {there['class']} in the checkpoint, {type(optimizer).__name__} is given")
-        groups = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
-        if groups != [group["params"] for group in there["groups"]]:
-            problems.append(f"{prefix} has other parameters, or other groups of them")
-    return problems
-
-
-def _load_model(files: SavedFiles, targets: dict[str, torch.Tensor]) -> None:
-    aliases, done = files.settings["aliases"], set()
-    for name, tensor in targets.items():
-        if id(tensor) in done:
-            continue
-        done.add(id(tensor))
-        key = f"model.{aliases.get(name, name)}"
+def _load_model(files: SavedFiles, fitting: Fitting) -> None:
+    for key, tensor in fitting.model.items():
         if isinstance(tensor, ShardedParameter):
-            unit, shard = tensor._zinf_unit, ParameterShard(tensor._zinf_unit)
-            unit.wait_updated()
-            _fill(files, key, unit, shard.write)
+            unit = tensor._zinf_unit
+            if unit.updates is not None:
+                unit.updates.replace(unit)
+            fill_shard(files, key, unit, ParameterShard(unit).write)
             unit.restored()
             torch.autograd.graph.increment_version(tensor)
         else:
             tensor.copy_(files.whole(key))
 
 
-def _fill(files: SavedFiles, key: str, unit: Unit, write: Callable[[int, torch.Tensor], Pending]) -> None:
-    """Read this rank's elements of a tensor and give them to `write` piece by piece."""
-    reader = _ShardReader(files, key, unit)
-    for start, end in pieces_of(unit):
-        write(start, reader.read(start, end)).wait()
-
-
-class _ShardReader:
-    """Reads pieces of this rank's shard of a tensor; padding is zeros."""
-
-    def __init__(self, files: SavedFiles, key: str, unit: Unit) -> None:
-        self._files, self._key = files, key
-        saved = files.tensors[key]
-        numel = torch.Size(saved.shape).numel()
-        self._stretches: list[Stretch] = stretches_of(unit.spans, unit.shard_group.rank, numel)
-        self._whole: torch.Tensor | None = None
-        if not saved.in_runs or memory_order(unit.shape, unit.stride) is not None:  # in channels-last, there or here
-            self._whole = unit.flat(files.whole(key))
-
-    def read(self, start: int, end: int) -> torch.Tensor:
-        """Return the elements [start, end) of the shard, in the type in which they were saved."""
-        piece = torch.zeros(end - start, dtype=self._files.tensors[self._key].dtype)
-        for first, last, place in self._stretches:
-            low, high = max(place, start), min(place + last - first, end)
-            if low < high:
-                source, into = first + low - place, piece[low - start : high - start]
-                if self._whole is not None:
-                    into.copy_(self._whole[source : source + into.numel()])
-                else:
-                    self._files.read(self._key, source, into)
-        return piece
-
-
-def _load_optimizer(files: SavedFiles, prefix: str, optimizer: Optimizer, names: dict[int, str]) -> None:
-    there, tensors = files.settings["optimizers"][prefix], _Tensors(files)
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, there["groups"], strict=True)):
-        for name, value in decode(saved["settings"], f"{prefix}.group.{number}", tensors).items():
+def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
+    for group, settings in zip(saved.optimizer.param_groups, saved.groups, strict=True):
+        for name, value in settings.items():
             present = group.get(name)
             both = isinstance(value, torch.Tensor) and isinstance(present, torch.Tensor)
             group[name] = value.to(present.device) if both else value  # type: ignore[union-attr]
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    wanted: dict[torch.Tensor, dict[str, Any]] = {}
-    for name, small in there["states"].items():
-        wanted[parameters[name]] = decode(small, f"{prefix}.state.{name}", tensors)
-    keys = {
-        (p, key.removeprefix(f"{prefix}.state.{name}.")): key
-        for name, p in parameters.items()
-        for key in files.tensors
-        if key.startswith(f"{prefix}.state.{name}.") and key.removeprefix(f"{prefix}.state.{name}.") not in wanted.get(p, {})
-    }
-    readers: dict[str, _ShardReader] = {}
+    readers: dict[str, ShardReader] = {}
 
     def read(parameter: torch.Tensor, state: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
-        key = keys[parameter, state]
+        key = saved.large[parameter, state]
         if own.unit is None:
             return files.whole(key).reshape(-1)[start:end]
         if key not in readers:
             readers.clear()
-            readers[key] = _ShardReader(files, key, own.unit)
+            readers[key] = ShardReader(files, key, own.unit)
         return readers[key].read(start, end)
 
-    load_states(optimizer, wanted, {place: files.tensors[key].dtype for place, key in keys.items()}, read)
+    types = {place: files.tensors[key].dtype for place, key in saved.large.items()}
+    load_states(saved.optimizer, saved.small, types, read)
 
 
-def _together(ranks: Ranks | None, what: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what)
+def _share(ranks: Ranks | None, name: str) -> str:
+    return name if ranks is None else str(ranks.share(name, what="choosing a checkpoint"))
+
+
+def _together(ranks: Ranks | None, what: str, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
+    def elsewhere(told: str) -> CheckpointError:
+        return CheckpointError(f"loading {os.fspath(folder)} failed, {told}")
+
+    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what, elsewhere=elsewhere)

@@ -10,15 +10,19 @@ from zinf_compile.errors import CheckpointError
 
 _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a symbolic link",
 }  # fmt: skip
 
 
-def open_regular(path: Path) -> int:
-    """Open a file to read, through links, and return its descriptor; raise `CheckpointError` if it isn't a regular file."""
+def open_regular(path: Path, *, links: bool = True) -> int:
+    """Open a file to read, and return its descriptor; raise `CheckpointError` if it isn't a regular file.
+
+    `links`: through symbolic links, too.
+    """
     try:
-        _check(path, os.stat(path))  # before open(), which alone may act on a device
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        _check(path, os.stat(path, follow_symlinks=links))  # before open(), which alone may act on a device
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        fd = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
     try:

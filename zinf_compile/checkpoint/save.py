@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import Engine, crc32c
 
@@ -76,6 +77,8 @@ def save(
     finally:
         if rank == 0:
             shutil.rmtree(staging, ignore_errors=True)
+    for each in optimizers:
+        record_of(each).checkpoint = str(final)
     return final
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from zinf_compile.checkpoint.consolidate import consolidate
-from zinf_compile.checkpoint.open_saved import open_saved
+from zinf_compile.checkpoint.saved_files import SavedFiles
 from zinf_compile.errors import CheckpointError
 
 from .colors import colored
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> str:
     """Write the files; return a table of them. Raises `CheckpointError`."""
     try:
-        with open_saved(options.folder) as files:
+        with contextlib.closing(SavedFiles(options.folder)) as files:
             written = consolidate(files, options.out, file_bytes=options.file_bytes)
             source = files.folder
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -13,9 +14,9 @@ import torch
 from tabulate import tabulate
 
 from zinf_compile.checkpoint.manifest import saved_name, saves_in
-from zinf_compile.checkpoint.open_saved import open_saved
 from zinf_compile.checkpoint.plain_values import decode
 from zinf_compile.checkpoint.saved_files import Saved, SavedFiles
+from zinf_compile.checkpoint.saved_tensors import VERSION
 from zinf_compile.checkpoint.verify import verify
 from zinf_compile.errors import CheckpointError
 
@@ -43,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; raise `CheckpointError` for what is no checkpoint, or damaged."""
-    with open_saved(options.folder) as files:
+    with contextlib.closing(SavedFiles(options.folder)) as files:
         found = examine(files)
         if options.verify:
             done, problems = verify(files)
@@ -60,7 +61,7 @@ def examine(files: SavedFiles) -> dict[str, Any]:
     Keys are added in later versions, never renamed. All sizes are in bytes.
 
         folder       of the checkpoint
-        format       its name; version: a number
+        version      of the format
         ranks        that have written it
         parameters   tensors of the model: their number, elements and bytes; tied ones counted once
         tensors      by name (those of the model begin with "model."): shape, dtype, bytes, parts (rectangles in files)
@@ -85,9 +86,8 @@ def examine(files: SavedFiles) -> dict[str, Any]:
 
     return {
         "folder": str(files.folder),
-        "format": files.manifest["format"],
-        "version": files.manifest["version"],
-        "ranks": len(files.manifest["ranks"]),
+        "version": VERSION,
+        "ranks": files.ranks,
         "parameters": {"count": len(model), "elements": sum(map(_numel, model)), "bytes": sum(map(_bytes, model))},
         "tensors": tensors,
         "aliases": settings.get("aliases", {}),
@@ -113,7 +113,7 @@ def _lines(found: Mapping[str, Any], older: list[str]) -> list[str]:
     count, total = len(found["files"]), sum(found["files"].values())
     facts = [
         ("checkpoint", found["folder"] + (f" (beside {', '.join(older)})" if older else "")),
-        ("format", f"{found['format']}, version {found['version']}"),
+        ("format", f"version {found['version']}"),
         ("written by", "1 rank" if found["ranks"] == 1 else f"{found['ranks']} ranks"),
         ("model", "{count:,} tensors, {elements:,} elements, {bytes:,} bytes".format(**found["parameters"])),
         ("files", f"{count:,}, {total:,} bytes"),

@@ -287,9 +287,10 @@ class OffloadedStates:
         try:
             self.transfers.drain(but=self._ahead)
         except StoreError:
-            record_of(optimizer).mark_ended(
+            record = record_of(optimizer)
+            record.mark_ended(
                 f"what the last step of {type(optimizer).__name__} updated was lost in part while it was written to the drive. "
-                "Load a checkpoint of model and optimizer, both from before that step, and go on from there"
+                f"Load a checkpoint of model and optimizer, both from before that step, and go on from there{record.way_back}"
             )
             raise
 

@@ -58,10 +58,17 @@ class OptimizerRecord:
     """Loading keeps states in the types in which they were saved."""
     loading: Mapping[Any, Mapping[str, Any]] | None = None
     """States that are being loaded, as they were saved."""
+    checkpoint: str | None = None
+    """The folder of its last checkpoint, which this process has saved or loaded."""
     reported: bool = False
     """The log has described its first step."""
     warned: set[str] = dataclasses.field(default_factory=set)
     """Warnings given once."""
+
+    @property
+    def way_back(self) -> str:
+        """What to add to an error that asks for a checkpoint: the last one, where there is one."""
+        return "" if self.checkpoint is None else f": zinf_compile.load({self.checkpoint!r}, model, optimizer)"
 
     def mark_incomplete(self, name: str, chunks: int) -> None:
         """Mark the step as partly done until it ends. `name`: the optimizer's class."""
@@ -70,6 +77,7 @@ class OptimizerRecord:
         self.incomplete = (
             f"a step of {name} ended in the middle, at chunk {chunks}: some parameters and states are updated, "
             "others are not. Load a checkpoint of model and optimizer, both from before this step, and go on from there"
+            f"{self.way_back}"
         )
 
     def mark_deferred(self) -> None:

@@ -37,15 +37,15 @@ def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParam
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     missing: dict[Context, int] = collections.defaultdict(int)
     counted = record_of(optimizer).counted
-    for p in parameters:
-        if id(p) not in counted:
-            counted.add(id(p))
+    fresh = [p for p in parameters if id(p) not in counted]
+    for p in fresh:
+        if p.requires_grad and p not in optimizer.state:
             unit = p._zinf_unit
-            if p.requires_grad and p not in optimizer.state:
-                kept = states_kept(optimizer, groups[id(p)], unit.dtype)
-                missing[unit.context] += sum(format_of(dtype).bytes(unit.shard_numel) for dtype in kept.values())
+            kept = states_kept(optimizer, groups[id(p)], unit.dtype)
+            missing[unit.context] += sum(format_of(dtype).bytes(unit.shard_numel) for dtype in kept.values())
     for context, states in missing.items():
         check_states(context, on_device=True, states=states, slots=0, name=type(optimizer).__name__)
+    counted.update(id(p) for p in fresh)
 
 
 def account_states(optimizer: Optimizer) -> None:

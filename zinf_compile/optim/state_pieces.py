@@ -6,23 +6,25 @@ States on a drive come by chunks, which hold all states of some elements; those 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
-from .chunks import part_of
+from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
 from .offloaded_states import OffloadedStates
 from .record import record_of
 from .shard_state import kept_state, shard_state
 from .split_states import split_units
+from .state_accounts import account_states, check_states_to_come
 from .state_dict_hooks import offloaded_states
 from .state_entry import in_memory, states_of
 from .state_layout import note, noted, without_note
@@ -123,6 +125,27 @@ def _is_large(value: Any, parameter: torch.Tensor, unit: Unit | None) -> bool:
     return value.shape == parameter.shape or (unit is not None and value.numel() in (unit.numel, unit.shard_numel))
 
 
+@torch.no_grad()
+def prepare_states(optimizer: Optimizer, large: Collection[Key]) -> None:
+    """Make room for states of these parameters and names, where they are kept on a drive or in chunks, before anything changes.
+
+    Raises `BudgetError` naming the smallest cap that works, and `UnsupportedOptimizerError` for a state that is not kept there.
+    """
+    finish_deferred(optimizer, report=False)
+    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    known = offloaded_states(optimizer, hollow)
+    chunked = {p: kept for states in known for p, kept in states.kept.items()}
+    for parameter, name in large:
+        kept = chunked.get(parameter)  # type: ignore[call-overload]
+        if kept is not None and name not in kept and name != MASTER:
+            assert isinstance(parameter, ShardedParameter)
+            raise UnsupportedOptimizerError(
+                f"{name} of {parameter._zinf_unit.name} is among the states to be loaded; this {type(optimizer).__name__} keeps "
+                f"{', '.join(kept) or 'none'}: make it with the settings with which it was saved. Nothing was changed"
+            )
+    check_states_to_come(optimizer, [p for p in hollow if p._zinf_unit.backing is None and p not in chunked])
+
+
 Read = Callable[[torch.Tensor, str, OwnStates, int, int], torch.Tensor]
 """Returns elements [start, end) of this rank's shard of a parameter's state, flat, on the host."""
 
@@ -150,12 +173,15 @@ def load_states(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             names = [name for owner, name in large if owner is parameter and (parameter, name) not in on_drive]
+            if not any(parameter in states.kept and MASTER in states.kept[parameter] for states in known):
+                names = [name for name in names if name != MASTER]  # it has no master copies
             if parameter in small and not any(owner is parameter for owner, _ in on_drive):
                 unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
                 own = OwnStates(unit, {}, {})
                 kept = {name: _load_in_memory(parameter, own, name, large[parameter, name], read) for name in names}
                 moved = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
                 optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
+    account_states(optimizer)
     record.mark_whole()
 
 
@@ -180,6 +206,7 @@ def _load_chunks(
             part_of(views[name], piece).copy_(read(parameter, name, own, piece.start, piece.end))
             done.add((parameter, name))
         transfers.write(number, buffer)
+    transfers.drain()
     for parameter in states.kept:
         if parameter in small:
             entry = states.table.entry_of(parameter, optimizer)

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zinf_compile.errors import StepFailedError
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunked_step import begin_chunks, explaining_progress
@@ -43,8 +44,11 @@ def install() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if record_of(optimizer).state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
+    record = record_of(optimizer)
+    if record.state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
         return None
+    if record.state is State.INCOMPLETE and record.deferred is None:  # a deferred step says itself why it failed
+        raise StepFailedError(record.incomplete)
     hollow = hollow_of(optimizer)
     if not hollow and not split_units(optimizer):
         return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
