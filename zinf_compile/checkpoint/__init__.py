@@ -1,19 +1,33 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
+consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
+converted_files — A saved checkpoint under other names and in other types: what `rename=` and `dtype=` make of it.
+deepspeed_files — Checkpoints of DeepSpeed's ZeRO-1, 2 and 3, read without DeepSpeed: where in the ranks' files each
+    parameter is.
+deepspeed_universal — DeepSpeed's universal checkpoints, read without DeepSpeed: a folder for each parameter, a file for each
+    of its values.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 fit — Finds what of a saved checkpoint goes to which tensor of a model and its optimizers, and all that doesn't fit,
     before a load.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
     new ones.
+foreign — A checkpoint that another program has written, as this package sees it: tensors by name, states of parameters,
+    settings.
 gathered — Full values of partitioned models: read or change them in place, save them, load them, one parameter at a
     time.
+imported_files — A checkpoint of another program in the form in which `load` reads one, made to fit the model and
+    optimizers that it is for.
+intake — Names and types on the way in: what `rename=` and `dtype=` make of the tensors of a checkpoint, checked as a whole.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 model_files — The files of a model's values: safetensors files as others write them, or a checkpoint that `save` has
     made.
+open_files — Recognises and opens what `load` is given: what `save` has written, a checkpoint of DeepSpeed, a file of
+    `torch.save`.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
     memory.
+pickled — Reads pickles without executing anything in them: classes and functions that they name stay names.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
     model.
 rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
@@ -36,4 +50,8 @@ saved_tensors — The tensors that a checkpoint's manifests describe, with the p
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 shard_reader — Reads this rank's shard of a saved tensor piece by piece, in the order of the parameter's memory.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
+torch_archive — Files of `torch.save`: values and tensors without executing anything in them, and elements of tensors read by
+    ranges.
+torch_files — Plain files of `torch.save`: a model's state dict, alone or beside those of its optimizers.
+verify — Reads every byte of a saved checkpoint and compares headers and checksums; all that is wrong is listed.
 """

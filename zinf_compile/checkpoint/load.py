@@ -23,17 +23,32 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
-from .saved_files import SavedFiles, find_save
+from .intake import DType, Rename
+from .open_files import find_checkpoint, open_files
+from .saved_files import SavedFiles
 from .shard_reader import ShardReader, fill_shard
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    dtype: DType | None = None,
+    rename: Rename | None = None,
+) -> dict[str, Any]:
     """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
 
     A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
     checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
     ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
     `StepFailedError` until a load succeeds.
+
+    Checkpoints of DeepSpeed (ZeRO-1, 2, 3, universal) and files of `torch.save` are loaded alike; nothing in them is executed.
+
+    `dtype`: the type that floating-point parameters and buffers are converted to, or a mapping of names in the model to types.
+    `rename`: a mapping of names in the checkpoint to names in the model, or a function. `CheckpointError` names all collisions,
+    all names that match nothing and all conversions that lose more than digits behind the point.
     """
     model = plain(model)
     found = partitioned_parameters(model)
@@ -42,9 +57,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     optimizers = named_optimizers(optimizer)
     with contextlib.ExitStack() as closing:
         with _together(ranks, "opening a checkpoint", folder):
-            name = find_save(folder) if ranks is None or ranks.rank == 0 else ""
+            name = find_checkpoint(folder) if ranks is None or ranks.rank == 0 else ""
         with _together(ranks, "opening a checkpoint", folder):
-            files = SavedFiles(Path(folder) / _share(ranks, name))
+            path = Path(folder) / _share(ranks, name)
+            files = open_files(path, state_names(model), optimizers, dtype=dtype, rename=rename)
             closing.callback(files.close)
             fitting = fit(files, state_names(model), optimizers)
             for saved in fitting.optimizers:

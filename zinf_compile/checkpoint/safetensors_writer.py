@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,22 +25,37 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str],
 
     Raises `OSError` with errno and path, `UnsupportedModelError` naming a tensor of a type that the format lacks.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each one is aligned
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    write_file(described, path, metadata, lambda name: [tensors[name].detach().reshape(-1)])
+
+
+def write_file(
+    described: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str],
+    values: Callable[[str], Iterable[torch.Tensor]],
+) -> None:
+    """Write tensors, given by name with type and shape, to a new file, and sync it.
+
+    `values` returns the elements of one, in row-major order, as flat host tensors one after the other. Raises as `save_file`.
+    """
+    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))  # so that each one is aligned
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _NAMES:
-            raise UnsupportedModelError(f"{name} is {tensor.dtype}, which safetensors files don't hold; accepted: {list(_NAMES)}")
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        dtype, shape = described[name]
+        if dtype not in _NAMES:
+            raise UnsupportedModelError(f"{name} is {dtype}, which safetensors files don't hold; accepted: {list(_NAMES)}")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with new_file(path) as fd:
         write_all(fd, memoryview(struct.pack("<Q", len(text)) + text))
         for name in order:
-            if tensors[name].numel():
-                write_all(fd, memoryview(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data))
+            for piece in values(name):
+                if piece.numel():
+                    write_all(fd, memoryview(piece.view(torch.uint8).numpy().data))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, file_b
             whole = _gather_file({name: tensors[name] for name in names}, first=first)
             _on_first_rank(ranks, lambda file=file, whole=whole: _write(update, file, whole))  # type: ignore[misc]
             del whole
-        _on_first_rank(ranks, lambda: _replace(update, plan, tensors))
+        _on_first_rank(ranks, lambda: replace_files(update, plan, sum(t.nbytes for t in tensors.values())))
     finally:
         update.end()
     return list(plan)
@@ -100,13 +100,13 @@ def _write(update: FolderUpdate, file: str, tensors: dict[str, torch.Tensor]) ->
     update.write(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
-def _replace(update: FolderUpdate, plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]) -> None:
+def replace_files(update: FolderUpdate, plan: Mapping[str, Sequence[str]], total_bytes: int) -> None:
     """Commit the files. The order depends on transformers, which prefers a single file to an index."""
     if len(plan) == 1:
         update.replace(list(plan), last=SINGLE, stale=INDEX, stale_wins=False, old=_SAVED)
         return
     index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "metadata": {"total_size": total_bytes},
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     text = memoryview((json.dumps(index, indent=2) + "\n").encode())

@@ -50,6 +50,8 @@ class SavedFiles:
         """Of the manifest, and so of all."""
         self.settings: dict[str, Any] = manifest.settings
         self.tensors = manifest.tensors
+        self.ranks = len(manifest.ranks)
+        """That have written it."""
         for rank, checksum in enumerate(manifest.ranks):
             path = self.folder / rank_manifest(rank)
             text = _read(path)
@@ -107,6 +109,10 @@ class SavedFiles:
             for start in range(0, part.numel, size):
                 with self._lock:
                     self._read(key, part, start, torch.empty(min(size, part.numel - start), dtype=tensor.dtype))
+
+    def read_part(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
+        """Fill a flat host tensor of the stored type with elements of one part, from its element `first` on."""
+        self._read(key, part, first, into)
 
     def close(self) -> None:
         """Close the files."""

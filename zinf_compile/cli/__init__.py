@@ -3,7 +3,9 @@
 bench_io — `zinf bench-io DIR`: measures a drive's bandwidth, in bursts and sustained, through the I/O engine that training
     uses.
 colors — Colours for the text of a dump on a terminal.
+consolidate — `zinf consolidate`: writes the model of a checkpoint as one set of files that transformers loads.
 doctor — `zinf doctor`: reports the machine's support for offloading, and obstacles.
+inspect_checkpoint — `zinf inspect`: prints what is in a checkpoint that `zinf_compile.save` has made.
 main — The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule.
 models — Built-in models of the command line, to inspect a schedule without writing one.
 quota — Disk quotas of this user and group, read from the kernel.

@@ -19,7 +19,7 @@ from zinf_compile.passes import joint_passes, pass_name
 from zinf_compile.passes.analysis.traffic import Traffic
 from zinf_compile.passes.analysis.transfer_graph import COMPUTE, find_critical_path, transfer_dot
 
-from . import bench_io, doctor
+from . import bench_io, consolidate, doctor, inspect_checkpoint
 from .colors import colored
 from .models import TARGETS
 from .trace import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
@@ -191,7 +191,9 @@ def _json(text: str | None) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zinf", description="Inspect the schedules of zinf-compile, and this machine.")
+    parser = argparse.ArgumentParser(
+        prog="zinf", description="Inspect the schedules and checkpoints of zinf-compile, and this machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     dumping = commands.add_parser(
         "dump",
@@ -222,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     dumping.set_defaults(run=dump)
     doctor.add_parser(commands)
     bench_io.add_parser(commands)
+    inspect_checkpoint.add_parser(commands)
+    consolidate.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,101 @@
+"""A saved checkpoint under other names and in other types: what `rename=` and `dtype=` make of it.
+
+Called by `open_files`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .intake import DType, Rename, plan_intake
+from .rectangles import Rectangle
+from .saved_files import SavedFiles
+
+_MODEL = "model."
+
+
+class ConvertedFiles(SavedFiles):
+    """The tensors and settings of a checkpoint by their new names; parameters and buffers in their new types.
+
+    Raises `CheckpointError` naming all that can't be renamed or converted. States of optimizers keep their types.
+    """
+
+    def __init__(self, files: SavedFiles, *, dtype: DType | None, rename: Rename | None) -> None:
+        self._files = files
+        self.folder, self.checksum, self.read_bytes, self.ranks = files.folder, files.checksum, 0, files.ranks
+        stored = {key.removeprefix(_MODEL): t.dtype for key, t in files.tensors.items() if key.startswith(_MODEL)}
+        aliases = files.settings.get("aliases", {})
+        intake = plan_intake(stored, rename, dtype, files.folder, others=aliases)
+        optimizers = files.settings.get("optimizers", {})
+        self._old = {_new_key(key, intake.names, optimizers): key for key in files.tensors}
+        new = {old: key for key, old in self._old.items()}
+        self.tensors = {}
+        for old, tensor in files.tensors.items():
+            dtype_now = intake.dtypes[new[old].removeprefix(_MODEL)] if old.startswith(_MODEL) else tensor.dtype
+            assert isinstance(dtype_now, torch.dtype), "as it was saved"
+            self.tensors[new[old]] = dataclasses.replace(tensor, dtype=dtype_now)
+        self.settings = {
+            **files.settings,
+            "aliases": {intake.names[alias]: intake.names[name] for alias, name in aliases.items()},
+            "optimizers": {prefix: _optimizer(saved, intake.names, new) for prefix, saved in optimizers.items()},
+        }
+
+    def read(self, key: str, start: int, into: torch.Tensor) -> None:
+        """See `SavedFiles.read`."""
+        found = self._files.tensors[self._old[key]].dtype
+        if found == into.dtype:
+            self._files.read(self._old[key], start, into)
+            return
+        values = torch.empty(into.numel(), dtype=found)
+        self._files.read(self._old[key], start, values)
+        into.copy_(values)
+
+    def read_rectangle(self, key: str, wanted: Rectangle) -> torch.Tensor:
+        """See `SavedFiles.read_rectangle`."""
+        return self._files.read_rectangle(self._old[key], wanted).to(self.tensors[key].dtype)
+
+    def check(self, key: str) -> None:
+        """See `SavedFiles.check`."""
+        self._files.check(self._old[key])
+
+    def close(self) -> None:
+        """See `SavedFiles.close`."""
+        self._files.close()
+
+
+def _new_key(key: str, names: Mapping[str, str], optimizers: Mapping[str, Any]) -> str:
+    """Return the key of a tensor whose parameter has a new name."""
+    if key.startswith(_MODEL):
+        return _MODEL + names[key.removeprefix(_MODEL)]
+    for prefix in optimizers:
+        begin = f"{prefix}.state."
+        if key.startswith(begin):
+            name = key.removeprefix(begin)
+            while name not in names and "." in name:
+                name = name.rpartition(".")[0]
+            return f"{begin}{names.get(name, name)}{key.removeprefix(begin + name)}"
+    return key
+
+
+def _optimizer(saved: Mapping[str, Any], names: Mapping[str, str], keys: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        **saved,
+        "groups": [{**group, "params": [names.get(name, name) for name in group["params"]]} for group in saved["groups"]],
+        "states": {names.get(name, name): _referring(states, keys) for name, states in saved["states"].items()},
+    }
+
+
+def _referring(value: Any, keys: Mapping[str, str]) -> Any:
+    """Return an encoded value with the new keys of its tensors."""
+    if isinstance(value, list):
+        return [_referring(item, keys) for item in value]
+    if isinstance(value, dict):
+        content = value.get("tensor")
+        if len(value) == 1 and isinstance(content, str):
+            return {"tensor": keys.get(content, content)}
+        return {kind: _referring(item, keys) for kind, item in value.items()}
+    return value
