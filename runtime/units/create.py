@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
+from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
@@ -20,18 +21,22 @@ from .nvme_shards import NvmeShards, ShardSpec
 from .unit import Unit, make_shards
 
 
-def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement) -> list[Unit]:
+def make_units(
+    parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement, *, group: ShardGroup | None = None
+) -> list[Unit]:
     """Reserve all memory and all space on drives, then return a unit for each parameter, its shard undefined.
 
-    Raises `OptionError` where one would be cut into more tiles than a graph should have.
+    The units are cut over `group`, by default over all ranks of the context. Raises `OptionError`
+    where one would be cut into more tiles than a graph should have.
 
     A parameter without dimensions, or without elements, stays on the device whatever the placement says, see
     `Placement.of_parameter`.
     """
+    group = group or context.ranks.shard_group
     moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
-    tiles = [cut_parameter(p, name, placement.tile, context.size) for p, name in parameters]
+    tiles = [cut_parameter(p, name, placement.tile, group.size) for p, name in parameters]
     specs = [
-        ShardSpec(name, shard_numel(p.numel(), context.size), p.dtype, _cuts(boxes, context))
+        ShardSpec(name, shard_numel(p.numel(), group.size), p.dtype, _cuts(boxes, group))
         for (p, name), boxes in zip(parameters, tiles, strict=True)
     ]
     offloaded = [index for index, moves in enumerate(moving) if moves]
@@ -40,20 +45,25 @@ def make_units(parameters: Sequence[tuple[torch.Tensor, str]], context: Context,
     in_order = iter(zip(backings, pools, strict=True))
     backing_of = [next(in_order) if moves else (None, None) for moves in moving]
     staying = [p for (p, _), (backing, _) in zip(parameters, backing_of, strict=True) if backing is None]
-    shards = iter(make_shards(staying, context))
+    shards = iter(make_shards(staying, group))
     units = []
     for (parameter, name), (backing, pool), boxes in zip(parameters, backing_of, tiles, strict=True):
         shard = next(shards) if backing is None else None
         own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
-        unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes)
+        unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes, shard_group=group)
         unit.gradient_pool = pool
         units.append(unit)
         unit.family = units[0].serial
     return units
 
 
-def _cuts(boxes: Sequence[Box], context: Context) -> tuple[int, ...]:
-    return tuple(border // context.size for border in borders_of(boxes)[1:-1])
+def shard_group_of(units: Iterable[Unit], context: Context) -> ShardGroup:
+    """Return the group of a graph's units; where it has none yet, the one of units that are about to be made."""
+    return next((unit.shard_group for unit in units if unit.context is context), context.ranks.shard_group)
+
+
+def _cuts(boxes: Sequence[Box], group: ShardGroup) -> tuple[int, ...]:
+    return tuple(border // group.size for border in borders_of(boxes)[1:-1])
 
 
 def _make_backings(specs: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:

@@ -176,7 +176,7 @@ class ParameterShard:
     def changed(self, operator: str) -> None:
         """See `ShardValues.changed`."""
         context, parameter = self.unit.context, self.unit.parameter()
-        if context.size > 1:
+        if self.unit.shard_group.size > 1:
             context.eager_changes = zlib.crc32(f"{operator} of unit {self.unit.serial}".encode(), context.eager_changes + 1)
             context.last_eager_change = f"{operator}() of {self.unit.name}, unit {self.unit.serial}"
         if parameter is not None:

@@ -275,13 +275,13 @@ class Unit(DenseLayout):
         return torch.cat([part, padding]) if padding.numel() else part
 
 
-def make_shards(parameters: list[torch.Tensor], context: Context) -> list[torch.Tensor]:
-    """Allocate the shards of new units, one allocation per data type and device, each shard 64-byte aligned."""
+def make_shards(parameters: list[torch.Tensor], group: ShardGroup) -> list[torch.Tensor]:
+    """Allocate the shards of new units of a group, one allocation per data type and device, each shard 64-byte aligned."""
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
-        count = shard_numel(parameter.numel(), context.size)
+        count = shard_numel(parameter.numel(), group.size)
         offset = sizes.get(key, 0)
         places.append((key, offset, count))
         aligned = 64 // math.gcd(64, format_of(parameter.dtype).bytes(1))

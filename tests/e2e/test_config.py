@@ -64,6 +64,8 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"compute_shape": 3}, "compute_shape=3 is not known; accepted: a dict of piece_numel, chunk_bytes, worth_bytes"),
     ({"compute_shape": {"tile": 1}}, r"compute_shape=\{'tile': 1\} is not known; accepted: a dict of .* are options"),
     ({"compute_shape": {"chunk_bytes": 0}}, "compute_shape: chunk_bytes=0 is not a size; accepted: a positive whole number"),
+    ({"compute_shape": {"piece_numel": True}}, "compute_shape: piece_numel=True is not a size"),
+    ({"compute_shape": {"worth_bytes": 1.5}}, "compute_shape: worth_bytes=1.5 is not a size"),
     ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),
     ({"mesh": 3}, "mesh is int; accepted: a one-dimensional DeviceMesh"),
     ({"process_group": 3, "mesh": 3}, "process_group and mesh exclude each other"),

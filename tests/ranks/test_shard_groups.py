@@ -20,4 +20,13 @@ def test_two_halves_and_all() -> None:
         assert found["numbers"] == [first, first + 1]
         assert found["everyone"] == [0, 1, 2, 3]
         assert found["shared"] == first
+        for (name, _), made in found["created"].items():
+            ranks, size = ((first, first + 1), 2) if name == "half" else ((0, 1, 2, 3), 4)
+            tiles = made["tiled"][2]
+            assert tiles > 1
+            assert made == {
+                "tiled": (True, 120 // size, tiles, ranks),
+                "uneven": (True, -(-7 // size), 0, ranks),
+                "number": (True, 1, 0, ranks),
+            }
         assert (found["made"], found["later"]) == (3, 0), "one to agree, one for gathers, one for reductions"

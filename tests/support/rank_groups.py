@@ -7,13 +7,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zinf_compile.init.value_stores import UnitValues
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.runtime.comm.shard_group import REPLICATE, SHARD, MeshAxis, ShardGroup
-from zinf_compile.runtime.context import context_for
+from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.runtime.units.whole import gather_whole
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.gradient_norms import global_norms
+
+
+def made_over(context: Context, group: ShardGroup | None, params: Tier) -> dict[str, Any]:
+    """Make units of a group, one in tiles and one that is uneven, save their values, and load these from all its ranks."""
+    placement = Placement(params=params, grads=params, optimizer=params, tile=64, piece_numel=16)
+    wholes = {"tiled": torch.arange(120.0).view(12, 10), "uneven": -torch.arange(7.0), "number": torch.tensor(3.0)}
+    units = make_units([(value, name) for name, value in wholes.items()], context, placement, group=group)
+    found: dict[str, Any] = {}
+    for unit, value in zip(units, wholes.values(), strict=True):
+        UnitValues(unit).save(value.reshape(-1)).wait()
+        into = torch.empty(unit.numel)
+        UnitValues(unit).load(into)
+        found[unit.name] = torch.equal(into, value.reshape(-1)), unit.shard_numel, len(unit.tiles), unit.shard_group.partition
+    return found
 
 
 def two_halves(rank: int, size: int) -> dict[str, Any]:
@@ -39,7 +56,13 @@ def two_halves(rank: int, size: int) -> dict[str, Any]:
     full = {gradient.unit.name: gradient.full_tensor().tolist() for gradient in gradients}
     made = len(context.ranks.groups) - before
     unit.ranks.of(group).agree([f"half {first}"], what="comparing halves")
+    created = {
+        (name, tier): made_over(context, over, tier)
+        for tier in (Tier.DEVICE, Tier.HOST)
+        for name, over in (("half", group), ("all", None))
+    }
     return {
+        "created": created,
         "gathered": gathered,
         "norms": norms,
         "full": full,

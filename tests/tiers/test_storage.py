@@ -94,7 +94,7 @@ def run(program: Program) -> list[Any]:
     """Execute a program of units alone on one process."""
     context = Context(None, torch.device("cpu"), timeout_s=1)
     parameters = [torch.randn(slot.shape) for slot in program.slots.values()]
-    shards = make_shards(parameters, context)
+    shards = make_shards(parameters, context.ranks.shard_group)
     units = {
         register: Unit(parameter, shard, name=slot.name, context=context)
         for (register, slot), parameter, shard in zip(program.slots.items(), parameters, shards, strict=True)

@@ -1,6 +1,6 @@
 """Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be partitioned.
 
-Called by `graph_compiler`; knows neither units nor ranks.
+Called by `graph_compiler`; moves no values.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import cut_parameter
 from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_slot, user_line
+from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
 
@@ -83,11 +84,12 @@ def read_inputs(gm: fx.GraphModule, inputs: Sequence[object]) -> Captured:
 
 
 def cut_into_tiles(
-    captured: Captured, inputs: Sequence[object], placement: Placement, world_size: int, *, from_placement: bool = False
+    captured: Captured, inputs: Sequence[object], placement: Placement, group: ShardGroup, *, from_placement: bool = False
 ) -> Captured:
     """Add to each slot its tiles and the data type in which its gradient is reduced.
 
-    Both come from the unit of a partitioned parameter, else from `placement`; with `from_placement` always from the latter.
+    Both come from the unit of a partitioned parameter, else from `placement` and `group`; with `from_placement` always from
+    `placement` and, of a partitioned parameter, its unit's group.
     """
     slots = {}
     for index, slot in captured.slots.items():
@@ -95,7 +97,8 @@ def cut_into_tiles(
         assert isinstance(parameter, torch.Tensor)
         if unit is None or from_placement:
             with no_torch_function():
-                tiles = cut_parameter(parameter, slot.name, placement.tile, world_size)
+                size = (group if unit is None else unit.shard_group).size
+                tiles = cut_parameter(parameter, slot.name, placement.tile, size)
             own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
             reduced_in = own.reduce_dtype_of(slot.dtype)
         else:

@@ -29,6 +29,7 @@ from zinf_compile.passes.loss._read_logits import Logits, source_product
 from zinf_compile.passes.loss.chunk_loss import logits_bytes
 from zinf_compile.passes.schedule.insert_row_lookups import find_lookups, rows_named
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.create import shard_group_of
 from zinf_compile.sharded.parameter import unit_of
 
 ROWS, CHUNKS = "rows", "chunks"
@@ -44,6 +45,8 @@ class Choices:
         self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
         self._chosen: dict[tuple[str, int], bool] = {}
         """Keyed by kind and `ParameterSlot.index`."""
+        units = [unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None]
+        self._shards = shard_group_of(units, context).size
         for slot in slots:
             unit = unit_of(inputs[slot.index])
             for kind in (ROWS, CHUNKS):
@@ -108,7 +111,7 @@ class Choices:
 
     def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
         """Return whether the rows of up to `tokens` indices per rank are fewer bytes than the parameter."""
-        size = self._context.size
+        size = self._shards
         row = slot.bytes // max(1, slot.shape[0])
         shard = slot.format.bytes(math.ceil(slot.numel / size))
         rows = min(tokens, slot.shape[0]) * row

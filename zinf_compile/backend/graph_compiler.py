@@ -127,7 +127,7 @@ class GraphCompiler:
         default_tile = follows_cap(asked, self._given, example_inputs)
         if context.size > 1 or self.config.placement().params != Tier.DEVICE:
             raise_limit()
-        captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.size)
+        captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         slots = list(captured.slots.values())
         self._together = self.config.chunk_loss is None and context.size > 1
         self._choices = Choices(slots, example_inputs, context, self.config.placement(), first=is_first_variant())
@@ -316,7 +316,7 @@ class _Measurer(GraphCompiler):
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
     ) -> GraphBudget:
         """Return the budget of the graph that `like` compiles, with this configuration."""
-        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.size, from_placement=True)
+        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.ranks.shard_group, from_placement=True)
         slots = list(captured.slots.values())
         self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)

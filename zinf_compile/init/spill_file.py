@@ -68,15 +68,17 @@ class SpilledValues:
 
     def load(self, into: torch.Tensor) -> None:
         """See `ValueStore.load`."""
-        if self._context.size == 1:
+        size = self._context.ranks.shard_group.size
+        if size == 1:
             self.hand_over(into)
         else:
-            shard = into.new_empty(shard_numel(into.numel(), self._context.size))
+            shard = into.new_empty(shard_numel(into.numel(), size))
             gather(self.hand_over(shard), into, self._context, self._name)
 
     def save(self, whole: torch.Tensor) -> Pending:
         """See `ValueStore.save`."""
-        start, end = shard_range(whole.numel(), self._context.size, self._context.rank)
+        group = self._context.ranks.shard_group
+        start, end = shard_range(whole.numel(), group.size, group.rank)
         part = whole[start:end].view(torch.uint8)
         if part.numel() != self._size:
             self._start, self._size = self._file.take(part.numel()), part.numel()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.shard_ranges import shard_numel, shard_range
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.lanes.lanes import Done, Pending
@@ -24,13 +25,13 @@ def part_of_unit(whole: torch.Tensor, shard: torch.Tensor, unit: Unit) -> torch.
     """Fill a unit's shard with this rank's part of the flat whole; return the shard."""
     parts, wholes = unit.split(shard, whole)
     for part, stretch in zip(parts, wholes, strict=True):
-        part_of(stretch, part, unit.context)
+        part_of(stretch, part, unit.shard_group)
     return shard
 
 
-def part_of(whole: torch.Tensor, shard: torch.Tensor, context: Context) -> torch.Tensor:
+def part_of(whole: torch.Tensor, shard: torch.Tensor, group: ShardGroup) -> torch.Tensor:
     """Fill a shard with this rank's part of a flat tensor; return the shard."""
-    start, end = shard_range(whole.numel(), context.size, context.rank)
+    start, end = shard_range(whole.numel(), group.size, group.rank)
     shard[: end - start].copy_(whole[start:end])
     shard[end - start :].zero_()
     return shard
@@ -85,7 +86,7 @@ class UnitValues:
 
 
 class HostValues:
-    """Host memory."""
+    """Host memory: this rank's part of values that are cut over all ranks of a context, as units made later are."""
 
     def __init__(self, context: Context, name: str) -> None:
         self._context, self._name = context, name
@@ -97,10 +98,11 @@ class HostValues:
 
     def save(self, whole: torch.Tensor) -> Pending:
         """See `ValueStore.save`."""
-        numel = shard_numel(whole.numel(), self._context.size)
+        group = self._context.ranks.shard_group
+        numel = shard_numel(whole.numel(), group.size)
         if (self._shard.numel(), self._shard.dtype) != (numel, whole.dtype):
             self._shard = torch.empty(numel, dtype=whole.dtype)
-        part_of(whole, self._shard, self._context)
+        part_of(whole, self._shard, group)
         return Done()
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:

@@ -181,7 +181,7 @@ class _Building:
         for (_, parameter), unit in zip(named, units, strict=True):
             place = parameter._zinf_materialization.place
             assert isinstance(place, HostValues | SpilledValues), "built in this block"
-            if unit.tiles and context.size > 1:  # its shard isn't a stretch of the whole
+            if unit.tiles and unit.shard_group.size > 1:  # its shard isn't a stretch of the whole
                 whole = torch.empty(unit.numel, dtype=unit.dtype)
                 place.load(whole)
                 UnitValues(unit).save(whole).wait()

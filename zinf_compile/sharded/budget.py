@@ -26,6 +26,7 @@ from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.units.create import shard_group_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
@@ -88,7 +89,7 @@ class GraphBudget:
         self.model = model_memory(
             known,
             self._placement,
-            size=context.size,
+            size=shard_group_of(units.values(), context).size,
             topology=context.link.topology,
             held=made_ahead,
             moved=slots,

@@ -25,7 +25,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     topology = context.link.topology
-    model = model_memory(slots, config.placement(), size=context.size, topology=topology)
+    model = model_memory(slots, config.placement(), size=context.ranks.shard_group.size, topology=topology)
     largest = max(slots, key=lambda slot: slot.bytes)
     cap = caps.device if topology.host_apart else min(caps.device, caps.host)
     staging, here = model.staging, model.before_computing(largest.bytes)

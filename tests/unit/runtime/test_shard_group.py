@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zinf_compile.init.value_stores import part_of_unit
+from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.comm.shard_group import REPLICATE, SHARD, TENSOR, MeshAxis, ShardGroup
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.create import make_units, shard_group_of
 from zinf_compile.runtime.units.unit import Unit
 
 
@@ -55,3 +58,22 @@ def test_a_unit_takes_its_shard_from_its_own_group() -> None:
     assert (third.shard_numel, third.held, third.at_hand) == (4, [(8, 10)], False)
     assert third.local_part(whole).tolist() == [8.0, 9.0, 0.0, 0.0]
     assert (third.layout["rank"], third.layout["ranks"]) == (2, 3)
+
+
+def test_new_units_are_cut_over_the_group_that_is_given() -> None:
+    context = Context(None, torch.device("cpu"), timeout_s=1)
+    group = ShardGroup.over([8, 3, 0], 0)
+    whole = torch.arange(90.0).view(9, 10)
+    made = make_units([(whole, "w"), (torch.ones(4), "b")], context, Placement(tile=240), group=group)
+    alone = make_units([(whole, "w"), (torch.ones(4), "b")], context, Placement(tile=240))
+    assert [(unit.shard_group.size, unit.shard_numel) for unit in made] == [(3, 30), (3, 2)]
+    assert [(unit.shard_group.size, unit.shard_numel) for unit in alone] == [(1, 90), (1, 4)]
+    assert made[0].shard.numel() == 30
+    tiles = made[0].tiles
+    assert len(tiles) > 1
+    assert all(span.ranks == 3 for span in made[0].spans)
+    part = part_of_unit(whole.view(-1), made[0].blank(), made[0])
+    expected = torch.cat([whole.view(-1)[start:end] for start, end in made[0].held])
+    assert part[: expected.numel()].equal(expected)
+    assert shard_group_of(made, context) == group
+    assert shard_group_of([], context) == context.ranks.shard_group

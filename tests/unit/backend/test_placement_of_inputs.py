@@ -1,0 +1,64 @@
+"""Options of a compiled call beside those with which its parameters were partitioned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile import OptionError
+from zinf_compile.backend.placement_of_inputs import follow_units
+from zinf_compile.config import Config
+
+PIECES = {"compute_shape": {"piece_numel": 300}}
+
+
+def partitioned(**options: Any) -> list[nn.Parameter]:
+    with torch.device("meta"):
+        model = nn.Linear(20, 30)
+    return list(zinf_compile.partition(model, **options).parameters())
+
+
+def followed(inputs: list[nn.Parameter], **options: Any) -> Config:
+    return follow_units(Config.from_options(options), tuple(options), inputs)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"piece_numel": 400}, {"piece_numel": 400, "chunk_bytes": 7}, {"piece_numel": 4 << 20}], ids=str
+)
+def test_pieces_of_another_size_than_the_units_have_are_refused(asked: dict[str, int], tmp_path: Path) -> None:
+    inputs = partitioned(params="nvme", nvme=tmp_path, **PIECES)
+    told = (
+        f"option compute_shape={{'piece_numel': {asked['piece_numel']}}}, but parameter weight was partitioned with "
+        "compute_shape={'piece_numel': 300}: give the option the same value, or omit it"
+    )
+    with pytest.raises(OptionError, match=re.escape(told)):
+        followed(inputs, compute_shape=asked)
+
+
+def test_pieces_named_for_units_that_have_the_default_are_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"compute_shape=\{'piece_numel': 300\}, but .* with compute_shape=\{'piece_numel': 4194304\}"
+    ):
+        followed(partitioned(), **PIECES)
+
+
+def test_the_rest_of_the_compute_shape_is_as_asked_and_pieces_are_those_of_the_units(tmp_path: Path) -> None:
+    inputs = partitioned(params="nvme", nvme=tmp_path, **PIECES)
+    assert followed(inputs).compute_shape == {"piece_numel": 300}
+    assert followed(inputs, **PIECES).compute_shape == {"piece_numel": 300}
+    both = followed(inputs, compute_shape={"chunk_bytes": 7})
+    assert both.compute_shape == {"chunk_bytes": 7, "piece_numel": 300}
+    assert both.placement().params == "nvme"
+    assert followed(partitioned(), compute_shape={"chunk_bytes": 7}).compute_shape == {"chunk_bytes": 7}
+
+
+def test_a_shape_that_was_not_given_contradicts_nothing(tmp_path: Path) -> None:
+    """A default of the caller's own is no wish of the user's."""
+    inputs = partitioned(params="nvme", nvme=tmp_path, **PIECES)
+    assert follow_units(Config(compute_shape={"piece_numel": 400}), (), inputs).compute_shape == {"piece_numel": 300}
