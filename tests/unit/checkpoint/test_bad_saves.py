@@ -198,7 +198,7 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".save-00000003-0123456789abcdef.partial").mkdir()
     refused(tmp_path, r"A save was begun and has not ended: \.save-00000003")
     (tmp_path / "file").touch()
-    refused(tmp_path / "file", "cannot be read as a folder: Not a directory")
+    refused(tmp_path / "file", "is no file of torch.save, or was not written to its end")
     (tmp_path / "save-00000004").mkdir()
     refused(tmp_path, r"save-00000004 has no checkpoint")
     os.mkfifo(tmp_path / "save-00000004" / "manifest.json")
