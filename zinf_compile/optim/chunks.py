@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
+from zinf_compile.ir.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.move import UpdateRoute
-from zinf_compile.runtime.units.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 

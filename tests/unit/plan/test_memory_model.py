@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zinf_compile.ir.pieces import chunk_end, cut_chunks
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, Sides
 from zinf_compile.ir.tiers import Placement, Topology
 from zinf_compile.plan.headroom import Headroom, plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, chunk_numel, model_memory
 from zinf_compile.plan.plan import GraphMemory
-from zinf_compile.runtime.units.pieces import chunk_end, cut_chunks
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 

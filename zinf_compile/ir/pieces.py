@@ -7,7 +7,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from zinf_compile.ir.sizes import PIECE_ALIGN
+from .sizes import PIECE_ALIGN
 
 
 class Granularity(enum.Enum):
