@@ -35,10 +35,10 @@ from tabulate import tabulate
 import zinf_compile
 from zinf_compile.cli.models import GPT
 from zinf_compile.ir.compute_shape import PIECE_NUMEL
+from zinf_compile.ir.pieces import cut_pieces
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine, File
 from zinf_compile.runtime.storage.extent_store import Store
-from zinf_compile.runtime.units.pieces import cut_pieces
 
 TARGETS = {"seed": 6, "cached": 1.5, "files": 1.5}
 """The largest ratios to writing that are good enough; PyTorch's own kernels draw a seed's numbers, on two cores."""

@@ -29,6 +29,8 @@ class Reservation:
     """These, and other gradients under way meanwhile."""
     chunk_buffers: int
     """Chunks that fit into memory beside it during a step."""
+    chunk_numel: int = 0
+    """Elements of the largest chunk that was planned for the parameters that it uses first; 0: it plans for none."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -99,6 +101,11 @@ class Reservations:
     def chunk_buffers(self) -> int | None:
         """The least number of chunks of all; None without graphs."""
         return min((reservation.chunk_buffers for reservation in self._made), default=None)
+
+    @property
+    def chunk_numel(self) -> int | None:
+        """The elements that a chunk may have; None where no graph has planned for any."""
+        return max((reservation.chunk_numel for reservation in self._made), default=0) or None
 
     @property
     def on_the_way(self) -> int:

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.pieces import cut_pieces
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.stores import open_store
-
-from .pieces import cut_pieces
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from zinf_compile.errors import StepFailedError
+from zinf_compile.ir.pieces import cut_pieces
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import ShardBacking
 from .offloaded_gradient import OffloadedGradient
-from .pieces import cut_pieces
 from .unit import Unit
 
 Fetch = Callable[[], torch.Tensor]

@@ -102,6 +102,18 @@ def test_exactly_the_bytes_that_are_named_train(examples: int) -> None:
     check()
 
 
+def test_the_cap_that_is_named_trains_parameters_in_another_order(tmp_path: Path) -> None:
+    """A step in this order would take larger chunks than one in the order of the graph, for which it was named."""
+
+    def backwards(parameters: Any) -> torch.optim.Optimizer:
+        return adamw(list(parameters)[::-1])
+
+    widths = (300, 500, 64)
+    options = {"params": "nvme", "nvme": str(tmp_path), "tile": 1 << 18}
+    least = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
+    train(Stack(*widths), {**options, "device_memory": least}, kind=backwards)
+
+
 @pytest.mark.parametrize(
     ("ranges", "expected"),
     [

@@ -9,6 +9,7 @@ formats — How values are represented where they are stored, sent and added up,
 op_spec — One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves
     something.
 ops — The intermediate representation: operators that say what moves, and when.
+pieces — Pieces of shards, and chunks of pieces of about equal size.
 program — What the passes hand to the runtime: a scheduled graph as plain values, free of FX.
 row_rounds — How rows of a large parameter are looked up: a part of a tile at a time, so that little is on its way at once.
 sizes — Sizes of the buffers that the runtime makes and the memory model counts, and bytes by where they are.

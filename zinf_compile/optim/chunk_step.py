@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
+from zinf_compile.ir.pieces import Piece
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import StagingBuffers
-from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zinf_compile.ir.chunk_columns import Column, StepTiers, chunk_columns
+from zinf_compile.ir.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.transfer.move import UpdateRoute
-from zinf_compile.runtime.units.pieces import BY_RANGE, Piece, chunk_end, cut_chunks
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -35,7 +35,10 @@ class Chunk:
 
 
 def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], route: UpdateRoute, tier: Tier) -> list[Chunk]:
-    """Cut parameters into chunks, each of one data type and one set of states. `tier`: that of the states."""
+    """Cut parameters into chunks, each of one data type and one set of states. `tier`: that of the states.
+
+    No chunk has more elements than graphs have planned for, whatever the order of the parameters.
+    """
     made: list[Chunk] = []
     rows = [(p, dict(states), p._zinf_unit) for p, states in zip(parameters, kept, strict=True)]
     for _, same in itertools.groupby(rows, key=_alike):
@@ -45,7 +48,8 @@ def plan_chunks(parameters: Sequence[ShardedParameter], kept: Sequence[Kept], ro
         sizes, cuts = [unit.shard_numel for _, _, unit in members], [unit.cuts for _, _, unit in members]
         piece_numel = members[0][2].placement.piece_numel
         divisions, rank = [BY_RANGE] * len(members), members[0][2].shard_group.rank
-        for pieces in cut_chunks(sizes, piece_numel=piece_numel, cuts=cuts, divisions=divisions, rank=rank):
+        planned = members[0][2].context.memory.reservations.chunk_numel
+        for pieces in cut_chunks(sizes, piece_numel=piece_numel, chunk_numel=planned, cuts=cuts, divisions=divisions, rank=rank):
             owned = tuple((members[piece.shard][0], piece) for piece in pieces)
             first, last = owned[0][0]._zinf_unit.name, owned[-1][0]._zinf_unit.name
             name = f"{first} .. {last} (chunk {len(made)})" if first != last else f"{first} (chunk {len(made)})"

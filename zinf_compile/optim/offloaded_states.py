@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from zinf_compile.errors import BudgetError, StepFailedError, StoreError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
-from zinf_compile.runtime.units.pieces import Piece
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.gradient import ShardedGradient

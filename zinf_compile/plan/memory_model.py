@@ -8,15 +8,17 @@ compares both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from zinf_compile.ir.chunk_columns import StepTiers, buffer_bytes, chunk_columns
+from zinf_compile.ir.chunk_columns import Column, StepTiers, buffer_bytes, chunk_columns
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.pieces import chunk_end, cut_chunks
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, PIECE_ALIGN, Sides, round_up
+from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 
 from .plan import GraphMemory, GraphPlan
@@ -74,6 +76,8 @@ class MemoryModel:
     """States of Adam, and master copies: an estimate until an optimizer's first step."""
     chunk: Sides
     """Largest chunk of the optimizer's step."""
+    chunk_numel: int
+    """Its elements. An optimizer that has the parameters in another order keeps to them as well."""
     leaving: int
     """Host bytes of one gradient, or of a tile's, that is written to a drive."""
     read: int
@@ -156,6 +160,7 @@ def model_memory(
     """
     own = [(slot, placement.of_parameter(dim=len(slot.shape), numel=slot.numel), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
+    chunk_numel, chunk = _chunk([row[0] for row in trained], placement, size=size, topology=topology)
     passing = _passing_gradients(moved if moved is not None else slots, placement, size=size, topology=topology)
     return MemoryModel(
         placement=placement,
@@ -167,7 +172,8 @@ def model_memory(
             ((at.optimizer, n, dtype) for slot, at, n in trained for dtype in adam_states(at, slot.dtype).values()),
             topology,
         ),
-        chunk=_chunk([row[0] for row in trained], placement, size=size, topology=topology),
+        chunk=chunk,
+        chunk_numel=chunk_numel,
         **passing,
         staging=_staging(moved if moved is not None else slots, placement, size=size),
     )
@@ -194,16 +200,8 @@ def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dty
     return kept if master is None else {"master": master, **kept}
 
 
-def chunk_numel(pieces: Sequence[int], piece_numel: int) -> int:
-    """Return an upper bound of a chunk's elements, with padding, if the largest piece of each shard has so many elements.
-
-    A chunk has one piece of each shard. A single piece may exceed `piece_numel` by its padding, several never do.
-    """
-    return min(round_up(piece_numel, PIECE_ALIGN), sum(round_up(numel, PIECE_ALIGN) for numel in pieces))
-
-
-def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> Sides:
-    numel = chunk_numel([_part_numel(slot, size) for slot in trained], placement.piece_numel)
+def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> tuple[int, Sides]:
+    """Return the elements and the bytes of the largest chunk of an optimizer that has the parameters in this order."""
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
@@ -211,14 +209,22 @@ def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int,
         topology=topology,
         update_on_device=placement.update_on_device,
     )
-    sizes = []
-    for slot in trained:
+
+    def columns_of(slot: ParameterSlot) -> tuple[Column, ...]:
         own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
         states = adam_states(own, slot.dtype)
         columns = chunk_columns(tiers, value=slot.dtype, gradient=own.reduce_dtype_of(slot.dtype), states=states)
-        sizes.append(buffer_bytes(columns.values(), numel))
-    largest = Sides(max((size.device for size in sizes), default=0), max((size.host for size in sizes), default=0))
-    return topology.counted(largest)
+        return tuple(columns.values())
+
+    largest, sides = 0, Sides(0, 0)
+    for columns, alike in itertools.groupby(trained, key=columns_of):
+        parts = [_parts_numel(slot, size) for slot in alike]
+        cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
+        for chunk in cut_chunks([sum(each) for each in parts], piece_numel=placement.piece_numel, cuts=cuts):
+            count = buffer_bytes(columns, chunk_end(chunk))
+            largest = max(largest, chunk_end(chunk))
+            sides = Sides(max(sides.device, count.device), max(sides.host, count.host))
+    return largest, topology.counted(sides)
 
 
 def _passing_gradients(
@@ -239,8 +245,13 @@ def _passing_gradients(
 
 
 def _part_numel(slot: ParameterSlot, size: int) -> int:
+    return max(_parts_numel(slot, size))
+
+
+def _parts_numel(slot: ParameterSlot, size: int) -> list[int]:
+    """Return the elements of a rank's shards of all tiles, or of the one shard of what isn't tiled."""
     parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
-    return max(shard_numel(part.numel, size) for part in parts)
+    return [shard_numel(part.numel, size) for part in parts]
 
 
 def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int) -> int:

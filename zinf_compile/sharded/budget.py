@@ -143,6 +143,7 @@ class GraphBudget:
             left=passing.left,
             reduced=passing.reduced + plan.reduced,
             chunk_buffers=plan.chunk_buffers,
+            chunk_numel=self.model.chunk_numel,
             passing_host=taken.host,
             staging=staging or None,
             least=passing.least,

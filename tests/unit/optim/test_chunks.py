@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf_compile.ir.chunk_columns import Column
+from zinf_compile.ir.pieces import chunk_end, cut_chunks
 from zinf_compile.ir.sizes import PIECE_ALIGN as ALIGN
 from zinf_compile.runtime.device.link import HostIsDevice
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffers
-from zinf_compile.runtime.units.pieces import chunk_end, cut_chunks
 
 
 @given(st.lists(st.integers(0, 20 * ALIGN), max_size=20), st.integers(1, 5))

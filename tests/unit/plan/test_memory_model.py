@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zinf_compile.ir.pieces import Piece, chunk_end, cut_chunks
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, Sides
 from zinf_compile.ir.tiers import Placement, Topology
 from zinf_compile.plan.headroom import Headroom, plan_graph
-from zinf_compile.plan.memory_model import MemoryModel, chunk_numel, model_memory
+from zinf_compile.plan.memory_model import MemoryModel, model_memory
 from zinf_compile.plan.plan import GraphMemory
-from zinf_compile.runtime.units.pieces import chunk_end, cut_chunks
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 
@@ -78,28 +78,48 @@ def test_a_chunk_has_memory_for_what_is_brought_to_be_updated() -> None:
 
 
 @st.composite
-def shards_and_pieces(draw: st.DrawFn) -> tuple[list[list[int]], int]:
-    """Draw the parts of shards, in elements, and those of a piece; a shard has no more than some hundred pieces."""
+def shards_and_pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
+    """Draw the parts of shards, in elements, another order of these, and the elements of a piece; few pieces for each shard."""
     piece_numel = draw(st.integers(1, 4 * PIECE_ALIGN))
     parts = st.lists(st.integers(0, min(5 * PIECE_ALIGN, 50 * piece_numel)), min_size=1, max_size=4)
-    return draw(st.lists(parts, max_size=12)), piece_numel
+    shards = draw(st.lists(parts, max_size=12))
+    return shards, draw(st.permutations(range(len(shards)))), piece_numel
+
+
+def cut(shards: list[list[int]], piece_numel: int, planned: int | None = None) -> list[tuple[Piece, ...]]:
+    cuts = [list(itertools.accumulate(parts))[:-1] for parts in shards]
+    return cut_chunks([sum(parts) for parts in shards], piece_numel=piece_numel, chunk_numel=planned, cuts=cuts)
 
 
 @given(shards_and_pieces())
-def test_no_chunk_is_larger_than_counted(drawn: tuple[list[list[int]], int]) -> None:
-    shards, piece_numel = drawn
-    counted = chunk_numel([max(parts) for parts in shards], piece_numel)
-    cuts = [list(itertools.accumulate(parts))[:-1] for parts in shards]
-    for chunk in cut_chunks([sum(parts) for parts in shards], piece_numel=piece_numel, cuts=cuts):
-        assert chunk_end(chunk) <= counted
+def test_no_chunk_is_larger_than_planned_in_any_order(drawn: tuple[list[list[int]], list[int], int]) -> None:
+    shards, order, piece_numel = drawn
+    chunks = cut(shards, piece_numel)
+    planned = max(map(chunk_end, chunks), default=0)
+    assert cut(shards, piece_numel, planned or None) == chunks
+    others = cut([shards[number] for number in order], piece_numel, planned or None)
+    assert max(map(chunk_end, others), default=0) <= planned
+    assert sorted((order[p.shard], p.start, p.end) for c in others for p in c) == sorted(
+        (p.shard, p.start, p.end) for c in chunks for p in c
+    )
+
+
+def test_chunks_are_counted_in_the_order_of_parameters() -> None:
+    """Two of them fit into one chunk of 8,192 elements, a third one does not; the last has states of its own kind."""
+    slots = [slot(0, 3000), slot(1, 4000), slot(2, 100)]
+    assert model(slots, params="nvme", apart=False).chunk == Sides(4 * 8192, 0)
+    assert model(slots, params="nvme", apart=False).chunk_numel == 8192
+    halves = [slot(0, 3000), slot(1, 4000, dtype=torch.bfloat16)]
+    assert model(halves, params="nvme", apart=False).chunk == Sides(4 * 4096, 0)
+    assert model([slot(0, 10, trained=False)], params="nvme", apart=False).chunk_numel == 0
 
 
 def test_tiles_bound_a_chunk() -> None:
     """A chunk has one piece of each shard, and a piece lies in one tile."""
     tiles = tuple(((row, row + 25), (0, 100)) for row in range(0, 100, 25))
-    cut = dataclasses.replace(slot(0, 100, 100), tiles=tiles)
-    assert model([cut], params="nvme", apart=False).chunk == Sides(4 * 4096, 0)
-    assert model([cut, slot(1, 7)], params="nvme", apart=False).chunk == Sides(4 * (4096 + 4096), 0)
+    tiled = dataclasses.replace(slot(0, 100, 100), tiles=tiles)
+    assert model([tiled], params="nvme", apart=False).chunk == Sides(4 * 4096, 0)
+    assert model([tiled, slot(1, 7)], params="nvme", apart=False).chunk == Sides(4 * (4096 + 4096), 0)
     assert model([slot(0, 100, 100)], params="nvme", apart=False).chunk == Sides(4 * 8192, 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zinf_compile.runtime.units.pieces import BY_RANGE, Division, Granularity, cut_chunks
+from zinf_compile.ir.pieces import BY_RANGE, Division, Granularity, cut_chunks
 
 MATRIX = Granularity.MATRIX
 

@@ -7,7 +7,7 @@ import enum
 import itertools
 from collections.abc import Sequence
 
-from zinf_compile.ir.sizes import PIECE_ALIGN
+from .sizes import PIECE_ALIGN
 
 
 class Granularity(enum.Enum):
@@ -66,23 +66,26 @@ def cut_chunks(
     sizes: Sequence[int],
     *,
     piece_numel: int,
+    chunk_numel: int | None = None,
     cuts: Sequence[Sequence[int]] | None = None,
     divisions: Sequence[Division] | None = None,
     rank: int = 0,
 ) -> list[tuple[Piece, ...]]:
     """Fill chunks of up to `piece_numel` elements, gaps included, with the pieces of shards of these sizes, in order.
 
+    `chunk_numel`: fewer elements of a chunk than that, where it was planned so.
+
     `cuts` are where each shard is cut besides, `divisions` (by default all by range) say which pieces this `rank` has. A chunk
     has one piece of each shard. A piece that doesn't fit into what is left of a chunk begins the next one; one alone may exceed
     it by its gap, or because it is a matrix.
     """
     chunks: list[list[Piece]] = []
-    used = 0
+    used, most = 0, min(piece_numel, chunk_numel or piece_numel)
     rows = zip(sizes, cuts or [()] * len(sizes), divisions or [BY_RANGE] * len(sizes), strict=True)
     for shard, (size, own, division) in enumerate(rows):
         for start, end in division.cut(size, piece_numel=piece_numel, cuts=own, rank=rank):
             room = -(-(end - start) // PIECE_ALIGN) * PIECE_ALIGN
-            if not chunks or used + room > piece_numel or chunks[-1][-1].shard == shard:
+            if not chunks or used + room > most or chunks[-1][-1].shard == shard:
                 chunks.append([])
                 used = 0
             chunks[-1].append(Piece(shard, start, end, used, division.granularity, division.owner))
