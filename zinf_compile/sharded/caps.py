@@ -10,8 +10,8 @@ import torch
 from zinf_compile.config import Config, parse_bytes
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
 
