@@ -33,13 +33,13 @@ class TileGradients:
         self._offloading = InflightQueue(TILES_UNDER_WAY)
         """Transfers that free memory of the device."""
         placement, topology = unit.placement, unit.context.link.topology
-        self.stays = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
-        """Whether it stays on the device, where it is reduced."""
+        self.on_device = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
+        """Whether it is kept on the device, where it is reduced."""
 
     def reduce_buffer(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device for a tile's reduced shard."""
         unit = self._unit
-        if not self.stays:
+        if not self.on_device:
             shard = torch.empty(tile.shard_numel, dtype=dtype, device=unit.device)
             unit.context.memory.ledger.track("grads", shard)
             return shard
@@ -59,7 +59,7 @@ class TileGradients:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
         unit = self._unit
         tier = unit.placement.grads
-        if self.stays or (not Tier(dst).in_memory and unit.gradient_pool is None):
+        if self.on_device or (not Tier(dst).in_memory and unit.gradient_pool is None):
             return shard, reduction
         if isinstance(shard, torch.Tensor):
             with unit.context.lanes.meter.waiting():
