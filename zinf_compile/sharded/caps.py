@@ -1,4 +1,4 @@
-"""Caps on what a rank may hold, in bytes, as options declare them or as the process may use them, and what it holds."""
+"""Caps on the memory of a rank, in bytes, as declared by options or as the process may use it, and the bytes held."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Caps:
-    """What this rank may hold, in bytes, and who says so."""
+    """Caps of this rank, in bytes, and their sources."""
 
     device: int
     host: int
