@@ -18,7 +18,7 @@ from zinf_compile.runtime.units.shard_values import pieces_of as shard_pieces
 from zinf_compile.runtime.units.unit import Unit
 
 BYTES_ON_THE_WAY = 64 << 20
-"""Made or written while the next piece is begun; one piece at least, however large."""
+"""The most bytes of pieces being made or written; one piece at least, however large."""
 
 
 class Piece(NamedTuple):
@@ -43,7 +43,7 @@ def pieces_of(unit: Unit) -> list[Piece]:
 
 
 class PieceWriter:
-    """Has pieces made, by threads of its own where it has some, and written; counts what they take as staged."""
+    """Makes pieces, by threads of its own where it has some, and writes them; their buffers count as staging."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int = BYTES_ON_THE_WAY, threads: int = 0) -> None:
         self._pool = BufferPool(most_bytes, account=lambda change: ledger.add("staging", change))
@@ -76,14 +76,14 @@ class PieceWriter:
         self._writing.drain()
 
     def close(self) -> None:
-        """The same, and let go of threads and memory."""
+        """Drain, and release threads and memory."""
         try:
             self.drain()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Wait for nothing: what is under way ends by itself."""
+        """Release threads and memory without waiting: writes under way end by themselves."""
         self._writing.abandon()
         self._pool.close()
         if self._threads is not None:
