@@ -345,7 +345,7 @@ class OffloadedStates:
 
 
 def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
-    """Say whether updates of parameters and states at this placement may be deferred: all on drives.
+    """Return whether updates of parameters and states at this placement may be deferred: all on drives.
 
     User code may read values in memory through an alias made before the step, without waiting.
     """
