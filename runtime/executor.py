@@ -168,7 +168,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     _, reductions = context.collectives(group)
     if group.size == 1:
         for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
-            if whole is not None and whole.stays:
+            if whole is not None and whole.on_device:
                 value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
                     shard.copy_(unit.flat(value))
@@ -253,7 +253,7 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
     tile = run.units[step.unit]
     assert isinstance(tile, Tile), "others' gradients are where they are computed"
     whole = run.gradient_of(tile)
-    if tile.shard_group.size == 1 and whole.stays and tile.reduce_dtype == tile.dtype:
+    if tile.shard_group.size == 1 and whole.on_device and tile.reduce_dtype == tile.dtype:
         run.registers[step.out] = tile.logical(whole.reduce_buffer(tile, tile.dtype))
     else:
         run.registers[step.out] = torch.empty_strided(tile.shape, tile.stride, dtype=tile.dtype, device=tile.device)

@@ -17,7 +17,7 @@ class IoUringSupport:
 
     @property
     def reason(self) -> str:
-        """What the error means and what to do, empty if available."""
+        """The error's meaning and remedy, empty if available."""
 
 @final
 class DirectIoAlignment:
@@ -39,7 +39,7 @@ def direct_io_alignment(path: str | bytes | PathLike[str] | PathLike[bytes]) -> 
 
 @final
 class Outcome:
-    """What came of a transfer."""
+    """The result of a transfer."""
 
     @property
     def error(self) -> int:
@@ -63,7 +63,7 @@ class Outcome:
 
 @final
 class Counters:
-    """What an engine did so far."""
+    """Counts of an engine's transfers so far."""
 
     @property
     def bytes_read(self) -> int:
@@ -96,7 +96,7 @@ class Pending:
         """Wait for so long; the GIL is released. Return whether it is over."""
 
     def outcome(self) -> Outcome:
-        """What came of it, once it is over."""
+        """Its result, once it is over."""
 
 @final
 class Engine:
@@ -126,7 +126,7 @@ class Engine:
         """Numbers of the transfers that finished since the last call."""
 
     def counters(self) -> Counters:
-        """What was done so far."""
+        """Counts of the transfers so far."""
 
     def close(self) -> None:
         """Wait for everything submitted, and end."""

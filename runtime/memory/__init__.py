@@ -2,7 +2,8 @@
 
 aligned_buffers — Aligned host memory for direct I/O: pinned where a GPU copies from it, reused, counted and capped.
 arena — An arena of host memory for gathered units.
+inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
 rank_memory — The memory of one rank: its ledgers, caps and buffers.
-reservations — The bytes that graphs and optimizers of a rank may hold at once, and the limit of transfers under way.
+reservations — The bytes that graphs and optimizers of a rank may hold at once.
 """

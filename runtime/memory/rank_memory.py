@@ -13,8 +13,9 @@ from zinf_compile.ir.tiers import Topology
 
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
+from .inflight import InflightLimit
 from .ledger import Ledger
-from .reservations import InflightLimit, Reservations
+from .reservations import Reservations
 
 
 class Memory:

@@ -1,16 +1,13 @@
-"""The bytes that graphs and optimizers of a rank may hold at once, and the limit of transfers under way."""
+"""The bytes that graphs and optimizers of a rank may hold at once."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 _SIDES = (Tier.DEVICE, Tier.HOST)
 
@@ -111,43 +108,3 @@ class Reservations:
     def on_the_way(self) -> int:
         """The bytes of full gradients that may be on their way while a region makes more."""
         return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)
-
-
-class InflightLimit:
-    """Admits transfers while what they hold stays within a limit; one alone is always admitted."""
-
-    def __init__(self) -> None:
-        self.limit: int | None = None
-        self._held = 0
-        self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
-        self._changed = threading.Condition(self._lock)
-        self._left: WorkerWaits | None = None
-        """The last worker that gave room back."""
-
-    def acquire(self, count: int) -> None:
-        """Wait until there is room for `count` bytes, and take it."""
-        with self._lock:
-            self._wait_for(lambda: not self._lacks(count))
-            self._held += count
-
-    def drain(self, enough: Callable[[], bool]) -> None:
-        """Wait until there is `enough` memory, as those on their way leave, or until none is left."""
-        with self._lock:
-            self._wait_for(lambda: not self._held or enough())
-
-    def release(self, count: int) -> None:
-        """Give room back."""
-        with self._lock:
-            self._held = max(0, self._held - count)  # an interrupt may make it be given back twice
-            self._left = worker() or self._left
-            self._changed.notify_all()
-
-    def _wait_for(self, over: Callable[[], bool]) -> None:
-        if not over():
-            start = time.perf_counter()
-            self._changed.wait_for(over)
-            if self._left is not None:
-                self._left.record(start)
-
-    def _lacks(self, count: int) -> bool:
-        return self.limit is not None and bool(self._held) and self._held + count > self.limit

@@ -85,7 +85,7 @@ def warn_of_caps(config: Config, device: torch.device) -> None:
         if size > most:
             _warn_once(
                 f"option {option}={declared!r} lets each rank hold {size:,} bytes, and {what} is {most:,}: the process would run "
-                "out of memory before it meets this cap. Declare less, or leave the option away: the cap is then what may really "
+                "out of memory before it meets this cap. Declare less, or omit the option: the cap is then what may really "
                 "be used"
             )
 

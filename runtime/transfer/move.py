@@ -14,7 +14,7 @@ import torch
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Done, Lane, Pending
-from zinf_compile.runtime.memory.reservations import InflightLimit
+from zinf_compile.runtime.memory.inflight import InflightLimit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context

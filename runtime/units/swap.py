@@ -67,8 +67,7 @@ def swap_out(
         host = link.host_buffer(shard.numel(), shard.dtype)
         context.memory.host_ledger.track("grads", host)
         offloaded = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
-        stays = unit.placement.grads == Tier.HOST
-        if stays:
+        if unit.placement.grads == Tier.HOST:
             offloaded.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
             offloaded.arrive(move(Location(shard), on_host(host), by=route_of(context), after=reduction))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Collection
 
 import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.memory.inflight import InflightQueue
 
 from .backing import HostBacking
 from .nvme_shards import All
@@ -16,8 +16,8 @@ from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from .swap import copy_out, swap_out, write_out
 from .unit import Tile, Unit
 
-MOST_LEAVING = 2
-"""Tiles' shards on their way from the device, of one unit."""
+TILES_UNDER_WAY = 2
+"""Tiles' shards of one unit on their way from the device: there are more tiles than a device can hold."""
 
 
 class TileGradients:
@@ -30,16 +30,16 @@ class TileGradients:
         self._unit = unit
         self._shard: torch.Tensor | OffloadedGradient | None = None
         self._pending: list[Pending] = []
-        self._leaving: collections.deque[Pending] = collections.deque()
-        """The last transfers that free memory of the device."""
+        self._offloading = InflightQueue(TILES_UNDER_WAY)
+        """Transfers that free memory of the device."""
         placement, topology = unit.placement, unit.context.link.topology
-        self.stays = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
-        """Whether it stays on the device, where it is reduced."""
+        self.on_device = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
+        """Whether it is kept on the device, where it is reduced."""
 
     def reduce_buffer(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device for a tile's reduced shard."""
         unit = self._unit
-        if not self.stays:
+        if not self.on_device:
             shard = torch.empty(tile.shard_numel, dtype=dtype, device=unit.device)
             unit.context.memory.ledger.track("grads", shard)
             return shard
@@ -59,14 +59,15 @@ class TileGradients:
         """Start one hop of a tile's shard, as `swap_out` does for a whole unit."""
         unit = self._unit
         tier = unit.placement.grads
-        if self.stays or (not Tier(dst).in_memory and unit.gradient_pool is None):
+        if self.on_device or (not Tier(dst).in_memory and unit.gradient_pool is None):
             return shard, reduction
         if isinstance(shard, torch.Tensor):
-            self._wait_for_room()
+            with unit.context.lanes.meter.waiting():
+                self._offloading.make_room(1)
         if dst != tier:  # on its way
             staged, after = swap_out(tile, shard, dst, reduction)
             assert isinstance(staged, OffloadedGradient), "it is in host memory"
-            self._leaving.append(staged.arriving)
+            self._offloading.add(staged.arriving, 1)
             return staged, after
         if tier == Tier.HOST:
             assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
@@ -82,14 +83,8 @@ class TileGradients:
 
     def _left(self, pending: Pending, reduction: Pending) -> Pending:
         self._pending.append(pending)
-        self._leaving.append(pending)
+        self._offloading.add(pending, 1)
         return reduction
-
-    def _wait_for_room(self) -> None:
-        """Return when few tiles' shards are on the device: there are more of them than a device can hold."""
-        with self._unit.context.lanes.meter.waiting():
-            while len(self._leaving) >= MOST_LEAVING:
-                self._leaving.popleft().wait()
 
     def whole(self) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Return the shard of the unit, once all tiles are on their way, and when it is all there."""

@@ -83,6 +83,7 @@ def test_a_model_from_before_is_refused(tier: str, tmp_path: Path) -> None:
     for name, read in READS.items():
         with pytest.raises(PartitionedParameterError, match=r"partitioned before zinf_compile.reset\(\).*full_state_dict"):
             print(name, read(model, optimizer))
+        assert not all_contexts(), f"{name} made one anew"
     with pytest.raises(PartitionedParameterError, match=r"partitioned before zinf_compile.reset\(\)"):
         loss.backward()
     assert (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rank_groups import two_halves
 from ranks import run_ranks
@@ -9,8 +11,8 @@ from ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 
-def test_two_halves_and_all() -> None:
-    results = run_ranks(two_halves, 4)
+def test_two_halves_and_all(tmp_path: Path) -> None:
+    results = run_ranks(two_halves, 4, str(tmp_path))
     for rank, found in enumerate(results):
         first = rank // 2 * 2
         assert found["gathered"] == {"half": [100.0 * (rank // 2) + n for n in range(7)], "all": [float(n) for n in range(7)]}

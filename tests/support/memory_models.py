@@ -82,7 +82,7 @@ def check_against_ledgers(widths: Sequence[int], dtype: torch.dtype, options: Ma
             if not (step or micro):
                 assert held("params") == expected.shards
                 left = max(passing.left for budget in budgets for passing, _ in budget.plans)  # 0 where gradients stay
-                beside = Sides(left, expected.leaving if len(ledgers) > 1 else 0)
+                beside = Sides(left, expected.offloading if len(ledgers) > 1 else 0)
                 most = expected.gradients.plus(beside)
                 deadline = time.monotonic() + 20
                 while any(map(operator.gt, held("grads"), most)) and time.monotonic() < deadline:
@@ -116,5 +116,7 @@ def check_against_ledgers(widths: Sequence[int], dtype: torch.dtype, options: Ma
         assert peak["bounce"] <= staging
         read = (expected.read, expected.normed)[len(ledgers) > 1] if side == 0 else expected.read
         assert peak["grads"] + peak["staging"] <= 2 * expected.gradients[side] + max(*reduced, read, passes) + chunks[side]
-        assert ledger.total()[1] <= expected.stays[side] + expected.later[side] + count * expected.chunk[side] + passes
+        assert (
+            ledger.total()[1] <= expected.resident[side] + expected.added_by_steps[side] + count * expected.chunk[side] + passes
+        )
     del compiled, model, optimizer

@@ -19,9 +19,9 @@ from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.gradient_norms import global_norms
 
 
-def made_over(context: Context, group: ShardGroup | None, params: Tier) -> dict[str, Any]:
+def made_over(context: Context, group: ShardGroup | None, params: Tier, folder: str) -> dict[str, Any]:
     """Make units of a group, one in tiles and one that is uneven, save their values, and load these from all its ranks."""
-    placement = Placement(params=params, grads=params, optimizer=params, tile=64, piece_numel=16)
+    placement = Placement(params=params, grads=params, optimizer=params, tile=64, piece_numel=16, nvme=(folder,))
     wholes = {"tiled": torch.arange(120.0).view(12, 10), "uneven": -torch.arange(7.0), "number": torch.tensor(3.0)}
     units = make_units([(value, name) for name, value in wholes.items()], context, placement, group=group)
     found: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def made_over(context: Context, group: ShardGroup | None, params: Tier) -> dict[
     return found
 
 
-def two_halves(rank: int, size: int) -> dict[str, Any]:
+def two_halves(rank: int, size: int, folder: str) -> dict[str, Any]:
     """Cut one unit over all ranks and one over each half of them, with copies in the other half."""
     half = size // 2
     context = context_for(dist.group.WORLD, torch.device("cpu"), timeout_s=20, signature="two halves")
@@ -57,8 +57,8 @@ def two_halves(rank: int, size: int) -> dict[str, Any]:
     made = len(context.ranks.groups) - before
     unit.ranks.of(group).agree([f"half {first}"], what="comparing halves")
     created = {
-        (name, tier): made_over(context, over, tier)
-        for tier in (Tier.DEVICE, Tier.HOST)
+        (name, tier): made_over(context, over, tier, folder)
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME)
         for name, over in (("half", group), ("all", None))
     }
     return {

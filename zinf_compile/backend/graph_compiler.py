@@ -57,7 +57,7 @@ from .capture import (
 )
 from .choices import Choices
 from .double_backward import reject_double_backward
-from .placement_of_inputs import follow_units, follows_cap
+from .placement_of_inputs import follow_units, follows_cap, refuse_closed
 from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
 
@@ -114,6 +114,7 @@ class GraphCompiler:
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
         _reject_wrappers()
+        refuse_closed(example_inputs)
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
         asked = self.config

@@ -56,6 +56,17 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     )
 
 
+def refuse_closed(inputs: Sequence[Any]) -> None:
+    """Raise `PartitionedParameterError` where a parameter was partitioned before `zinf_compile.reset()`.
+
+    Before a context is looked up: making another would need all ranks.
+    """
+    for value in inputs:
+        unit = unit_of(value)
+        if unit is not None:
+            _ = unit.context.ranks  # a closed context raises
+
+
 def follows_cap(config: Config, given: Collection[str], inputs: Sequence[Any]) -> bool:
     """Return whether tiles follow from `device_memory`: option `tile` isn't given, and all parameters have those tiles."""
     if config.tile is not None or "tile" in given or config.device_memory is None:

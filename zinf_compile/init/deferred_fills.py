@@ -1,4 +1,4 @@
-"""Values that are only drawn: made when somebody reads them, or on their way to a drive, where each rank makes its own pieces."""
+"""Deferred random fills: made when the value is read, or while it is written to a drive, each rank its own pieces."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class DeferredFills:
         """`at_once`: begin to write while others are noted; False where most are drawn again, later."""
         self._at_once = at_once
         self._noted: dict[int, tuple[weakref.ref[MaterializingParameter], Fill]] = {}
-        self._on_their_way: set[int] = set()
+        self._being_written: set[int] = set()
         self._writer = PieceWriter(ledger, most_bytes=min(most_bytes, BYTES_ON_THE_WAY), threads=torch.get_num_threads())
 
     def note(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
-        """Note which operator draws a parameter; say whether that could be done."""
+        """Note which operator draws a parameter; return whether that could be done."""
         fill = plan_fill(func, parameter.numel(), parameter.dtype, settings)
         if fill is None:
             return False
@@ -40,9 +40,9 @@ class DeferredFills:
     def take(self, parameter: MaterializingParameter) -> Fill | None:
         """Return what was noted of a parameter whose value is about to be made or replaced; its place is no longer written to."""
         _, fill = self._noted.pop(id(parameter), (None, None))
-        if id(parameter) in self._on_their_way:
+        if id(parameter) in self._being_written:
             self._writer.drain()
-            self._on_their_way.clear()
+            self._being_written.clear()
         return fill
 
     def finish(self) -> list[MaterializingParameter]:
@@ -69,5 +69,5 @@ class DeferredFills:
             ):
                 continue
             materialization.checksum, materialization.kept = fill.identity(), True
-            self._on_their_way.add(key)
+            self._being_written.add(key)
             del self._noted[key]

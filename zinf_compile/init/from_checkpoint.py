@@ -28,7 +28,7 @@ from .materializing import MaterializingParameter
 from .shard_writer import BYTES_ON_THE_WAY, Piece, PieceWriter, pieces_of
 
 _BYTES_AHEAD = 16 << 20
-"""Read while the piece before them is brought to where it is written from; one piece at least."""
+"""The most bytes read ahead while the piece before them is copied to its buffer; one piece at least."""
 
 _MOST_ROOM_BYTES = BYTES_ON_THE_WAY + 2 * _BYTES_AHEAD
 """Of buffers for that; no more than this is in use, so that what is beyond is of sizes that were needed before."""
@@ -117,7 +117,7 @@ def _load_values(
 
 
 def _streams(parameter: MaterializingParameter, unit: Unit) -> bool:
-    """Say whether a parameter's values go to a drive in the order in which they are stored."""
+    """Return whether a parameter's values go to a drive in the order in which they are stored."""
     return parameter.is_contiguous() and isinstance(unit.backing, NvmeBacking)
 
 

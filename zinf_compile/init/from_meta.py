@@ -79,7 +79,7 @@ def partition(
     """
     config = Config.from_options(options)
     if init is not None and checkpoint is not None:
-        raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; leave one away")
+        raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; omit one")
     model, device = plain(model), torch.device(device)
     targets = _collect(model, device)
     steps = list(_steps(model, init, checkpoint is not None))

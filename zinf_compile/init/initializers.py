@@ -1,4 +1,4 @@
-"""Which initialisers a model's modules have, in the order in which building it runs them."""
+"""Initialisers of a model's modules, in the order in which building it runs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KNOWN: dict[str, Callable[[Any], object]] = {
         nn.init.zeros_(module.bias),
     ),
 }
-"""What constructors of classes do that have no initialiser beside them."""
+"""Initialisers of classes that initialise in their constructor alone."""
 
 
 def steps_of(model: nn.Module, *, strict: bool) -> Iterator[Step]:
@@ -84,7 +84,7 @@ def initialiser_of(module: nn.Module) -> Callable[[], object] | None:
 
 
 def initialises_all(module: nn.Module) -> bool:
-    """Say whether the module is a model of transformers that initialises all below it at the end of its constructor."""
+    """Return whether the module is a model of transformers that initialises all below it at the end of its constructor."""
     return callable(getattr(module, "initialize_weights", None)) and "post_init" in _names_in_constructor(type(module))
 
 

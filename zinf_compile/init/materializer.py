@@ -1,4 +1,4 @@
-"""The values of parameters on their way into shards: those of one module at a time are in memory."""
+"""Whole values of parameters that are being materialized: those of one module at a time are in memory."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from .parallel_random import Fill, is_large
 class Materializer:
     """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
 
-    What is put away may still be on its way to a drive while the next module's values are made: as long as all of it takes no
-    more than `room` bytes. A value that is only drawn is none yet, where there are `deferred`: it is made when somebody reads it,
+    Values may still be written to a drive while the next module's are made, as long as all of them take no more than `room`
+    bytes. A value that is only drawn is none yet, where there are `deferred`: it is made when somebody reads it,
     or after all that draws it; to a drive it goes in pieces, of which each rank makes its own.
     """
 
@@ -41,14 +41,14 @@ class Materializer:
         self._compare = compare
         """Take checksums, by which ranks find out that they don't make the same model."""
         self._open: dict[int, _Open] = {}
-        self._leaving: collections.deque[tuple[_Open, Pending]] = collections.deque()
+        self._saving: collections.deque[tuple[_Open, Pending]] = collections.deque()
         self._memory = GatherMemory()
         self._closed = False
         self.enlist: Callable[[nn.Parameter, str, int], None] | None = None
         """Makes a parameter of one more parameter, given its name and owner; None: all that will be are here."""
 
     def whole(self, parameter: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
-        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+        """Return the value in the parameter's shape; where a caller `fills` it, its earlier value is not loaded."""
         self._reject_if_closed(parameter)
         opened = self._open.get(id(parameter))
         if opened is None:
@@ -62,25 +62,25 @@ class Materializer:
         parameter._zinf_materialization.filled = True
 
     def undo(self, parameter: MaterializingParameter) -> None:
-        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
+        """Drop memory that a caller failed to fill: the value is the earlier one."""
         self._open.pop(id(parameter), None)
 
     def is_open(self, parameter: MaterializingParameter) -> bool:
-        """Say whether a value is whole now."""
+        """Return whether a value is whole now."""
         return id(parameter) in self._open
 
     def may_defer(self, parameter: MaterializingParameter) -> bool:
-        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
+        """Return whether the fill of a value may be deferred: nobody has the value, and its elements lie in order."""
         large = is_large(parameter.numel(), parameter.dtype)
         return self._deferred is not None and large and parameter.is_contiguous() and id(parameter) not in self._open
 
     def defer(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
-        """Note which operator draws a value, for when it is needed; say whether that could be done."""
+        """Note which operator draws a value, for when it is needed; return whether that could be done."""
         self._reject_if_closed(parameter)
         return self._deferred is not None and self._deferred.note(parameter, func, settings)
 
     def adopt(self, parameter: MaterializingParameter, value: torch.Tensor) -> None:
-        """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
+        """Make a tensor's value the parameter's; its metadata, too, where the parameter's isn't settled."""
         materialization = parameter._zinf_materialization
         if materialization.settled and (value.shape != parameter.shape or value.dtype != parameter.dtype):
             raise UnsupportedModelError(
@@ -102,20 +102,20 @@ class Materializer:
         self._take_fill(parameter)
 
     def close(self, *, but: int | None = None) -> None:
-        """Put away what is whole, but for the parameters of one module and what somebody has a view of."""
+        """Save and drop whole values, except those of one module and those that somebody has a view of."""
         for key, opened in list(self._open.items()):
             materialization = opened.materialization()  # None: it was replaced by another while it was here
-            if materialization is None or (materialization.owner != but and self._put_away(materialization, opened)):
+            if materialization is None or (materialization.owner != but and self._save(materialization, opened)):
                 del self._open[key]
 
     def finish(self) -> None:
-        """Put away everything, of what somebody still has a view of, what it is now; return when it is kept."""
+        """Save all values, those with a view elsewhere as they are now; return when they are saved."""
         self.close()
         self._open.clear()
         for parameter in self._deferred.finish() if self._deferred is not None else ():
             self.whole(parameter)
             self.close()
-        while self._leaving:
+        while self._saving:
             self._wait_for_oldest()
         self._memory.clear()
 
@@ -125,7 +125,7 @@ class Materializer:
         self._open.clear()
         if self._deferred is not None:
             self._deferred.drop()
-        self._leaving.clear()
+        self._saving.clear()
         self._memory.clear()
 
     def _bring(self, parameter: MaterializingParameter, *, fills: bool) -> _Open:
@@ -156,8 +156,8 @@ class Materializer:
                 "build the model anew"
             )
 
-    def _put_away(self, materialization: Materialization, opened: _Open) -> bool:
-        """Keep a value; say whether nobody has a view of it."""
+    def _save(self, materialization: Materialization, opened: _Open) -> bool:
+        """Save a value; return whether nobody has a view of it."""
         alone = opened.is_alone()
         flat = opened.flat
         if materialization.place is None:
@@ -170,7 +170,7 @@ class Materializer:
         saving = materialization.place.save(flat)
         materialization.kept = True
         if alone:
-            self._leaving.append((opened, saving))
+            self._saving.append((opened, saving))
             return True
         saving.wait()  # whoever has a view may change it at any time
         del flat
@@ -178,10 +178,10 @@ class Materializer:
 
     def _take_memory(self, size: int) -> memoryview:
         """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
-        if self._deferred is None and not self._open and not self._leaving:  # else large values are rarely whole
+        if self._deferred is None and not self._open and not self._saving:  # else large values are rarely whole
             self._memory.reserve(self._room)
-        while self._leaving:
-            held = sum(opened.size for opened in [*self._open.values(), *(leaving for leaving, _ in self._leaving)])
+        while self._saving:
+            held = sum(opened.size for opened in [*self._open.values(), *(saved for saved, _ in self._saving)])
             view = self._memory.lend_view(size, fresh=False) if held + size <= self._room else None
             if view is not None:
                 return view
@@ -191,7 +191,7 @@ class Materializer:
         return fresh
 
     def _wait_for_oldest(self) -> None:
-        opened, saving = self._leaving.popleft()
+        opened, saving = self._saving.popleft()
         saving.wait()
         del opened  # counted until then
 
@@ -225,7 +225,7 @@ class _Open:
         return self.flat.as_strided(self._shape, self._stride)
 
     def is_alone(self) -> bool:
-        """Say whether the memory is its own, and nobody else has a tensor on it."""
+        """Return whether the memory is its own, and nobody else has a tensor on it."""
         dtype = self.flat.dtype
         if self._memory is None or not self.let_go():
             return False

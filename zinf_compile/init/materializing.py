@@ -1,4 +1,4 @@
-"""A parameter on its way into shards: hollow, but initialisers may read and write it."""
+"""A parameter that is being materialized: hollow, but initialisers may read and write it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FILLS = frozenset(
         "log_normal_", "cauchy_", "geometric_", "bernoulli_",
     }
 )  # fmt: skip
-"""Functions that overwrite all of their first argument: what it was before need not be brought."""
+"""Functions that overwrite all of their first argument: its earlier value need not be loaded."""
 
 
 _DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
@@ -34,7 +34,7 @@ _DRAWS = frozenset({"uniform_", "normal_", "kaiming_uniform_"})
 
 
 class ValueStore(Protocol):
-    """Where a value is kept between the times when it is needed whole."""
+    """The store of a value between the times when it is needed whole."""
 
     def load(self, into: torch.Tensor) -> None:
         """Fill a flat tensor of the host with the whole value. On several ranks all do so together."""
@@ -47,28 +47,28 @@ class ValueStore(Protocol):
 
 
 class ValueHolder(Protocol):
-    """What materializing parameters ask of the one that holds their values: see `materializer.py`."""
+    """The holder of the values of materializing parameters: see `materializer.py`."""
 
     enlist: Callable[[nn.Parameter, str, int], None] | None
     """Makes one more parameter a materializing one, given its name and owner; None: all that will be are here."""
 
     def whole(self, parameter: MaterializingParameter, *, fills: bool = False) -> torch.Tensor:
-        """Return the value in the parameter's shape; where a caller `fills` it, what it was before is not brought."""
+        """Return the value in the parameter's shape; where a caller `fills` it, its earlier value is not loaded."""
 
     def filled(self, parameter: MaterializingParameter) -> None:
         """Note that a caller has filled what it asked for to `fill`."""
 
     def undo(self, parameter: MaterializingParameter) -> None:
-        """Forget what was brought for a caller to fill, which failed: the value is what it was before."""
+        """Drop memory that a caller failed to fill: the value is the earlier one."""
 
     def is_open(self, parameter: MaterializingParameter) -> bool:
-        """Say whether a value is whole now."""
+        """Return whether a value is whole now."""
 
     def may_defer(self, parameter: MaterializingParameter) -> bool:
-        """Say whether what draws a value may be noted: nobody has it, and its elements lie in order."""
+        """Return whether the fill of a value may be deferred: nobody has the value, and its elements lie in order."""
 
     def defer(self, parameter: MaterializingParameter, func: Any, settings: Sequence[float]) -> bool:
-        """Note which operator draws a value, for when it is needed; say whether that could be done."""
+        """Note which operator draws a value, for when it is needed; return whether that could be done."""
 
     def adopt(self, parameter: MaterializingParameter, value: torch.Tensor) -> None:
         """Make a tensor's value the parameter's, whose metadata becomes the tensor's where it isn't settled."""
@@ -76,7 +76,7 @@ class ValueHolder(Protocol):
 
 @dataclasses.dataclass
 class Materialization:
-    """What is known of a parameter until it is partitioned."""
+    """The record of a parameter until it is partitioned."""
 
     name: str
     owner: int

@@ -8,11 +8,11 @@ from zinf_compile._csrc import Mt19937
 
 _WORDS, _STATE_BYTES = 624, 5056
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
-"""Where PyTorch's form of a state has what it needs to go on: see CPUGeneratorImplStateLegacy in its sources."""
+"""Offsets in PyTorch's form of a generator's state: see CPUGeneratorImplStateLegacy in its sources."""
 
 
 def is_state(state: torch.Tensor) -> bool:
-    """Say whether a generator's state has the form known here."""
+    """Return whether a generator's state has the form known here."""
     return state.dtype == torch.uint8 and state.shape == (_STATE_BYTES,)
 
 

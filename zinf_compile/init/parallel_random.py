@@ -26,7 +26,7 @@ from zinf_compile._torch import TorchDispatchMode
 from .mt19937 import Stream, is_state
 
 _LEAST_NUMEL = 1 << 20
-"""What PyTorch draws in a few milliseconds it may draw alone."""
+"""Elements that PyTorch draws in a few milliseconds by itself."""
 _GROUP = 16
 """See the note on groups."""
 
@@ -56,7 +56,7 @@ class ParallelDraws(TorchDispatchMode):
 
 
 def is_draw(func: Any) -> bool:
-    """Say whether an operator is one that this file knows."""
+    """Return whether an operator is one that this file knows."""
     return func in _SETTINGS
 
 
@@ -66,7 +66,7 @@ def settings_of(func: Any, args: Sequence[Any]) -> tuple[float, ...]:
 
 
 def is_large(numel: int, dtype: torch.dtype) -> bool:
-    """Say whether a contiguous tensor is one of which ranges are drawn by themselves."""
+    """Return whether a contiguous tensor is one of which ranges are drawn by themselves."""
     return numel >= _LEAST_NUMEL and dtype in _WORDS
 
 
@@ -82,7 +82,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """What `normal_` or `uniform_` makes of a flat tensor: any range of it can be made at any time."""
+    """The values that `normal_` or `uniform_` gives a flat tensor: any range of them can be made at any time."""
 
     func: Any
     settings: tuple[float, ...]
@@ -146,7 +146,7 @@ def plan_fill(func: Any, numel: int, dtype: torch.dtype, settings: Sequence[floa
 
 
 def parts_agree(dtype: torch.dtype) -> bool:
-    """Say whether in this version of PyTorch ranges drawn by themselves are those of the whole."""
+    """Return whether in this version of PyTorch ranges drawn by themselves are those of the whole."""
     return all(_parts_agree(func, dtype) for func in _SETTINGS)
 
 

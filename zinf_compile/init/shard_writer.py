@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import bisect
-import collections
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 
-from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.memory.inflight import InflightQueue
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.transfer.move import move, on_host, route_of
 from zinf_compile.runtime.units.shard_values import pieces_of as shard_pieces
 from zinf_compile.runtime.units.unit import Unit
 
 BYTES_ON_THE_WAY = 64 << 20
-"""Made or written while the next piece is begun; one piece at least, however large."""
+"""The most bytes of pieces being made or written; one piece at least, however large."""
 
 
 class Piece(NamedTuple):
@@ -43,20 +43,17 @@ def pieces_of(unit: Unit) -> list[Piece]:
 
 
 class PieceWriter:
-    """Has pieces made, by threads of its own where it has some, and written; counts what they take as staged."""
+    """Makes pieces, by threads of its own where it has some, and writes them; their buffers count as staging."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int = BYTES_ON_THE_WAY, threads: int = 0) -> None:
         self._pool = BufferPool(most_bytes, account=lambda change: ledger.add("staging", change))
-        self._most_bytes = most_bytes
-        self._bytes = 0
         self._threads = ThreadPoolExecutor(threads) if threads else None
-        self._under_way: collections.deque[tuple[Callable[[], Pending], torch.Tensor]] = collections.deque()
+        self._writing = InflightQueue(most_bytes)
 
     def write(self, unit: Unit, piece: Piece, make: Callable[[torch.Tensor], object]) -> None:
         """Let `make` fill a flat tensor with the piece's valid elements, and write it to the unit's drive."""
         size = unit.format.bytes(piece.last - piece.first)
-        while self._under_way and self._bytes + size > self._most_bytes:
-            self._wait_for_oldest()
+        self._writing.make_room(size)
         room = self._pool.take(size)
         assert room is not None, "no more is out than the pool may have"
 
@@ -69,36 +66,36 @@ class PieceWriter:
 
         if self._threads is not None:
             begun: Future[Pending] = self._threads.submit(begin)
-            self._under_way.append((begun.result, room))
         else:
-            writing = begin()
-            self._under_way.append((lambda: writing, room))
-        self._bytes += room.nbytes
+            begun = Future()
+            begun.set_result(begin())
+        self._writing.add(_Write(begun, self._pool, room), room.nbytes)
 
     def drain(self) -> None:
         """Return when all is written; raise the first error, after all has ended."""
-        under_way, self._under_way = self._under_way, collections.deque()
-        self._bytes = 0
-        wait_for_all(lambda begun=begun: begun().wait() for begun, _ in under_way)  # type: ignore[misc]
-        for _, room in under_way:
-            self._pool.give_back(room)
+        self._writing.drain()
 
     def close(self) -> None:
-        """The same, and let go of threads and memory."""
+        """Drain, and release threads and memory."""
         try:
             self.drain()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Wait for nothing: what is under way ends by itself."""
-        self._under_way.clear()
+        """Release threads and memory without waiting: writes under way end by themselves."""
+        self._writing.abandon()
         self._pool.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _wait_for_oldest(self) -> None:
-        begun, room = self._under_way.popleft()
-        self._bytes -= room.nbytes
-        begun().wait()
-        self._pool.give_back(room)
+
+class _Write:
+    """One piece being made, and then written; its buffer goes back to the pool when somebody has waited for it."""
+
+    def __init__(self, begun: Future[Pending], pool: BufferPool, buffer: torch.Tensor) -> None:
+        self._begun, self._pool, self._buffer = begun, pool, buffer
+
+    def wait(self) -> None:
+        self._begun.result().wait()
+        self._pool.give_back(self._buffer)

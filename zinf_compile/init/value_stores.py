@@ -1,4 +1,4 @@
-"""Where the values of parameters are kept until these are partitioned: in their unit, or for now in host memory."""
+"""Stores of parameters' values until these are partitioned: their unit, or host memory for now."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def filled_on(device: torch.device, into: torch.Tensor, context: Context) -> Ite
 
 
 class UnitValues:
-    """The unit's own place, whatever its tier: what is saved here stays."""
+    """The unit's own shard, on any tier: values saved here are final."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit

@@ -36,7 +36,7 @@ _UNTRIMMED_BYTES = 16 << 20
 
 
 def is_building() -> bool:
-    """Say whether a `partitioned()` block is open."""
+    """Return whether a `partitioned()` block is open."""
     return bool(_active)
 
 
@@ -78,7 +78,7 @@ def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterat
 
 
 class _Building:
-    """What is built inside one `partitioned` block."""
+    """The parameters built inside one `partitioned` block."""
 
     def __init__(self, config: Config, host: Context) -> None:
         self._config, self._host = config, host

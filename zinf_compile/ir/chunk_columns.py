@@ -17,7 +17,7 @@ VALUE, GRADIENT = "parameter", "gradient"
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What a buffer has memory for: so many elements of one type, on the sides where they are needed."""
+    """Memory in a chunk buffer for elements of one type, on the sides where they are needed."""
 
     dtype: torch.dtype
     host: bool
@@ -26,7 +26,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTiers:
-    """Where a chunk's columns live, and where they are updated."""
+    """The tiers of a chunk's columns, and the side on which they are updated."""
 
     params: Tier
     grads: Tier

@@ -21,7 +21,7 @@ WORTH_BYTES = 256 * 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeShape:
-    """How compute is cut up. Made once for each compiled graph, from declared options.
+    """The division of compute. Made once for each compiled graph, from declared options.
 
     Within one shape no placement and no cap changes a bit; two shapes may differ in rounding.
     """

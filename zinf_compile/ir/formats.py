@@ -1,4 +1,4 @@
-"""How values are represented where they are stored, sent and added up, and how many bytes that takes.
+"""Formats of values where they are stored, sent and added up, and the bytes that these take.
 
 All bytes of states are counted here: of parameters, gradients and optimizer states, on any tier, between ranks and in buffers.
 What is no state (an activation, a batch, a tensor of a file) may say its own `nbytes`.

@@ -1,4 +1,4 @@
-"""One row of the table of operators: all that passes, analyses and the runtime know about an operator that moves something.
+"""Rows of the table of operators: the properties of a transfer operator, read by passes, analyses and the runtime.
 
 A new transfer operator is a row in `ops`, a step that the executor performs, and the pass that inserts it.
 """
@@ -16,14 +16,14 @@ from torch.library import Library
 from .steps import Issued, Step
 
 LANES = GATHER, REDUCE, READ, COPY_IN, COPY_OUT, WRITE = "gather", "reduce", "read", "copy in", "copy out", "write"
-"""What serves transfers, one after the other: the two directions between ranks, of a drive, and between host and device."""
+"""Lanes perform transfers one after the other: two directions between ranks, two of a drive, two between host and device."""
 
 LONE_GROUP = -1
 """Group number of a transfer that is issued alone."""
 
 
 class Volume(enum.Enum):
-    """What one rank moves in a transfer."""
+    """The part of a unit that one rank moves in a transfer."""
 
     NOTHING = enum.auto()
     SHARD = enum.auto()
@@ -31,25 +31,25 @@ class Volume(enum.Enum):
     OTHER_SHARDS = enum.auto()
     """The shards of all other ranks, received or sent."""
     ROWS = enum.auto()
-    """The other ranks' part of the rows that are named."""
+    """The other ranks' part of the rows that are looked up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpSpec:
-    """What an operator is called, means on one process, becomes in a program, and moves."""
+    """An operator's name, kernel, step in a program, and transfer."""
 
     name: str
     schema: str
     """Arguments and result. An argument `unit` is the hollow parameter, `src` and `dst` are tiers, `group` numbers transfers
     that are issued together. Without a `unit`, the first argument leads to it."""
     kernel: Callable[..., Any]
-    """What the operator means on one process, where a shard is the whole."""
+    """The operator's result on one process, where a shard is the whole unit."""
     step: Callable[[Sequence[Issued]], Step] | None = None
     """Makes the program's step of all operators of a group; None: passes replace the operator before a graph is lowered."""
     compute: bool = False
-    """It is compute to who looks at a schedule, though the executor performs it."""
+    """Counts as compute in a schedule, though the executor performs it."""
     lane: Callable[[str, str], str] | str | None = None
-    """The lane that serves it, for a hop that of (src, dst); None: it moves nothing."""
+    """The lane that performs it, for a hop the one of (src, dst); None: it moves nothing."""
     volume: Volume = Volume.NOTHING
     collective: bool = False
     """All ranks take part, in the same order."""
@@ -59,7 +59,7 @@ SPECS: dict[object, OpSpec] = {}
 """The rows, by operator."""
 
 SCHEDULE_OPS: set[object] = set()
-"""What the executor performs itself; everything else in a graph is compute."""
+"""Operators that the executor performs itself; everything else in a graph is compute."""
 
 _library = Library("zinf", "DEF")
 _positions: dict[object, dict[str, int]] = {}

@@ -1,35 +1,35 @@
-"""The intermediate representation: operators that say what moves, and when.
+"""The intermediate representation: operators for transfers between ranks and between tiers, and their order.
 
 | operator                                  | meaning                                                                    |
 |-------------------------------------------|----------------------------------------------------------------------------|
-| `zinf::swap_in(unit, src, dst, group)`    | this rank's shard one tier nearer; starts the transfer, returns a handle   |
+| `zinf::swap_in(unit, src, dst, group)`    | moves this rank's shard by one hop; starts the transfer, returns a handle  |
 | `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle    |
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
-| `zinf::gather_rows(unit, indices, src)`   | the rows of the unit that are named, from shards of all ranks              |
+| `zinf::gather_rows(unit, indices, src)`   | the rows of the unit at these indices, from shards of all ranks            |
 | `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
-| `zinf::swap_out(grad, src, dst)`          | a reduced gradient's shard one tier further away; starts it, as a handle   |
+| `zinf::swap_out(grad, src, dst)`          | moves a reduced gradient's shard by one hop; starts it, as a handle        |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
-issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they travel, and the full unit is of
-it. `reduce_scatter(..., dtype=)` casts a gradient before it travels, mostly to a wider type, which is then that of its shard;
-its result shows the parameter's all the same. Handles and results have the logical shape of the parameter, so that the graph
+issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they are sent, and the full unit has
+that type. `reduce_scatter(..., dtype=)` casts a gradient before it is sent, mostly to a wider type, which its shard then has;
+its result still shows the parameter's type. Handles and results have the logical shape of the parameter, so that the graph
 type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
-stands for the box between these indices, and `zinf::join_tiles(parts, unit)` for the gradient whose tiles are `parts`. Of one in
-which rows are looked up, `zinf::gather_rows` moves these alone, from the tier `src`: what it returns is there when it returns.
+stands for the box between these indices, and `zinf::join_tiles(parts, unit)` for the gradient whose tiles are `parts`. Of a
+parameter that is only indexed by rows, `zinf::gather_rows` moves those rows from the tier `src`; it returns when they are there.
 `zinf::reduce_buffer(unit)` is memory for the full gradient of a tile, to be written and reduced: where the shard will be, if it
 can.
 
-A gather says what ranks move between them, a swap what one rank moves by itself, its shard: with N ranks 1/N of the unit. With
-parameters on a drive, two hops away from the device, the middle of a forward so reads, one group of layers in each stage:
+A gather is a transfer between ranks, a swap one of a rank's own shard: with N ranks 1/N of the unit. With parameters on a drive,
+two hops from the device, the middle of a forward is, with one group of layers in each stage:
 
     h = all_gather(c, 2);  d = swap_in(s, "host", "device", 3);  t = swap_in(w4, "nvme", "host", 4)
     v = wait(g);  a = mm(x, v);  release(v)
 
-The kernels registered here are what the operators mean on one process, where a shard is the whole: a scheduled graph can so be
+The kernels registered here are the operators' results on one process, where a shard is the whole: a scheduled graph can so be
 run as plain FX, which is how tests compare numbers before and after a pass. In training the executor of
 `zinf_compile.runtime` performs the schedule instead and never dispatches these operators.
 """

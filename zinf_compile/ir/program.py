@@ -1,4 +1,4 @@
-"""What the passes hand to the runtime: a scheduled graph as plain values, free of FX.
+"""Programs: scheduled graphs as plain values, free of FX. Passes lower a graph to one, the executor performs it.
 
 A program works on numbered registers. Registers 0..n-1 hold the graph's inputs; a register that holds a hollow parameter is
 described by a `ParameterSlot`. Steps are performed in order, exactly as written.
@@ -33,11 +33,11 @@ class ParameterSlot:
     device: torch.device
     requires_grad: bool
     tiles: tuple[Box, ...] = ()
-    """Where it is cut, if it is."""
+    """Boxes of its tiles; none where it is gathered as a whole."""
     reduced_in: torch.dtype | None = None
-    """The type of its gradient between ranks and until the step, where that is another than its own."""
+    """The type of its gradient between ranks and until the step; None: its own."""
     tile: int | None = None
-    """Of a tile, which is a slot by itself: its number among those of the parameter."""
+    """The number of the tile, where the slot is one of a parameter's tiles."""
 
     @classmethod
     def of(cls, parameter: torch.Tensor, name: str, *, index: int = 0, device: torch.device | None = None) -> ParameterSlot:
@@ -57,7 +57,7 @@ class ParameterSlot:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Tells it from all other slots of a graph, and their tiles."""
+        """Unique among the slots of a graph and their tiles."""
         return self.index, -1 if self.tile is None else self.tile
 
     def cut(self, number: int) -> ParameterSlot:
@@ -84,12 +84,12 @@ class ParameterSlot:
 
     @property
     def format(self) -> StateFormat:
-        """How its values are stored."""
+        """The format in which its values are stored."""
         return format_of(self.dtype)
 
     @property
     def reduce_format(self) -> StateFormat:
-        """How its gradient is sent, added up and kept."""
+        """The format in which its gradient is sent, added up and kept."""
         return format_of(self.reduce_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""How rows of a large parameter are looked up: a part of a tile at a time, so that little is on its way at once."""
+"""Rounds in which rows of a large parameter are looked up: a part of a tile each, which bounds the bytes in transfer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tiling import Box
 ROUNDS_PER_TILE = 4
 
 ROUND_BYTES = 16 << 20
-"""Of a parameter that isn't cut into tiles: at most as many a round."""
+"""The most bytes of a round of a parameter without tiles."""
 
 
 _FLOAT = format_of(torch.float32)

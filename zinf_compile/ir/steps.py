@@ -1,4 +1,4 @@
-"""The steps of a program: what the executor performs, one transfer or one region of compute each.
+"""The steps of a program: one transfer or one region of compute each, performed by the executor.
 
 A step is made of the operators that are issued together (`Issued`, one for each) by its class's `of`, and says which registers it
 reads and writes. Which operator becomes which step stands in the operator's row in `ops`.
@@ -15,7 +15,7 @@ import torch
 
 
 class GradAlias(enum.IntEnum):
-    """Who can see a gradient's memory besides its reduction. Decides whether it must be copied."""
+    """Aliases of a gradient's memory besides its reduction. Decides whether it must be copied."""
 
     NOBODY = 0
     """It may become the shard."""
@@ -34,17 +34,17 @@ class Issued:
     out: int
     """Register of its result; -1 where it gives none."""
     dtype: torch.dtype
-    """As which its unit travels and is held."""
+    """The type in which its unit is sent and held."""
     alias: Callable[[], GradAlias]
-    """Who can see the memory of its first argument besides itself."""
+    """Aliases of the memory of its first argument."""
 
 
 class Step(Protocol):
-    """What the executor performs at once."""
+    """One transfer or region of compute, as the executor performs it."""
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Registers whose values it takes."""
+        """Registers whose values it reads."""
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Step(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Start to bring shards one tier nearer to the device."""
+    """Start to swap shards in by one hop."""
 
     src: str
     dst: str
@@ -76,7 +76,7 @@ class SwapIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Start to bring a reduced gradient's shard one tier further away."""
+    """Start to swap a reduced gradient's shard out by one hop."""
 
     src: str
     dst: str
@@ -106,7 +106,7 @@ class Gather:
     members: tuple[tuple[int, int], ...]
     """(register of the hollow parameter or of the handle of its swap, register of the handle)."""
     dtype: torch.dtype
-    """As which the units travel and are held: theirs, or a narrower one, to which shards are cast on the way."""
+    """The type in which the units are sent and held: their own, or a narrower one, to which shards are cast first."""
 
     @classmethod
     def of(cls, issued: Sequence[Issued]) -> Gather:
@@ -146,7 +146,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatherRows:
-    """Look rows of a unit up, which is never whole."""
+    """Look up rows of a unit that is never gathered as a whole."""
 
     unit: int
     indices: int
@@ -217,9 +217,9 @@ class Reduce:
 
     group: int
     members: tuple[tuple[int, int, int, GradAlias], ...]
-    """(register of the gradient, of the hollow parameter, of the result, and who else can see the gradient's memory)."""
+    """(register of the gradient, of the hollow parameter, of the result, and aliases of the gradient's memory)."""
     dtype: torch.dtype
-    """As which the gradients travel and their shards are kept; what the graph gives in another type is cast before."""
+    """The type in which gradients are sent and their shards kept; gradients of another type are cast before."""
 
     @classmethod
     def of(cls, issued: Sequence[Issued]) -> Reduce:

@@ -71,7 +71,7 @@ def all_tiers() -> tuple[Tier, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """How tiers are linked."""
+    """The links between tiers."""
 
     host_apart: bool
     """Whether the device has memory of its own, and shards are copied between that and the host's."""
@@ -133,7 +133,7 @@ class Placement:
     reduce_dtype: torch.dtype | None = None
     """The type of gradients between ranks and until the step; None: the master copy's, or else the parameter's own."""
     update: Tier | None = None
-    """Where parameters are updated, on the host or the device; None: where the optimizer's states live."""
+    """The side on which parameters are updated, host or device; None: the one of the optimizer's states."""
 
     tile: int | None = None
     """Parameters of more bytes are cut into tiles of at most as many; None: none is."""

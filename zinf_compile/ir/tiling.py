@@ -1,4 +1,4 @@
-"""Where a large parameter is cut: into boxes that lie in one stretch of memory each, one after the other."""
+"""Tiles of large parameters: boxes that lie in one stretch of memory each, one after the other."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def check_elementwise(optimizer: Optimizer, unit: Unit | ParameterSlot) -> None:
 
 
 def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Say whether the optimizer updates each element of a parameter of this group, of type `dtype`, by that element alone."""
+    """Return whether the optimizer updates each element of a parameter of this group, of type `dtype`, by that element alone."""
     return _verdict(optimizer, group, dtype).problem is None
 
 
@@ -187,7 +187,7 @@ def _across(grad: torch.Tensor, trial: Trial) -> torch.Tensor:
 
 
 def _of_pytorch(optimizer: Optimizer) -> bool:
-    """Say whether the optimizer is one of PyTorch's own, none of which changes its rule after the first steps."""
+    """Return whether the optimizer is one of PyTorch's own, none of which changes its rule after the first steps."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 

@@ -118,7 +118,7 @@ def nested_state(states: Mapping[str, Any]) -> str | None:
 
 
 def differ_clearly(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether more than a few elements differ by more than rounding could make them."""
+    """Return whether more than a few elements differ by more than rounding could make them."""
     rounding = max(1e-4, 16 * torch.finfo(one.dtype).eps)
     near = torch.isclose(one.float(), other.float(), rtol=rounding, atol=rounding / 10, equal_nan=True)
     return bool((~near).sum() > max(1, one.numel() // 100))

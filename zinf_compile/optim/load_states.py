@@ -122,7 +122,7 @@ def _on_host(value: torch.Tensor, unit: Unit) -> torch.Tensor:
 
 
 def _is_large(value: Any, parameter: ShardedParameter) -> bool:
-    """Say whether a value is a state of the parameter's size, which the drive stores."""
+    """Return whether a value is a state of the parameter's size, which the drive stores."""
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or parameter._zinf_unit.numel == 1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -128,6 +129,7 @@ class OffloadedStates:
     def load_chunks(self, optimizer: Optimizer) -> Generator[tuple[int, ChunkBuffer]]:
         """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight."""
         gradients, due = self.gradients, self._order()
+        ending = sys.is_finalizing  # a kept error may close this generator when modules are gone
         self._first = due[: len(self.transfers.buffers) - 1]
         self._forward = not self._forward
         self._ahead.clear()
@@ -141,6 +143,8 @@ class OffloadedStates:
                 buffer.held = True
                 yield number, buffer
         except BaseException:
+            if ending():
+                raise
             if self.gradients is gradients:  # unless a kept error closes this generator during a later step
                 self.gradients = {}
             with contextlib.suppress(StoreError):
@@ -342,7 +346,7 @@ class OffloadedStates:
 
 
 def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
-    """Say whether updates of parameters and states at this placement may be deferred: all on drives.
+    """Return whether updates of parameters and states at this placement may be deferred: all on drives.
 
     User code may read values in memory through an alias made before the step, without waiting.
     """

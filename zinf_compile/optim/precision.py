@@ -76,7 +76,7 @@ def warn_of_short_updates(optimizer: Optimizer, parameters: list[ShardedParamete
             record_of(optimizer).warned.add(_WARNED)
             warnings.warn(
                 f'option master="float32" does nothing: no parameter is bf16 or fp16; {unit.name}, for one, is {unit.dtype} and '
-                "updated in that precision anyway. Leave the option away, or convert the model, as model.bfloat16() does, before "
+                "updated in that precision anyway. Omit the option, or convert the model, as model.bfloat16() does, before "
                 "its first compiled call",
                 stacklevel=2,
             )

@@ -50,7 +50,7 @@ def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter
     due = {id(p) for source in (chunked.sources if chunked is not None else ()) for p in source.due}
 
     def has_no_chunk(group: dict[str, Any]) -> bool:
-        """Say whether no chunk belongs to the group: as in eager, its counters advance without a gradient."""
+        """Return whether no chunk belongs to the group: as in eager, its counters advance without a gradient."""
         return not any(id(p) in due for p in group["params"])
 
     stand_in, groups = make_stand_in(optimizer, members, without_members=has_no_chunk)

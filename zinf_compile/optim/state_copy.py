@@ -57,5 +57,5 @@ class StateCopy:
         return found
 
     def same_bytes(self, start: int, end: int, other: torch.Tensor) -> bool:
-        """Say whether elements `start` to `end` have the bits of `other`."""
+        """Return whether elements `start` to `end` have the bits of `other`."""
         return torch.equal(self.flat[start:end].view(torch.uint8), other.contiguous().cpu().view(torch.uint8))

@@ -7,7 +7,7 @@ import math
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Topology
 
-from .memory_model import MemoryModel, Passing
+from .memory_model import MemoryModel, TransientMemory
 from .plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, BUCKETS_REDUCED, GraphPlan
 
 
@@ -26,7 +26,7 @@ class Headroom:
         return count
 
 
-def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_bytes: int, one_ahead: int) -> GraphPlan:
+def plan_graph(model: MemoryModel, transient: TransientMemory, *, spare: Sides, bucket_bytes: int, one_ahead: int) -> GraphPlan:
     """Decide how far ahead one graph runs with `spare` bytes left within the caps.
 
     `one_ahead`: bytes gathered or being swapped in if the look-ahead alone bounds the schedule, the most that it can use. Memory
@@ -34,14 +34,14 @@ def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_byt
     """
     headroom = Headroom(spare, model.topology)
     chunk_buffers = 1 + headroom.take(CHUNK_BUFFERS - 1, *model.chunk)
-    widest = max(BUCKETS_ON_THE_WAY * bucket_bytes, math.ceil(BUCKETS_GATHERED * bucket_bytes * passing.widening))
-    wished_ahead = max(0, max(widest, one_ahead) - passing.full) if passing.gathered else 0
-    wished_reduced = max(0, BUCKETS_REDUCED * bucket_bytes - passing.reduced) if passing.reduced else 0
+    widest = max(BUCKETS_ON_THE_WAY * bucket_bytes, math.ceil(BUCKETS_GATHERED * bucket_bytes * transient.widening))
+    wished_ahead = max(0, max(widest, one_ahead) - transient.full) if transient.gathered else 0
+    wished_reduced = max(0, BUCKETS_REDUCED * bucket_bytes - transient.reduced) if transient.reduced else 0
     wished_staging = max(0, STAGING_BYTES - model.staging) if model.staging else 0
-    ahead = headroom.take(min(widest - passing.full, wished_ahead), passing.on_device, passing.on_host)
+    ahead = headroom.take(min(widest - transient.full, wished_ahead), transient.on_device, transient.on_host)
     reduced = headroom.take(wished_reduced, 1)
     staging = headroom.take(wished_staging, 0, 1)
-    ahead += headroom.take(wished_ahead - ahead, passing.on_device, passing.on_host)
+    ahead += headroom.take(wished_ahead - ahead, transient.on_device, transient.on_host)
     return GraphPlan(
         ahead=ahead,
         reduced=reduced,
@@ -49,9 +49,9 @@ def plan_graph(model: MemoryModel, passing: Passing, *, spare: Sides, bucket_byt
         chunk_buffers=chunk_buffers,
         wish=Sides(
             (CHUNK_BUFFERS - 1) * model.chunk.device
-            + math.ceil(wished_ahead * passing.on_device)
+            + math.ceil(wished_ahead * transient.on_device)
             + wished_reduced
             + model.topology.counted(Sides(0, wished_staging)).device,
-            (CHUNK_BUFFERS - 1) * model.chunk.host + math.ceil(wished_ahead * passing.on_host) + wished_staging,
+            (CHUNK_BUFFERS - 1) * model.chunk.host + math.ceil(wished_ahead * transient.on_host) + wished_staging,
         ),
     )

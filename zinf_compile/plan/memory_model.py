@@ -25,7 +25,7 @@ from .plan import GraphMemory, GraphPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Passing:
+class TransientMemory:
     """Transient memory of one graph without prefetch, in bytes."""
 
     full: int
@@ -78,7 +78,7 @@ class MemoryModel:
     """Largest chunk of the optimizer's step."""
     chunk_numel: int
     """Its elements. An optimizer that has the parameters in another order keeps to them as well."""
-    leaving: int
+    offloading: int
     """Host bytes of one gradient, or of a tile's, that is written to a drive."""
     read: int
     """Host bytes of two gradients, or of two tiles', while they are added. A norm reads one."""
@@ -88,21 +88,21 @@ class MemoryModel:
     """Host bytes of one block that isn't aligned to pages."""
 
     @property
-    def stays(self) -> Sides:
+    def resident(self) -> Sides:
         """Resident memory: shards, and gradients between backward and step."""
         return self.shards.plus(self.gradients)
 
     @property
-    def later(self) -> Sides:
+    def added_by_steps(self) -> Sides:
         """Memory that the first steps add: states, and second gradients during accumulation."""
         return self.states.plus(self.gradients)
 
     def before_computing(self, largest: int) -> Sides:
         """Return the memory of partitioning: shards, gradients, one whole parameter of `largest` bytes, and staging."""
         whole = largest + self.staging
-        return self.stays.plus(self.topology.counted(Sides(0, whole)))
+        return self.resident.plus(self.topology.counted(Sides(0, whole)))
 
-    def passing(self, graph: GraphMemory) -> Passing:
+    def transient(self, graph: GraphMemory) -> TransientMemory:
         """Return the transient memory of a graph with these needs."""
         size, swapped = self.size, self.topology.is_offloaded(self.placement.params)
         widening = graph.widening if swapped else 1.0
@@ -119,9 +119,9 @@ class MemoryModel:
         if not self.topology.host_apart:
             least = Sides(max(computing, self.read) + self.staging, 0)
         else:
-            moving = math.ceil((full + rows) * on_host) + (self.leaving if graph.left else 0)
+            moving = math.ceil((full + rows) * on_host) + (self.offloading if graph.left else 0)
             least = Sides(max(computing, self.normed), max(moving, self.read) + self.staging)
-        return Passing(
+        return TransientMemory(
             full=full,
             widening=widening,
             gathered=gathered,
@@ -238,7 +238,7 @@ def _passing_gradients(
     largest = max((count for _, count in parts), default=0)
     whole = max((count for slot, count in parts if not slot.tiles), default=0)
     return {
-        "leaving": 0 if placement.grads.in_memory else largest,
+        "offloading": 0 if placement.grads.in_memory else largest,
         "read": 2 * largest,
         "normed": whole if size == 1 and topology.host_apart else 0,
     }

@@ -3,13 +3,13 @@ them.
 
 budget — Whether a captured graph fits within the caps, and how far ahead its transfers may run there.
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
-call_names — What the user called, as the user writes it, from the function or operator that PyTorch hands to an override.
-calls — What user code calls on partitioned tensors, before autograd sees it.
-caps — Caps on what a rank may hold, in bytes, as options declare them or as the process may use them, and what it holds.
-data_assignment — What changes a parameter whose value this process has at hand: which arguments a call changes, and
+call_names — Names of calls as the user writes them, from the function or operator that PyTorch hands to an override.
+calls — Calls of user code on partitioned tensors, before autograd sees them.
+caps — Caps on the memory of a rank, in bytes, as declared by options or as the process may use it, and the bytes held.
+data_assignment — Changes of parameters whose values are on this process: arguments that a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
-eligibility — Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class.
+eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
 gradient_ops — Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a
@@ -24,11 +24,11 @@ host_shortage — Host memory for whole values outside of graphs: whether there 
     none.
 metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
     already.
-offloaded_storage — The storage of values that are off the device: its size is known, its bytes are brought when somebody
-    reads them.
-offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that brings it when it is
+offloaded_storage — The storage of values that are off the device: its size is known, its bytes are loaded when they are
     read.
-operands — What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike.
+offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that loads it when it is
+    read.
+operands — Operands of an operation on shards: the arguments that have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
 parameter_calls — Eager calls on partitioned parameters: on shards, on whole values where this process has them, or refused
@@ -39,23 +39,25 @@ partition — Whole parameters become hollow: rank 0's values, spread over the r
     uses them.
 partition_alike — A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is
     partitioned alike.
-recompile_limit — What happens when Dynamo gives a function up because it compiled it too often.
+recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds
+    it.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective
     operations.
-save_check — What of a model can't be saved through its `state_dict()`: said at the first step, not hours later at the first
-    save.
+save_check — Parts of a model that can't be saved through its `state_dict()`: reported at the first step, not at the
+    first save.
 shard_pieces — A function on shards, a piece at a time: the next piece is read, and the last one written, while one is
     computed.
 short_ranks — Refusals for lack of memory that all ranks raise together.
-shortage — What a refusal for lack of memory says: what is needed, the smallest cap that works, and which option takes less.
+shortage — Messages of refusals for lack of memory: the bytes needed, the smallest cap that works, and options that take
+    less.
 tensor — A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from
     parameters.
 tiled_gradient_ops — A gradient that is off the device and too large to come back as a whole: what is done to it, tile by
     tile.
 unpartitioned — Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
-unpartitioned_report — What stays whole on every rank, said at the first step: parameters that no compiled graph uses, and
-    their states.
-whole_values — What shards can't answer of a parameter off the device, on one process: its whole value is brought for it.
+unpartitioned_report — Report at the first step of what is whole on every rank: parameters that no compiled graph uses,
+    and their states.
+whole_values — Calls that need the whole value of a parameter off the device, on one process: it is loaded for them.
 """
 
 from . import dispatch as dispatch

@@ -19,7 +19,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.plan.headroom import plan_graph
-from zinf_compile.plan.memory_model import Passing, model_memory
+from zinf_compile.plan.memory_model import TransientMemory, model_memory
 from zinf_compile.plan.plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
@@ -79,7 +79,7 @@ class GraphBudget:
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
         self._claims: list[Reservation] = []
-        """What the graph may hold; counts for as long as this object lives, which is as long as what was compiled."""
+        """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked = False
         self._measuring = measuring
         self._together = together and context.size > 1
@@ -94,39 +94,39 @@ class GraphBudget:
             held=made_ahead,
             moved=slots,
         )
-        """What the parameters take that these graphs use."""
-        self.plans: list[tuple[Passing, GraphPlan]] = []
-        """What each graph takes, and how far ahead it runs."""
+        """Memory of the parameters that these graphs use."""
+        self.plans: list[tuple[TransientMemory, GraphPlan]] = []
+        """Transient memory of each graph, and how far ahead it runs."""
 
     def limits(self, graph: fx.Graph) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or on the way."""
         context, model = self._context, self.model
-        passing = model.passing(measure_needs(graph))
-        device = self._check_device(passing)
-        host = self._check_host(passing)
+        transient = model.transient(measure_needs(graph))
+        device = self._check_device(transient)
+        host = self._check_host(transient)
         standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self._measuring:
             return standing
-        next_gathered, next_on_the_way = self._one_ahead(graph, passing.widening)
+        next_gathered, next_on_the_way = self._one_ahead(graph, transient.widening)
         spare = Sides(device.spare, host.spare)
-        plan = plan_graph(model, passing, spare=spare, bucket_bytes=self._bucket, one_ahead=next_on_the_way)
+        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=next_on_the_way)
         if context.size > 1:
-            plan = self._agree(graph, passing, plan)
-        self.plans.append((passing, plan))
-        self._reserve(passing, plan, device, host)
-        if not passing.gathered:  # what is used is held anyway
+            plan = self._agree(graph, transient, plan)
+        self.plans.append((transient, plan))
+        self._reserve(transient, plan, device, host)
+        if not transient.gathered:  # what is used is held anyway
             return standing
-        ahead = passing.full + plan.ahead
-        return min(int(ahead / passing.widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), ahead
+        ahead = transient.full + plan.ahead
+        return min(int(ahead / transient.widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), ahead
 
-    def _agree(self, graph: fx.Graph, passing: Passing, plan: GraphPlan) -> GraphPlan:
+    def _agree(self, graph: fx.Graph, transient: TransientMemory, plan: GraphPlan) -> GraphPlan:
         """Return the plan of all ranks: what they send each other follows from it.
 
         One that compiles again alone goes by what all had before, where it has reserved as much or is to take less.
         """
         claims, key = self._context.memory.reservations, (self._signature, ahead_key(graph))
         known = dataclasses.replace(plan, ahead=claims.ahead.setdefault(key, plan.ahead))
-        taken = passing.with_plan(known)
+        taken = transient.with_plan(known)
         if known.ahead < plan.ahead or (taken.device <= claims.passing and taken.host <= claims.passing_host):
             plan = known
         if self._together and not self._checked:
@@ -134,19 +134,19 @@ class GraphBudget:
             plan = dataclasses.replace(plan, ahead=claims.ahead[key])
         return plan
 
-    def _reserve(self, passing: Passing, plan: GraphPlan, device: _Side, host: _Side) -> None:
-        memory, staging, taken = self._context.memory, self.model.staging + plan.staging, passing.with_plan(plan)
+    def _reserve(self, transient: TransientMemory, plan: GraphPlan, device: _Side, host: _Side) -> None:
+        memory, staging, taken = self._context.memory, self.model.staging + plan.staging, transient.with_plan(plan)
         claims = memory.reservations
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
         claim = Reservation(
             passing=taken.device,
-            left=passing.left,
-            reduced=passing.reduced + plan.reduced,
+            left=transient.left,
+            reduced=transient.reduced + plan.reduced,
             chunk_buffers=plan.chunk_buffers,
             chunk_numel=self.model.chunk_numel,
             passing_host=taken.host,
             staging=staging or None,
-            least=passing.least,
+            least=transient.least,
             works=Sides(device.works, host.works),
             wish=plan.wish,
         )
@@ -167,38 +167,38 @@ class GraphBudget:
         gathered = measure_ahead(graph, stages=LOOK_AHEAD)
         return gathered, math.ceil(widening * measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops)))
 
-    def _check_device(self, passing: Passing) -> _Side:
+    def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self._context, self.model
         topology = context.link.topology
         cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
-        chunk, most, later = model.chunk.device, passing.least.device, model.later.device
-        here = model.stays.device + chunk + most
+        chunk, most, added = model.chunk.device, transient.least.device, model.added_by_steps.device
+        here = model.resident.device + chunk + most
         least = here + self._held(context.memory.ledger, here, cap)
-        gathered, reduced = passing.gathered + passing.rows, passing.reduced + passing.converted
+        gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         self._note(
             Need(
                 side=Tier.DEVICE,
                 text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - chunk - most:,} stay there "
                 f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
-                f"{passing.largest or 'nothing'}), {reduced:,} are full gradients on their way, {chunk:,} one chunk of the "
+                f"{transient.largest or 'nothing'}), {reduced:,} are full gradients on their way, {chunk:,} one chunk of the "
                 f"optimizer's step, {most - gathered - reduced:,} for gradients read back and blocks on their way to a drive",
-                stays=least - most,
+                fixed=least - most,
                 least=least,
-                later=later,
+                added_by_steps=added,
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self._placement, topology=topology, side=Tier.DEVICE, several=gathered > 0),
             )
         )
-        return _Side(cap, max(0, cap - least - later), least + later)
+        return _Side(cap, max(0, cap - least - added), least + added)
 
-    def _check_host(self, passing: Passing) -> _Side:
+    def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self._context, self.model, self.caps.host
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
-        chunk, most, later = model.chunk.host, passing.least.host, model.later.host
-        here = model.stays.host + chunk + most
+        chunk, most, added = model.chunk.host, transient.least.host, model.added_by_steps.host
+        here = model.resident.host + chunk + most
         least = here + self._held(context.memory.host_ledger, here, cap)
         fixed = least - chunk - most
         self._note(
@@ -206,16 +206,16 @@ class GraphBudget:
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
                 f"{most:,} on their way from drives and to them, {chunk:,} for one chunk of the optimizer's step",
-                stays=least - most,
+                fixed=least - most,
                 least=least,
-                later=later,
+                added_by_steps=added,
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
                 advice=advice(self._placement, topology=context.link.topology, side=Tier.HOST),
             )
         )
-        return _Side(cap, max(0, cap - least - later), least + later)
+        return _Side(cap, max(0, cap - least - added), least + added)
 
     def check(self, *, measure: Callable[[int], GraphBudget] | None = None) -> None:
         """Raise `BudgetError` for the graphs seen so far if one doesn't fit; from now on, at once for any other.
@@ -246,7 +246,7 @@ class GraphBudget:
                 known[cap] = measure(cap)
                 return of_all(known[cap].works(Tier.DEVICE))
 
-            floor = of_all(max((need.stays + need.later for need in self._needs if need.side == Tier.DEVICE), default=0))
+            floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
             smallest[Tier.DEVICE] = find_smallest(needed, floor=floor, edges=tile_range)
             smallest[Tier.HOST] = of_all(known[max(known)].works(Tier.HOST))
         return refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)

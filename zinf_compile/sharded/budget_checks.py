@@ -33,7 +33,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     if needed > cap:
         raise BudgetError(
             f"the model needs {needed:,} bytes on {context.device} of each rank before anything is computed: "
-            f"{model.stays.device:,} "
+            f"{model.resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
             + advice_for_shards(config.placement(), topology=topology, side=Tier.DEVICE)
@@ -41,9 +41,9 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
     host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
     if topology.host_apart and host > caps.host:
         raise BudgetError(
-            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: {model.stays.host:,} of "
-            f"parameters and gradients, and {largest.name} whole{_blocks(staging)}. {caps.host:,} are allowed "
-            f"({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
+            f"the model needs {host:,} bytes of host memory for each rank before anything is computed: "
+            f"{model.resident.host:,} of parameters and gradients, and {largest.name} whole{_blocks(staging)}. "
+            f"{caps.host:,} are allowed ({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
             + advice_for_shards(config.placement(), topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:

@@ -1,4 +1,4 @@
-"""What the user called, as the user writes it, from the function or operator that PyTorch hands to an override."""
+"""Names of calls as the user writes them, from the function or operator that PyTorch hands to an override."""
 
 from __future__ import annotations
 

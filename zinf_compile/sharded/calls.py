@@ -1,4 +1,4 @@
-"""What user code calls on partitioned tensors, before autograd sees it."""
+"""Calls of user code on partitioned tensors, before autograd sees them."""
 
 from __future__ import annotations
 

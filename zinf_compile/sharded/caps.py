@@ -1,4 +1,4 @@
-"""Caps on what a rank may hold, in bytes, as options declare them or as the process may use them, and what it holds."""
+"""Caps on the memory of a rank, in bytes, as declared by options or as the process may use it, and the bytes held."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from zinf_compile.config import Config, parse_bytes
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.memory.ledger import Ledger
-from zinf_compile.runtime.memory.reservations import InflightLimit
 from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Caps:
-    """What this rank may hold, in bytes, and who says so."""
+    """Caps of this rank, in bytes, and their sources."""
 
     device: int
     host: int

@@ -1,4 +1,4 @@
-"""What changes a parameter whose value this process has at hand: which arguments a call changes, and `parameter.data = value`."""
+"""Changes of parameters whose values are on this process: arguments that a call changes, and `parameter.data = value`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters can be partitioned: dense, real, of `torch.nn.Parameter`'s own class."""
+"""Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reject_unsupported(parameter: torch.Tensor, slot: ParameterSlot, *, with_val
         kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
         problem = (
             f"is a {kind}; accepted: torch.nn.Parameter. DTensor means that fully_shard or tensor parallelism was applied: this "
-            "backend partitions by itself, leave the wrapper away"
+            "backend partitions by itself: remove the wrapper"
         )
     elif parameter.device.type == "meta" and with_values:
         problem = (

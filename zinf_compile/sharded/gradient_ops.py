@@ -92,7 +92,7 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
 
 
 def _in_turn(gradients: Sequence[Any]) -> Iterator[Any]:
-    """Yield gradients while the next one, where it isn't on the device, is on its way, if there is room for both."""
+    """Yield gradients; the next one, where it is off the device, is prefetched if there is room for both."""
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
             if isinstance(each, ShardedGradient) and not comes_in_parts(each):

@@ -68,7 +68,7 @@ DRAWS = frozenset(["rand_like", "randint_like", "randn_like"])
 
 
 def reduces_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Say whether a reduction is over all elements: no dimension chosen."""
+    """Return whether a reduction is over all elements: no dimension chosen."""
     given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
     return not given.get("dim") and given.get("dim") != 0 and not given.get("keepdim")
 

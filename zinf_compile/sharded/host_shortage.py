@@ -14,7 +14,7 @@ from .shortage import name_cap
 
 
 class Shortage(NamedTuple):
-    """What is missing."""
+    """The bytes that are missing."""
 
     available: int
     """Bytes."""

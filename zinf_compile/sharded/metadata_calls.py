@@ -58,7 +58,7 @@ _CONVERSIONS = {
 
 
 def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Say whether a call reads what a tensor is, not its value."""
+    """Return whether a call reads what a tensor is, not its value."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)
@@ -69,7 +69,7 @@ def reads_metadata(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 def converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Say whether a conversion is to the device and type that the parameter has."""
+    """Return whether a conversion is to the device and type that the parameter has."""
     if kwargs.get("copy"):
         return False
     if name == "cpu":

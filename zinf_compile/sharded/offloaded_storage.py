@@ -1,4 +1,4 @@
-"""The storage of values that are off the device: its size is known, its bytes are brought when somebody reads them."""
+"""The storage of values that are off the device: its size is known, its bytes are loaded when they are read."""
 
 from __future__ import annotations
 
@@ -125,8 +125,10 @@ class OffloadedStorage(torch.UntypedStorage):
 
 
 class SavedStorage(torch.UntypedStorage):
-    """What a pickled value refers to. `torch.save` keeps every storage until its end and asks those that aren't in host memory
-    for `cpu()` when it writes them: so one value at a time is brought.
+    """The storage that a pickled value refers to.
+
+    `torch.save` keeps every storage until its end and asks those that aren't in host memory for `cpu()` when it writes them: so
+    one value at a time is loaded.
     """
 
     unit: Unit

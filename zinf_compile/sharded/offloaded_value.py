@@ -1,4 +1,4 @@
-"""The value of a parameter that lives off the device, on one process: a tensor that brings it when it is read.
+"""The value of a parameter that lives off the device, on one process: a tensor that loads it when it is read.
 
 `state_dict()`, `parameter.detach()` and `parameter.data` give one. It aliases the parameter, as in eager PyTorch: what is read is
 the value after the last step, and what is written in place goes where the parameter lives.
@@ -182,7 +182,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Off
 
 @torch.compiler.disable  # nothing here is to be captured
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: Sequence[OffloadedValue]) -> Any:
-    """Run the operator on values that are brought for it; what it writes goes home."""
+    """Run the operator on loaded values, and write back the ones that it changes."""
     fresh = {id(value._storage.unit) for value in written}
     flats: dict[int, tuple[OffloadedStorage, torch.Tensor]] = {}
     lazy: dict[int, OffloadedValue] = {}
@@ -217,7 +217,7 @@ def _brought(storage: OffloadedStorage, *, anew: bool, to_host: bool, blank_: bo
 
 
 def _overwrites(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Say whether every element of a parameter is written and none of it read."""
+    """Return whether every element of a parameter is written and none of it read."""
     target = args[0] if args else None
     if func._schema.name not in _OVERWRITING or not isinstance(target, OffloadedValue):  # type: ignore[attr-defined]
         return False

@@ -1,4 +1,4 @@
-"""What takes part in an operation on shards: which arguments have a shard, and whether they are partitioned alike."""
+"""Operands of an operation on shards: the arguments that have a shard, and whether they are partitioned alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradient_values(gradient: ShardedGradient) -> ShardValues:
 
 
 def is_scalar(value: torch.Tensor) -> bool:
-    """Say whether all elements of a whole tensor are one."""
+    """Return whether all elements of a whole tensor are one."""
     return value.numel() == 1 or all(step == 0 for step, size in zip(value.stride(), value.shape, strict=True) if size > 1)
 
 
@@ -87,7 +87,7 @@ def _check_alike(unit: Unit, shape: Sequence[int], stride: Sequence[int], owner:
 
 
 def _ranks_differ(one: Unit, other: Unit) -> bool:
-    """Say whether two units are cut over other ranks, or by models that share nothing."""
+    """Return whether two units are cut over other ranks, or by models that share nothing."""
     if one.shard_group.partition != other.shard_group.partition:
         return True
     return one.context is not other.context and one.shard_group.size > 1

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 _LIKE = frozenset(["empty_like", "full_like", "ones_like", "zeros_like"])
 _LASTING = _LIKE | {"_to_copy", "clone", "copy"}
-"""What makes a copy, of a value or of a shape, that is likely to be kept."""
+"""Operators that make a copy, of a value or of a shape, that is likely to be kept."""
 
 _ELEMENTWISE_BESIDES = _LASTING | {"fill", "floor_divide", "rsub", "where", "zero"}
 """Element-wise, though PyTorch doesn't tag them so."""
@@ -34,7 +34,7 @@ _OVERWRITES = frozenset(["copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_
 
 _VIEWS = frozenset(["_reshape_alias", "_unsafe_view", "permute", "squeeze", "t", "transpose", "unsqueeze", "view"])
 _NEW = frozenset(["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"])
-"""What makes a tensor of a shape that is given: whole, whatever its own is partitioned like."""
+"""Operators that make a tensor of a given shape: whole, however their own tensor is partitioned."""
 
 _OF_MEMORY = ("layout", "pin_memory", "non_blocking", "memory_format", "device")
 

@@ -25,7 +25,7 @@ _homes: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 """Unit by the address of its parameter's hollow storage."""
 
 _ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
-"""What glibc never takes from its heap, where each parameter would leave a hole: untouched, but counted by RLIMIT_DATA."""
+"""A size that glibc never takes from its heap, where each parameter would leave a hole: untouched, but counted by RLIMIT_DATA."""
 
 
 class ShardedParameter(nn.Parameter):

@@ -27,7 +27,7 @@ from .recompile_limit import warn_of_eager_frame
 
 _DETACHED = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _ON_OFFLOADED = (*_DETACHED, torch.Tensor.copy_)
-"""What of a parameter off the device, on one process, has a value that is brought when it is read: `state_dict` and loading."""
+"""Calls that load the value of a parameter off the device when it is read, on one process: `state_dict` and loading."""
 
 
 @torch.compiler.disable  # what runs eagerly between two graphs reads parameters through here: nothing to capture
@@ -132,7 +132,7 @@ def _on_whole(
 
 
 def _are_offloaded(func: Callable[..., Any], parameters: Sequence[ShardedParameter]) -> bool:
-    """Say whether the only rank has the parameters, one of them off the device, and there is nothing to differentiate."""
+    """Return whether the only rank has the parameters, one of them off the device, and there is nothing to differentiate."""
     with no_torch_function():
         differentiated = func not in _DETACHED and torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
     units = [p._zinf_unit for p in parameters]

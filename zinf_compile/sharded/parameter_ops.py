@@ -39,7 +39,7 @@ _NOT_HERE = frozenset(
         "item",
     ]
 )
-"""What says by itself why it needs the whole value."""
+"""Operators whose own error says why they need the whole value."""
 
 _FRAMES = 16
 """Up the stack within which a state dict or a wrapper of torch.distributed is looked for."""
@@ -80,7 +80,7 @@ def on_shards(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
 
 
 def makes_companion(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Say whether a call makes a tensor like a parameter whose values aren't at hand: it is partitioned alike."""
+    """Return whether a call makes a tensor like a parameter without values on this process: it is partitioned alike."""
     if getattr(func, "__name__", "") not in _LIKE or not args:
         return False
     unit = getattr(args[0], "_zinf_unit", None)
@@ -99,7 +99,7 @@ def _assign(parameter: Any, value: Any) -> Any:
 
 
 def _saves_or_wraps(*, alone: bool) -> bool:
-    """Say whether `state_dict()`, or DDP or FSDP, is what calls: these would take shards for parameters.
+    """Return whether `state_dict()`, or DDP or FSDP, is what calls: these would take shards for parameters.
 
     Or `nn.Parameter()`; or, on several ranks, `load_state_dict()`, which one of them may call alone.
     """
@@ -117,7 +117,7 @@ def _saves_or_wraps(*, alone: bool) -> bool:
 
 
 def _entered_before(optimizer: Any) -> bool:
-    """Say whether an optimizer's step runs on hollow parameters: its closure has partitioned them."""
+    """Return whether an optimizer's step runs on hollow parameters: its closure has partitioned them."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
         return False
     return any(hasattr(p, "_zinf_unit") for group in optimizer.param_groups for p in group["params"])

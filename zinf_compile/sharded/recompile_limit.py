@@ -1,4 +1,4 @@
-"""What happens when Dynamo gives a function up because it compiled it too often."""
+"""Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds it."""
 
 from __future__ import annotations
 

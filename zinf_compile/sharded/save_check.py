@@ -1,4 +1,4 @@
-"""What of a model can't be saved through its `state_dict()`: said at the first step, not hours later at the first save."""
+"""Parts of a model that can't be saved through its `state_dict()`: reported at the first step, not at the first save."""
 
 from __future__ import annotations
 

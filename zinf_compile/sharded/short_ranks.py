@@ -21,7 +21,7 @@ SIDES = (Tier.DEVICE, Tier.HOST)
 
 @dataclasses.dataclass(frozen=True)
 class Lack:
-    """What this rank needs of the device, or of host memory beside it, in bytes."""
+    """This rank's need for memory of the device, or of the host beside it, in bytes."""
 
     needed: int
     cap: int | None
@@ -29,7 +29,7 @@ class Lack:
     works: int
     """The smallest cap that works for this rank; 0 where it needs nothing."""
     text: str = ""
-    """What a refusal begins with, where this rank is short."""
+    """The beginning of a refusal, where this rank is short."""
 
     @property
     def short(self) -> bool:
@@ -49,22 +49,22 @@ class Worst(NamedTuple):
 
 
 def is_any_short(lacks: Mapping[Tier, Lack]) -> bool:
-    """Say whether this rank is."""
+    """Return whether this rank is short."""
     return any(lack.short for lack in lacks.values())
 
 
 def any_rank_short(context: Context, lacks: Mapping[Tier, Lack], *, what: str) -> bool:
-    """Say whether any rank is short. Collective."""
+    """Return whether any rank is short. Collective."""
     return any(_of_ranks(context, is_any_short(lacks), what))
 
 
 def largest_of_ranks(context: Context, number: int, *, what: str) -> int:
-    """Return the largest of what ranks have. Collective."""
+    """Return the largest number of all ranks. Collective."""
     return int(max(_of_ranks(context, number, what)))
 
 
 def least_of_ranks(context: Context, number: int, *, what: str) -> int:
-    """Return the least of what ranks have. Collective."""
+    """Return the least number of all ranks. Collective."""
     return int(min(_of_ranks(context, number, what)))
 
 
@@ -92,7 +92,7 @@ def worst_of_ranks(context: Context, lacks: Mapping[Tier, Lack]) -> dict[Tier, W
 
 
 def refusal_text(context: Context, lacks: Mapping[Tier, Lack], named: Callable[[Tier, int], str], *, what: str) -> str:
-    """Return what all ranks say, of whom one is short. Collective.
+    """Return the text of a refusal on all ranks, of which one is short. Collective.
 
     `named(side, works)` names the cap that works; `what` is what takes the memory, where another rank is short of it.
     """

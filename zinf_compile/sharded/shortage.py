@@ -1,4 +1,4 @@
-"""What a refusal for lack of memory says: what is needed, the smallest cap that works, and which option takes less.
+"""Messages of refusals for lack of memory: the bytes needed, the smallest cap that works, and options that take less.
 
 Raised from by the checks in `budget`, before anything is made that would exceed a cap.
 """
@@ -21,18 +21,18 @@ from .short_ranks import Worst
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one graph needs of the device, or of host memory beside it, in bytes."""
+    """The need of one graph for memory of the device, or of the host beside it, in bytes."""
 
     side: Tier
     """device or host."""
     text: str
-    """What it is needed for; a message begins with it."""
-    stays: int
+    """The parts of the need; a message begins with them."""
+    fixed: int
     """The part of `least` that doesn't depend on tiles."""
     least: int
-    """With this cap forward and backward run."""
-    later: int
-    """What comes on top at the first steps: two states for each parameter and second gradients, where these are kept there."""
+    """The smallest cap with which forward and backward run."""
+    added_by_steps: int
+    """Added at the first steps: two states for each parameter, and second gradients, where these are kept there."""
     cap: int
     options: Mapping[str, int]
     """The options of which `cap` is the smallest, each with the ranks that share it."""
@@ -41,8 +41,8 @@ class Need:
 
     @property
     def works(self) -> int:
-        """With this cap training goes on: forward, backward, accumulation, and steps of an optimizer like Adam."""
-        return self.least + self.later
+        """The smallest cap with which training goes on: forward, backward, accumulation, and steps of an optimizer like Adam."""
+        return self.least + self.added_by_steps
 
 
 def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int]) -> BudgetError | None:
@@ -80,10 +80,10 @@ def _part(need: Need, works: int) -> str:
         if need.least > need.cap
         else f"{need.side} memory then needs more as well: {need.cap:,} bytes are allowed ({need.source}); {named}"
     )
-    if need.later:
+    if need.added_by_steps:
         what += (
-            f". Of these {need.later:,} are for what comes after the first backward: two states for each parameter, as Adam "
-            "keeps, and second gradients while they accumulate, where these are kept there"
+            f". Of these {need.added_by_steps:,} are for what comes after the first backward: two states for each parameter, "
+            "as Adam keeps, and second gradients while they accumulate, where these are kept there"
         )
     if works <= need.cap:
         what += ". That is less than is allowed, and makes smaller tiles: option tile does so as well"
@@ -99,7 +99,7 @@ def _named(need: Need, works: int) -> str:
 
 
 def advice(placement: Placement, *, topology: Topology, side: Tier, several: bool = True) -> str:
-    """Say which options keep less on the device, or in host memory beside it; empty where none does.
+    """Return the options that keep less on the device, or in host memory beside it; empty where none does.
 
     `several`: more than one unit is gathered at once, which a smaller bucket changes.
     """
@@ -129,7 +129,7 @@ def find_smallest(measure: Callable[[int], int], *, floor: int, edges: Callable[
 
 
 def advice_for_shards(placement: Placement, *, topology: Topology, side: Tier) -> str:
-    """Say what else takes memory later, and which options keep less of parameters and gradients there."""
+    """Return the text on memory that is taken later, and on options that keep less of parameters and gradients there."""
     placed = advice(dataclasses.replace(placement, optimizer=Tier.NVME), topology=topology, side=side, several=False)
     return f". Graphs say at their first call what they need besides{f'. {placed}' if placed else ''}"
 

@@ -167,12 +167,12 @@ def first_sharded(args: Any) -> ShardedTensor | None:
 
 
 def is_refusal(error: PartitionedParameterError) -> bool:
-    """Say whether an error means that an operation needs whole values, and says no more than that."""
+    """Return whether an error means that an operation needs whole values, and says no more than that."""
     return error in _refusals
 
 
 def reads_memory(name: str) -> bool:
-    """Say whether a method reads memory past every operator."""
+    """Return whether a method reads memory past every operator."""
     return name in _READ_MEMORY
 
 

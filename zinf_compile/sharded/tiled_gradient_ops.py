@@ -12,7 +12,7 @@ from .gradient import ShardedGradient
 
 
 def comes_in_parts(gradient: ShardedGradient) -> bool:
-    """Say whether a gradient is brought tile by tile."""
+    """Return whether a gradient is loaded tile by tile."""
     return gradient.offloaded is not None and bool(gradient.unit.tiles)
 
 

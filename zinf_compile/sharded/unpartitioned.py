@@ -55,7 +55,7 @@ def stop_averaging(parameter: nn.Parameter) -> None:
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
-    """Say whether a whole parameter's gradient is averaged over the ranks."""
+    """Return whether a whole parameter's gradient is averaged over the ranks."""
     return "_zinf_average" in vars(parameter)
 
 

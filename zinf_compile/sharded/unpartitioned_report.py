@@ -1,4 +1,4 @@
-"""What stays whole on every rank, said at the first step: parameters that no compiled graph uses, and their states."""
+"""Report at the first step of what is whole on every rank: parameters that no compiled graph uses, and their states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unpartitioned import rest_of
 _log = logging.getLogger("zinf_compile")
 
 WARNED_SHARE = 0.1
-"""Of a model's bytes: where more stays whole, that is a warning."""
+"""The part of a model's bytes above which whole parameters are a warning."""
 
 
 def report_whole(context: Context, optimizer: Optimizer, partitioned: Sequence[ShardedParameter]) -> None:
@@ -55,6 +55,6 @@ def whole_line(optimizer: Optimizer, rest: Mapping[str, nn.Parameter], of_model:
 
 
 def bytes_of_states(optimizer: Optimizer, parameter: nn.Parameter) -> int:
-    """Return the bytes of an optimizer's states of a parameter on this rank, counters left away."""
+    """Return the bytes of an optimizer's states of a parameter on this rank, without counters."""
     state = optimizer.state.get(parameter, {})
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())

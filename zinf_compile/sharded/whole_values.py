@@ -1,4 +1,4 @@
-"""What shards can't answer of a parameter off the device, on one process: its whole value is brought for it."""
+"""Calls that need the whole value of a parameter off the device, on one process: it is loaded for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensor import ShardedTensor, reads_memory
 
 
 def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run `func` on values that are brought when they are read; `NotImplemented` where a partitioned tensor is no parameter's.
+    """Run `func` on values that are loaded when they are read; `NotImplemented` where a partitioned tensor is no parameter's.
 
     Only this process's own parameters have whole values here; of several ranks nobody has. Nor is anything to be differentiated
     through it: a value that is brought leads to no parameter.

@@ -129,7 +129,7 @@ def test_options(tmp_path: Path) -> None:
     assert_refused(Mlp, OptionError, "unknown option 'param'.*did you mean 'params'", param="nvme")
     assert_refused(Mlp, OptionError, "needs a drive", params="nvme")
     assert_refused(Mlp, BudgetError, "parameters and gradients that stay there.*the smallest that works is", device_memory="200B")
-    assert_refused(Mlp, UnsupportedModelError, "leave one away", init=print, checkpoint=tmp_path)
+    assert_refused(Mlp, UnsupportedModelError, "omit one", init=print, checkpoint=tmp_path)
     with pytest.raises(OptionError, match="unknown option"), zinf_compile.partitioned(param="nvme"):
         pass
 

@@ -45,7 +45,7 @@ def test_an_uneven_a_frozen_and_a_0d_parameter_on_two_ranks() -> None:
     assert found.shards == Sides(4, 4 * (8 + 2)), "the number stays on the device, padded shards of the others on the host"
     assert found.gradients == Sides(4, 0)
     assert found.states == Sides(2 * 4 * (8 + 1), 0)
-    assert found.leaving == 4 * 8
+    assert found.offloading == 4 * 8
     assert found.read == 2 * 4 * 8
     assert found.normed == 0, "several ranks take norms of shards on the host"
     assert found.staging == 4096
@@ -56,8 +56,8 @@ def test_a_master_copy_counts_with_states_and_widens_gradients() -> None:
     assert found.shards == Sides(200, 0)
     assert found.gradients == Sides(400, 0)
     assert found.states == Sides(1200, 0)
-    assert found.stays == Sides(600, 0)
-    assert found.later == Sides(1600, 0)
+    assert found.resident == Sides(600, 0)
+    assert found.added_by_steps == Sides(1600, 0)
     assert found.chunk == Sides(0, 0), "all is where it is updated"
 
 
@@ -128,16 +128,16 @@ def test_tiles_bound_a_chunk() -> None:
     [(1, False, (1000, 0)), (1, True, (1000, 1000)), (2, False, (1500, 0)), (2, True, (1500, 500))],
 )
 def test_a_shard_from_a_drive_is_there_until_it_is_gathered(size: int, apart: bool, expected: tuple[int, int]) -> None:
-    found = model([], size=size, apart=apart, params="nvme").passing(graph(gathered=1000))
+    found = model([], size=size, apart=apart, params="nvme").transient(graph(gathered=1000))
     assert found.least == expected
 
 
 def test_gradients_on_their_way_count_where_they_travel() -> None:
     needs = graph(left=100, reduced=200, converted=7)
-    assert model([], apart=False).passing(needs).least == (7, 0)
-    assert model([], grads="host").passing(needs).least == (200, 0)
-    assert model([], size=2).passing(needs).least == (200, 0)
-    assert model([], size=2, grads="nvme").passing(needs).least == (300, 0)
+    assert model([], apart=False).transient(needs).least == (7, 0)
+    assert model([], grads="host").transient(needs).least == (200, 0)
+    assert model([], size=2).transient(needs).least == (200, 0)
+    assert model([], size=2, grads="nvme").transient(needs).least == (300, 0)
 
 
 def test_headroom_is_taken_from_both_sides_and_is_one_where_they_are() -> None:
@@ -162,7 +162,7 @@ def test_what_a_graph_takes_stays_within_the_headroom(
 ) -> None:
     found = model([slot(0, 700, 31), slot(1, 64)], size=size, apart=apart, **placement)
     gathered, left, more = needs
-    passing = found.passing(graph(gathered=gathered, left=left, reduced=left + more, widening=2.0))
+    passing = found.transient(graph(gathered=gathered, left=left, reduced=left + more, widening=2.0))
     room = Sides(spare[0], spare[1] if apart else 0)
     plan = plan_graph(found, passing, spare=room, bucket_bytes=1 << 20, one_ahead=3 << 20)
     taken = passing.with_plan(plan)

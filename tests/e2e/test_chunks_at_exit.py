@@ -1,0 +1,29 @@
+"""A loop over chunks that an error interrupted, and that lives until the process ends, ends with it in silence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import contextlib
+from types import SimpleNamespace
+from zinf_compile.optim.offloaded_states import OffloadedStates
+
+meter = SimpleNamespace(waiting=contextlib.nullcontext)
+states = SimpleNamespace(
+    gradients={}, _forward=True, _ahead=set(), _order=lambda: [0, 1],
+    context=SimpleNamespace(lanes=SimpleNamespace(meter=meter)),
+    transfers=SimpleNamespace(buffers=[0, 0], drain=lambda: print("drained")),
+    _prepare=lambda number, optimizer: SimpleNamespace(drain=lambda: None, held=False),
+)
+chunks = OffloadedStates.load_chunks(states, None)
+print(next(chunks)[0])
+__builtins__.kept = chunks  # as an error's traceback would keep it, until modules are gone
+"""
+
+
+def test_chunks_that_live_until_the_process_ends() -> None:
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.split() == ["0"], "nothing is waited for: drives are closed by then"
