@@ -123,6 +123,44 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise KeyError("in a hook")
 
 
+class Beside(nn.Module):
+    """Layers beside each other, whose backward gathers nothing: all that it sends are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).square().sum() for layer in self.layers]).sum()
+
+
+def breaking_in_backward(rank: int, size: int) -> str:
+    """Lose the connection at the first gradient of a backward; return its error, or that there was none within a minute."""
+    model, x = Beside(), torch.randn(3, 16)
+    compiled = torch.compile(model, backend=BACKEND, options={"timeout_s": TIMEOUT_S, "bucket": 1024})
+    compiled(x).backward()
+    model.zero_grad()
+    context = model.layers[0].weight._zinf_unit.context  # type: ignore[union-attr]
+    errors: list[str] = []
+
+    def broken(grads: Any, shards: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def run() -> None:
+        try:
+            compiled(x).backward()
+            model.layers[0].weight.grad.local()  # type: ignore[union-attr, operator]
+        except zinf_compile.ZinfError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    context.reductions.reduce_scatter = broken  # type: ignore[union-attr]
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    held = context.memory.inflight_gradients._held  # type: ignore[union-attr]
+    return errors[0] if errors and not held else f"stands still: {thread.is_alive()}, {held} bytes on their way"
+
+
 def lone_ending(rank: int, size: int, how: str) -> None:
     """Train two steps; before the second, rank 1 ends in some way. Runs as the whole of a process."""
     compiled = trained(Mlp(), {"timeout_s": TIMEOUT_S}, rank)
