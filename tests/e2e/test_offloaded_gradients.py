@@ -1,0 +1,54 @@
+"""Gradients off the device that eager code makes, overwrites or changes: while they are on their way, and tile by tile."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiers import compiled, context_of, options_for
+from torch import nn
+from training import assert_same, whole_gradient
+
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
+    pytest.mark.keeps_graphs,
+]
+
+
+class One(nn.Module):
+    """One parameter: nothing else waits for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum()
+
+
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_a_gradient_overwritten_on_its_way_to_its_tier_stays_overwritten(tier: str, tmp_path: Path) -> None:
+    """`view(-1)` gives operators on shards, of which `zero_` and `copy_` don't read what they change."""
+    device = SimulatedDevice()
+    with simulating(device) if tier == "host" else contextlib.nullcontext():
+        model = compiled(One(), options_for((tier, tier, tier), tmp_path))
+        weight: Any = model.weight
+        model(torch.ones(2, 9)).backward()
+        lane = device.links["to host"]._lane if tier == "host" else context_of(model).lanes.swap
+        for overwrite, expected in (("zero_", torch.zeros(9, 4)), ("copy_", torch.ones(9, 4))):
+            model.zero_grad()
+            lane.submit(lambda: None).wait()
+            late = threading.Event()
+            lane.submit(lambda late=late: late.wait(60))  # type: ignore[misc]
+            model(torch.ones(2, 9)).backward()
+            threading.Timer(1.0, late.set).start()
+            view = weight.grad.view(-1)
+            view.zero_() if overwrite == "zero_" else view.copy_(weight.detach().view(-1))
+            lane.submit(lambda: None).wait()
+            assert_same(overwrite, expected, whole_gradient(weight))
