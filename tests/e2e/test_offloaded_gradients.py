@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models import Mlp, vectors
 from tiers import compiled, context_of, options_for
 from torch import nn
-from training import assert_same, whole_gradient
+from training import adamw, assert_same, whole_gradient
 
+import zinf_compile
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 pytestmark = [
@@ -52,3 +55,19 @@ def test_a_gradient_overwritten_on_its_way_to_its_tier_stays_overwritten(tier: s
             view.zero_() if overwrite == "zero_" else view.copy_(weight.detach().view(-1))
             lane.submit(lambda: None).wait()
             assert_same(overwrite, expected, whole_gradient(weight))
+
+
+def test_gradients_of_16_bit_parameters_that_eager_code_computes(tmp_path: Path) -> None:
+    """They live where the graph's do, in the type in which those are reduced."""
+    eager = Mlp().bfloat16()
+    ours = compiled(copy.deepcopy(eager), options_for(("nvme", "nvme", "nvme"), tmp_path, master="float32"))
+    with torch.no_grad():
+        ours(*(value.bfloat16() for value in vectors(0)))
+    optimizer = adamw(ours.parameters())
+    for model in (eager, ours):
+        torch.stack([p.float().square().sum() for p in model.parameters()]).sum().backward()
+    for (name, one), other in zip(eager.named_parameters(), ours.parameters(), strict=True):
+        assert other.grad.kept_dtype is torch.float32  # type: ignore[union-attr]
+        assert_same(name, one.grad, whole_gradient(other))
+    optimizer.step()
+    zinf_compile.synchronize()
