@@ -16,7 +16,9 @@ from torch import nn
 from training import adamw, assert_same, whole_gradient
 
 import zinf_compile
+from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
@@ -71,3 +73,38 @@ def test_gradients_of_16_bit_parameters_that_eager_code_computes(tmp_path: Path)
         assert_same(name, one.grad, whole_gradient(other))
     optimizer.step()
     zinf_compile.synchronize()
+
+
+@pytest.mark.parametrize("when", ["before the first tile", "after it"])
+def test_a_change_that_ends_between_tiles(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of which some tiles are changed is not read again; one of which none is, is what it was."""
+    model = compiled(Mlp(), options_for(("nvme", "nvme", "nvme"), tmp_path, tile=64))
+    model(*vectors(0)).backward()
+    weight: Any = model.get_parameter("first.weight")
+    assert len(weight._zinf_unit.tiles) > 1
+    before = whole_gradient(weight)
+    assert before is not None
+    really, stored = OffloadedGradient.store_part, []
+
+    def store_part(gradient: OffloadedGradient, tile: Any, part: torch.Tensor) -> None:
+        really(gradient, tile, part)
+        stored.append(tile)
+
+    def load_part(gradient: OffloadedGradient, tile: Any) -> torch.Tensor:
+        if len(stored) == (when == "after it"):
+            raise KeyError("lost")
+        return gradient.load_piece(tile.span.place, tile.span.place + tile.shard_numel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedGradient, "store_part", store_part)
+        patch.setattr(OffloadedGradient, "load_part", load_part)
+        with pytest.raises(KeyError if when != "after it" else StepFailedError, match="lost"):
+            weight.grad.mul_(torch.full_like(before, 2.0))
+    if when == "after it":
+        with pytest.raises(StepFailedError, match=r"mul_\(\) of first.weight ended in its middle"):
+            weight.grad.norm()
+    else:
+        assert_same("gradient", before, whole_gradient(weight))
+    model.zero_grad()
+    model(*vectors(0)).backward()
+    assert_same("gradient", before, whole_gradient(weight))
