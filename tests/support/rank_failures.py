@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
 
 TIMEOUT_S = 4
 """The option timeout_s of all models here."""
@@ -121,6 +126,25 @@ def raising_in_backward(rank: int, options: dict[str, Any]) -> None:
 
 def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise KeyError("in a hook")
+
+
+def a_full_drive(rank: int, size: int, folder: str) -> tuple[str, float]:
+    """Let rank 1 have no room for its shards at the first call, and then some; return the error, and the loss afterwards."""
+    model = Mlp()
+    options = {"timeout_s": TIMEOUT_S, "params": "nvme", "nvme": folder}
+    compiled = torch.compile(model, backend=BACKEND, options=options)
+    with mock.patch.object(ScratchFile, "reserve", _refuse) if rank == 1 else contextlib.nullcontext():
+        try:
+            compiled(*vectors(0, rank))
+            ended = "no error"
+        except (zinf_compile.ZinfError, OSError) as error:
+            ended = f"{type(error).__name__}: {error}"
+    assert type(model.first.weight) is nn.Parameter
+    return ended, compiled(*vectors(0)).item()
+
+
+def _refuse(file: ScratchFile, size: int) -> None:
+    raise StoreError(errno.ENOSPC, "cannot reserve space", file.folder)
 
 
 class Beside(nn.Module):
