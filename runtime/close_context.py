@@ -45,6 +45,7 @@ def close_context(context: Context) -> None:
         _empty(unit)
     for lane in context.lanes.threads():
         lane.close()
+    context.link.detach(context.lanes.meter)
     engine = context.let_engine_go()
     if engine is not None:
         try:

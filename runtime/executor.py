@@ -179,30 +179,31 @@ def _reduce(step: Reduce, run: Run) -> None:
             registers[out] = ReduceHandle(unit, shard, _DONE, whole)
         return
     grads = _full_gradients(step, members, registers, context)
-    shards = [
-        grad.new_empty(unit.shard_numel) if whole is None else whole.reduce_buffer(unit, grad.dtype)  # type: ignore[arg-type]
-        for unit, grad, whole in zip(members, grads, together, strict=True)
-    ]
-    parts = [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
     held = sum(full.nbytes for full in grads)
-    count = (group.size - 1) * sum(shard.nbytes for shard in shards)
+    parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def reduce() -> None:
-        try:
-            with moving([context.lanes.meter], "to ranks", count):
-                reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
-        finally:
-            if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
-                grads.clear()
-                parts.clear()
-            context.memory.inflight_gradients.release(held)
+        with moving([context.lanes.meter], "to ranks", count):
+            reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
 
-    with context.lanes.meter.waiting():
-        try:
-            pending = context.lanes.start(context.lanes.reduce, reduce)
-        except BaseException:  # an interrupt while the lane is busy
-            context.memory.inflight_gradients.release(held)
-            raise
+    def ended() -> None:
+        if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
+            grads.clear()
+            parts.clear()
+        context.memory.inflight_gradients.release(held)
+
+    try:
+        shards = [
+            grad.new_empty(unit.shard_numel) if whole is None else whole.reduce_buffer(unit, grad.dtype)  # type: ignore[arg-type]
+            for unit, grad, whole in zip(members, grads, together, strict=True)
+        ]
+        parts += [unit.split(shard, grad) for unit, shard, grad in zip(members, shards, grads, strict=True)]
+        count = (group.size - 1) * sum(shard.nbytes for shard in shards)
+        with context.lanes.meter.waiting():
+            pending = context.lanes.start(context.lanes.reduce, reduce, ended=ended)
+    except BaseException:  # no memory, or an interrupt while the lane is busy
+        context.memory.inflight_gradients.release(held)
+        raise
     context.lanes.meter.moved("to ranks", count)
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     reduction = Reduction(pending, context, what)

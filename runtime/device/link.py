@@ -24,6 +24,9 @@ class DeviceLink(Protocol):
     def attach(self, meter: Meter) -> None:
         """Count what crosses on this meter."""
 
+    def detach(self, meter: Meter) -> None:
+        """Count on this meter no longer: its rank uses the link no more. Threads that the link has made for it end."""
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return flat host memory, content undefined, that drives and the device copy from and to without another copy."""
 
@@ -47,6 +50,9 @@ class HostIsDevice:
 
     def attach(self, meter: Meter) -> None:
         """See `DeviceLink.attach`; nothing crosses."""
+
+    def detach(self, meter: Meter) -> None:
+        """See `DeviceLink.detach`."""
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `DeviceLink.host_buffer`."""
@@ -78,6 +84,13 @@ class CudaLink:
     def attach(self, meter: Meter) -> None:
         """See `DeviceLink.attach`."""
         self._meters.append(meter)
+
+    def detach(self, meter: Meter) -> None:
+        """See `DeviceLink.detach`."""
+        self._meters = [other for other in self._meters if other is not meter]  # a copy under way goes by the list it began with
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            lane.close()
 
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `DeviceLink.host_buffer`; used again, since pinning takes milliseconds."""

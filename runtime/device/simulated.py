@@ -66,6 +66,11 @@ class SimulatedDevice:
         for link in self.links.values():
             link.meters.append(meter)
 
+    def detach(self, meter: Meter) -> None:
+        """See `DeviceLink.detach`; its own threads serve the next model."""
+        for link in self.links.values():
+            link.meters = [other for other in link.meters if other is not meter]
+
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `DeviceLink.host_buffer`."""
         return self.host_memory.lend(numel, dtype)

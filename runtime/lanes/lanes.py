@@ -32,8 +32,12 @@ class Lane(Protocol):
     log: Spans | None
     """Log of start and end of each transfer submitted from now on, of lanes of the CPU; None: none is kept."""
 
-    def submit(self, transfer: Callable[[], None]) -> Pending:
-        """Start `transfer` after everything submitted before it."""
+    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
+        """Start `transfer` after everything submitted before it.
+
+        `ended` gives back what the transfer took: it is called once this is over, and also where it is left out, because an
+        earlier one has failed.
+        """
 
 
 def wait_for_all(waits: Iterable[Callable[[], None]]) -> None:
@@ -56,8 +60,9 @@ class Done:
 
 
 class _Job:
-    def __init__(self, transfer: Callable[[], None], waits: WorkerWaits) -> None:
+    def __init__(self, transfer: Callable[[], None], waits: WorkerWaits, ended: Callable[[], None] | None) -> None:
         self._transfer: Callable[[], None] | None = transfer
+        self._ended = ended
         self._waits = waits
         self._running = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
         self._running.acquire()
@@ -73,7 +78,12 @@ class _Job:
             self._error = error
         finally:
             self._transfer = None
-            self._running.release()
+            ended, self._ended = self._ended, None
+            try:
+                if ended is not None:
+                    ended()
+            finally:
+                self._running.release()
         return self._error
 
     def wait(self) -> None:
@@ -113,11 +123,11 @@ class ThreadLane:
         self._thread.start()
         atexit.register(self.close)  # a daemon inside a transfer while the interpreter ends would abort the process
 
-    def submit(self, transfer: Callable[[], None]) -> Pending:
+    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
         """Queue `transfer`."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
-        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._waits)
+        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._waits, ended)
         with self._lock:
             if self._unfinished >= self._most:
                 start = time.perf_counter()
@@ -154,10 +164,14 @@ class InlineLane:
 
     log: Spans | None = None
 
-    def submit(self, transfer: Callable[[], None]) -> Pending:
+    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
         """Perform `transfer` now."""
         run = transfer if self.log is None else timed(transfer, self.log)
-        run()
+        try:
+            run()
+        finally:
+            if ended is not None:
+                ended()
         return Done()
 
 
@@ -176,14 +190,18 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device)
         self._under_way: collections.deque[_Event] = collections.deque()
 
-    def submit(self, transfer: Callable[[], None]) -> Pending:
-        """Issue `transfer` on the lane's stream."""
+    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
+        """Issue `transfer` on the lane's stream; `ended` is called once it is issued."""
         compute = torch.cuda.current_stream(self._device)
         while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].over()):
             self._under_way.popleft().wait()
         self._stream.wait_stream(compute)
         with torch.cuda.stream(self._stream):
-            transfer()
+            try:
+                transfer()
+            finally:
+                if ended is not None:
+                    ended()
             job = _Event(self._stream.record_event(), self._device, transfer)
         self._under_way.append(job)
         return job

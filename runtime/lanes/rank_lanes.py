@@ -60,7 +60,7 @@ class Lanes:
         """Return a context in which compute waits for other ranks."""
         return _UNTIMED if self.waits is None else Timed(self.waits)
 
-    def start(self, lane: Lane, transfer: Callable[[], None]) -> Pending:
-        """Submit a transfer of a graph to a lane; what time that takes, compute stands still."""
+    def start(self, lane: Lane, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
+        """Submit a transfer of a graph to a lane, see `Lane.submit`; what time that takes, compute stands still."""
         with self.waiting(), self.meter.waiting():
-            return lane.submit(transfer)
+            return lane.submit(transfer, ended=ended)

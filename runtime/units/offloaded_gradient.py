@@ -105,6 +105,7 @@ class OffloadedGradient:
 
     def stored(self) -> None:
         """Note that all parts were replaced."""
+        self._reading = None
         self._changes.clear()
         self.version += 1
 

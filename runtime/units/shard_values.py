@@ -198,6 +198,7 @@ class OffloadedGradientShard(_Counted):
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         self.unit.wait_updated()  # a step may still have to read the old one
+        self._gradient.arriving.wait()  # else what is still on its way would overwrite this
         return _kept(self.unit, piece, self._gradient.backing, start)
 
     def spoil(self, why: str) -> None:

@@ -201,11 +201,11 @@ class Unit(DenseLayout):
 
     def start_saving(self, shard: torch.Tensor) -> Pending:
         """Start to save the memory that `blank` returned; it may not change meanwhile."""
-        self.restored()
-        if self.backing is None:
-            return Done()
         if self.updates is not None:
             self.updates.replace(self)
+        self.restored()  # not before: a step that fails meanwhile marks the values incomplete
+        if self.backing is None:
+            return Done()
         link, by = self.context.link, route_of(self.context)
         place, source = self.backing.location(0, self.shard_numel), Location(shard)
         if place.tensor is None and link.topology.host_apart:

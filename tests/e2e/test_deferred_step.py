@@ -320,7 +320,7 @@ def test_an_optimizer_may_go_while_its_step_is_left(on_drive: Compile) -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = let_steps_end) -> None:
     """Take a step that fails after its first chunk, beside whatever comes next."""
 
     mark_incomplete = OptimizerRecord.mark_incomplete
@@ -334,6 +334,7 @@ def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(OptimizerRecord, "mark_incomplete", fail)
         optimizer.step()
+        meanwhile()
         let_steps_end()
 
 
@@ -364,6 +365,23 @@ def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch
     (eager, first), (ours, second) = sides
     break_step(second, monkeypatch)
     zinf_compile.load_full_state_dict(ours, eager.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    check(sides)
+
+
+def test_values_loaded_while_the_step_fails_are_whole(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading waits for the step, which fails then: what was loaded is not marked incomplete by that."""
+    sides = both(on_drive, steps=3)
+    (eager, first), (ours, second) = sides
+    zinf_compile.synchronize()
+    begin = threading.Event()
+    context_of(ours).lanes.update.submit(lambda: begin.wait(60))
+
+    def load() -> None:
+        threading.Timer(0.5, begin.set).start()
+        zinf_compile.load_full_state_dict(ours, eager.state_dict())
+
+    break_step(second, monkeypatch, load)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     check(sides)
 

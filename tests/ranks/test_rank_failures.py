@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from models import Mlp, vectors
 from rank_endings import endings_of
-from rank_failures import errors_of, lone_ending, ordinary_ending
+from rank_failures import a_full_drive, breaking_in_backward, errors_of, lone_ending, ordinary_ending
 from rank_traced import exchanges
 from ranks import run_ranks
 from training import BACKEND
@@ -83,6 +84,23 @@ def test_ranks_out_of_step_end_with_an_error(found: list[dict[str, str]], scenar
 def test_a_rank_left_alone_ends_with_an_error(found_slowly: list[dict[str, str]], scenario: str) -> None:
     for rank, pattern in enumerate(SLOW_SCENARIOS[scenario]):
         assert re.match(pattern, found_slowly[rank][scenario]), f"rank {rank}: {found_slowly[rank][scenario]}"
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+def test_a_drive_that_is_full_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    """At once, and with the model as it was: with room it trains."""
+    (left, loss), (full, other) = run_ranks(a_full_drive, 2, str(tmp_path), alone=True)
+    assert full == "StoreError: [Errno 28] cannot reserve space"
+    assert left.startswith(
+        "RankMismatchError: reserving room for parameters failed on rank 1, see there; the model is what it was"
+    )
+    assert loss == other
+
+
+def test_a_backward_ends_where_its_first_gradient_is_lost() -> None:
+    """The lane then leaves out all others: what they hold of the limit of gradients on their way is given back."""
+    for error in run_ranks(breaking_in_backward, 2, alone=True):
+        assert re.match(r"RankMismatchError: .*while reducing the gradients of .*Connection closed by peer", error), error
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.errors import StoreError
+from zinf_compile.runtime.storage.scratch_file import ScratchFile
 
 TIMEOUT_S = 4
 """The option timeout_s of all models here."""
@@ -121,6 +126,63 @@ def raising_in_backward(rank: int, options: dict[str, Any]) -> None:
 
 def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise KeyError("in a hook")
+
+
+def a_full_drive(rank: int, size: int, folder: str) -> tuple[str, float]:
+    """Let rank 1 have no room for its shards at the first call, and then some; return the error, and the loss afterwards."""
+    model = Mlp()
+    options = {"timeout_s": TIMEOUT_S, "params": "nvme", "nvme": folder}
+    compiled = torch.compile(model, backend=BACKEND, options=options)
+    with mock.patch.object(ScratchFile, "reserve", _refuse) if rank == 1 else contextlib.nullcontext():
+        try:
+            compiled(*vectors(0, rank))
+            ended = "no error"
+        except (zinf_compile.ZinfError, OSError) as error:
+            ended = f"{type(error).__name__}: {error}"
+    assert type(model.first.weight) is nn.Parameter
+    return ended, compiled(*vectors(0)).item()
+
+
+def _refuse(file: ScratchFile, size: int) -> None:
+    raise StoreError(errno.ENOSPC, "cannot reserve space", file.folder)
+
+
+class Beside(nn.Module):
+    """Layers beside each other, whose backward gathers nothing: all that it sends are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).square().sum() for layer in self.layers]).sum()
+
+
+def breaking_in_backward(rank: int, size: int) -> str:
+    """Lose the connection at the first gradient of a backward; return its error, or that there was none within a minute."""
+    model, x = Beside(), torch.randn(3, 16)
+    compiled = torch.compile(model, backend=BACKEND, options={"timeout_s": TIMEOUT_S, "bucket": 1024})
+    compiled(x).backward()
+    model.zero_grad()
+    context = model.layers[0].weight._zinf_unit.context  # type: ignore[union-attr]
+    errors: list[str] = []
+
+    def broken(grads: Any, shards: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def run() -> None:
+        try:
+            compiled(x).backward()
+            model.layers[0].weight.grad.local()  # type: ignore[union-attr, operator]
+        except zinf_compile.ZinfError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    context.reductions.reduce_scatter = broken  # type: ignore[union-attr]
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    held = context.memory.inflight_gradients._held  # type: ignore[union-attr]
+    return errors[0] if errors and not held else f"stands still: {thread.is_alive()}, {held} bytes on their way"
 
 
 def lone_ending(rank: int, size: int, how: str) -> None:

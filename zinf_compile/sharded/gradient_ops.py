@@ -158,7 +158,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
         func([shard] if foreach else shard, *others, **named)
 
     if comes_in_parts(gradient) and not alone:
-        change_parts(gradient, change_part)
+        change_parts(gradient, change_part, func._schema.name.split("::")[-1])
         return
     others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
     gradient.change(change, elementwise=alone)
@@ -270,7 +270,7 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
         if isinstance(gradient, ShardedGradient):
             valid = gradient.unit.valid  # padding may hold anything
             if comes_in_parts(gradient):
-                change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]))
+                change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]), "GradScaler.unscale_")
             else:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:

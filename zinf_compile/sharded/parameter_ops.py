@@ -144,7 +144,7 @@ class _Values(torch.autograd.Function):
                     f"parameter {unit.name} was changed in place, as by a step, between what was computed from it and the "
                     "backward of that: call backward() first"
                 )
-        shard = _local_gradient(grad, unit).to(unit.dtype)
+        shard = _local_gradient(grad, unit).to(unit.reduce_dtype)
         unit.context.memory.ledger.track("grads", shard)
         return ShardedGradient(unit, *offload(unit, shard, Done()))
 

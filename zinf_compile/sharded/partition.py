@@ -25,7 +25,9 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
     """
     distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
-        units = list(zip(distinct, make_units(distinct, context, placement), strict=True))
+        with context.ranks.fail_together("reserving room for parameters"):  # a drive may be full on one rank
+            made = make_units(distinct, context, placement)
+        units = list(zip(distinct, made, strict=True))
         for (parameter, name), unit in units:
             if unit.backing is not None:
                 _spread(parameter, unit, name)

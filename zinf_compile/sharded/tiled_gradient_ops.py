@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from zinf_compile.runtime.units.shard_changes import spoiling
+from zinf_compile.runtime.units.shard_values import OffloadedGradientShard
 from zinf_compile.runtime.units.unit import Tile
 
 from .gradient import ShardedGradient
@@ -16,14 +18,19 @@ def comes_in_parts(gradient: ShardedGradient) -> bool:
     return gradient.offloaded is not None and bool(gradient.unit.tiles)
 
 
-def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object]) -> None:
-    """Change a gradient in place, given each tile and this rank's elements of it."""
+def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tensor], object], operator: str) -> None:
+    """Change a gradient in place, given each tile and this rank's elements of it.
+
+    Where that ends after the first tile, reading the gradient raises `StepFailedError`: some tiles are changed.
+    """
     offloaded = gradient.offloaded
     assert offloaded is not None, "it comes in parts"
-    with gradient.unit.context.lanes.meter.waiting():
+    values = OffloadedGradientShard(gradient.unit, offloaded)
+    with gradient.unit.context.lanes.meter.waiting(), spoiling(values, operator) as begin:
         gradient.unit.wait_updated()  # a step may still have to read the old one
         for tile in gradient.unit.tiles:
             part = offloaded.load_part(tile)
             function(tile, part)
+            begin(part)
             offloaded.store_part(tile, part)
     offloaded.stored()

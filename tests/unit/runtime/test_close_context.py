@@ -1,0 +1,32 @@
+"""A closed context has nothing of its link to the device any more."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from zinf_compile.runtime.close_context import close_context
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.device.link import CudaLink
+from zinf_compile.runtime.device.simulated import SimulatedDevice
+from zinf_compile.runtime.lanes.lanes import ThreadLane
+
+
+def test_threads_that_copy_to_a_gpu_end() -> None:
+    link = CudaLink(torch.device("cuda"))
+    context = Context(None, torch.device("cpu"), timeout_s=1.0, link=link)
+    link._lanes["host to device"] = lane = ThreadLane("zinf test")  # as at its first copy, for which a GPU is needed
+    assert lane._thread in threading.enumerate()
+    close_context(context)
+    assert lane._thread not in threading.enumerate()
+
+
+def test_a_simulated_device_counts_for_contexts_that_live() -> None:
+    device = SimulatedDevice()
+    gone, left = (Context(None, torch.device("cpu"), timeout_s=1.0, link=device) for _ in range(2))
+    meter = left.lanes.meter
+    close_context(gone)
+    assert [link.meters for link in device.links.values()] == [[meter], [meter]]
+    device.to_host(torch.ones(3), torch.empty(3), None).wait()
+    assert meter.report()["device to host"]["bytes"] == 12
