@@ -43,6 +43,8 @@ save_safetensors — Saves a partitioned model as safetensors in the layout of t
 saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
+tensor_sources — The tensors that a model on meta is given: of safetensors files, of what `save`, DeepSpeed or `torch.save`
+    have written.
 torch_archive — Files of `torch.save`: values and tensors without executing anything in them, and elements of tensors read by
     ranges.
 torch_files — Plain files of `torch.save`: a model's state dict, alone or beside those of its optimizers.

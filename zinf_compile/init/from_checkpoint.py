@@ -9,12 +9,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from zinf_compile.checkpoint.gathered import state_names
+from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.checkpoint.safetensors_reader import Reading, TensorFiles
+from zinf_compile.checkpoint.tensor_sources import name_of_newest, open_tensors
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
@@ -46,12 +49,20 @@ class Checkpoint:
         self.files.close()
 
 
-def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context) -> Checkpoint:
+def open_files(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    context: Context,
+    *,
+    dtype: DType | None = None,
+    rename: Rename | None = None,
+) -> Checkpoint:
     """Open a checkpoint for a model on meta; raise `CheckpointError` on all ranks, naming everything that doesn't fit."""
     files, stored, problems = None, {}, []
+    newest = context.ranks.share(name_of_newest(Path(path)) if context.ranks.rank == 0 else "", what="choosing a checkpoint")
     try:
-        files = TensorFiles(path)
         targets = state_names(model)
+        files = open_tensors(Path(path), newest, targets, dtype=dtype, rename=rename)
         stored = {id(tensor): name for name, tensor in targets.items() if name in files.tensors}
         patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)  # what a model of transformers has no use for
         problems = files.check(
