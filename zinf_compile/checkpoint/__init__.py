@@ -2,11 +2,14 @@
 
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
 converted_files — A saved checkpoint under other names and in other types: what `rename=` and `dtype=` make of it.
+converted_tensors — Safetensors files under other names and in other types, for a model on meta.
 deepspeed_files — Checkpoints of DeepSpeed's ZeRO-1, 2 and 3, read without DeepSpeed: where in the ranks' files each
     parameter is.
 deepspeed_universal — DeepSpeed's universal checkpoints, read without DeepSpeed: a folder for each parameter, a file for each
     of its values.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
+fit — Finds what of a saved checkpoint goes to which tensor of a model and its optimizers, and all that doesn't fit,
+    before a load.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
     new ones.
 foreign — A checkpoint that another program has written, as this package sees it: tensors by name, states of parameters,
@@ -19,6 +22,7 @@ intake — Names and types on the way in: what `rename=` and `dtype=` make of th
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
+model_files — The files of a model's values: safetensors files, or what `save`, DeepSpeed or `torch.save` have written.
 open_files — Recognises and opens what `load` is given: what `save` has written, a checkpoint of DeepSpeed, a file of
     `torch.save`.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
@@ -41,10 +45,11 @@ save_optimizer_state — Saving of an optimizer's full states: gathered on rank 
 save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file
     in memory at a time.
 saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
+saved_tensors — The tensors that a checkpoint's manifests describe, with the parts of each: all that no save writes is
+    refused here.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
+shard_reader — Reads this rank's shard of a saved tensor piece by piece, in the order of the parameter's memory.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
-tensor_sources — The tensors that a model on meta is given: of safetensors files, of what `save`, DeepSpeed or `torch.save`
-    have written.
 torch_archive — Files of `torch.save`: values and tensors without executing anything in them, and elements of tensors read by
     ranges.
 torch_files — Plain files of `torch.save`: a model's state dict, alone or beside those of its optimizers.

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -70,19 +70,7 @@ class TensorFiles:
 
     def check(self, wanted: Mapping[str, tuple[torch.Tensor, bool]], *, ignored: Any = None) -> list[str]:
         """Return mismatches with the tensors wanted, each given with whether it is optional; `ignored` matches extra names."""
-        problems = [f"missing: {name}" for name, (_, optional) in wanted.items() if not optional and name not in self.tensors]
-        problems += [
-            f"unexpected: {name}" for name in self.tensors if name not in wanted and not (ignored and ignored.search(name))
-        ]
-        for name, (tensor, _) in wanted.items():
-            stored = self.tensors.get(name)
-            if stored is None:
-                continue
-            if stored.shape != tuple(tensor.shape):
-                problems.append(f"shape of {name}: {list(stored.shape)} in the checkpoint, {list(tensor.shape)} in the model")
-            if stored.dtype != tensor.dtype:
-                problems.append(f"type of {name}: {stored.dtype} in the checkpoint, {tensor.dtype} in the model")
-        return problems
+        return mismatches(self.tensors, wanted, ignored)
 
     def begin(self, name: str, numel: int, *, start: int, engine: Engine, pool: BufferPool) -> Reading:
         """Start reading `numel` elements of a stored tensor from element `start` on, through buffers of `pool`."""
@@ -130,6 +118,37 @@ class TensorFiles:
         if absent:
             listed = "; ".join(f"{name} is missing, which the index says is in it" for name in absent)
             raise CheckpointError(f"{path} is damaged or was not written to its end: {listed}. Fetch it again")
+
+
+class Described(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """Its type."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+
+def mismatches(
+    stored_tensors: Mapping[str, Described], wanted: Mapping[str, tuple[torch.Tensor, bool]], ignored: Any
+) -> list[str]:
+    """Return how tensors in files differ from those wanted, see `TensorFiles.check`."""
+    problems = [f"missing: {name}" for name, (_, optional) in wanted.items() if not optional and name not in stored_tensors]
+    problems += [
+        f"unexpected: {name}" for name in stored_tensors if name not in wanted and not (ignored and ignored.search(name))
+    ]
+    for name, (tensor, _) in wanted.items():
+        stored = stored_tensors.get(name)
+        if stored is None:
+            continue
+        if stored.shape != tuple(tensor.shape):
+            problems.append(f"shape of {name}: {list(stored.shape)} in the checkpoint, {list(tensor.shape)} in the model")
+        if stored.dtype != tensor.dtype:
+            problems.append(f"type of {name}: {stored.dtype} in the checkpoint, {tensor.dtype} in the model")
+    return problems
 
 
 def _check_length(got: int, wanted: int, stored: Stored, name: str, offset: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import os
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class SavedFiles:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder) / find_save(folder)
         self.read_bytes = 0
+        self._lock = threading.Lock()
+        """Held while something is read: several threads may read."""
         self._fds: dict[str, int] = {}
         self._block: tuple[SavedPart, int, torch.Tensor] | None = None
         """The last stretch of which not all was wanted, by part and number: the next read often wants the rest."""
@@ -71,7 +74,8 @@ class SavedFiles:
             part = tensor.parts[number]
             first = start + done - part.first
             count = min(into.numel() - done, part.numel - first)
-            self._read(key, part, first, into[done : done + count])
+            with self._lock:
+                self._read(key, part, first, into[done : done + count])
             done, number = done + count, number + 1
 
     def read_rectangle(self, key: str, wanted: Rectangle) -> torch.Tensor:
@@ -86,7 +90,8 @@ class SavedFiles:
             last = [o + size - 1 for o, size in zip(inside, common.sizes, strict=True)]
             first = _number(inside, part.rectangle.sizes)
             values = torch.empty(_number(last, part.rectangle.sizes) + 1 - first, dtype=tensor.dtype)
-            self._read(key, part, first, values)
+            with self._lock:
+                self._read(key, part, first, values)
             window = tuple(slice(o - w, o - w + s) for o, w, s in zip(common.offsets, wanted.offsets, common.sizes, strict=True))
             found[window] = values.as_strided(common.sizes, _strides(part.rectangle.sizes))
         return found
@@ -102,11 +107,13 @@ class SavedFiles:
         size = CHECKED_BYTES // tensor.dtype.itemsize
         for part in tensor.parts:
             for start in range(0, part.numel, size):
-                self._read(key, part, start, torch.empty(min(size, part.numel - start), dtype=tensor.dtype))
+                with self._lock:
+                    self._read(key, part, start, torch.empty(min(size, part.numel - start), dtype=tensor.dtype))
 
     def read_part(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor of the stored type with elements of one part, from its element `first` on."""
-        self._read(key, part, first, into)
+        with self._lock:
+            self._read(key, part, first, into)
 
     def close(self) -> None:
         """Close the files."""

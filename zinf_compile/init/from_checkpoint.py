@@ -9,15 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from zinf_compile.checkpoint.gathered import state_names
 from zinf_compile.checkpoint.intake import DType, Rename
-from zinf_compile.checkpoint.safetensors_reader import Reading, TensorFiles
-from zinf_compile.checkpoint.tensor_sources import name_of_newest, open_tensors
+from zinf_compile.checkpoint.model_files import LaterReading, ModelFiles, open_model_files
+from zinf_compile.checkpoint.safetensors_reader import Reading
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
@@ -40,7 +39,7 @@ _MOST_ROOM_BYTES = BYTES_ON_THE_WAY + 2 * _BYTES_AHEAD
 class Checkpoint:
     """Files that were found to fit a model."""
 
-    files: TensorFiles
+    files: ModelFiles
     names: dict[int, str]
     """By the identity of a parameter, the name under which its value is stored; of several the last, as if loaded whole."""
 
@@ -59,10 +58,9 @@ def open_files(
 ) -> Checkpoint:
     """Open a checkpoint for a model on meta; raise `CheckpointError` on all ranks, naming everything that doesn't fit."""
     files, stored, problems = None, {}, []
-    newest = context.ranks.share(name_of_newest(Path(path)) if context.ranks.rank == 0 else "", what="choosing a checkpoint")
     try:
         targets = state_names(model)
-        files = open_tensors(Path(path), newest, targets, dtype=dtype, rename=rename)
+        files = open_model_files(path, targets, dtype=dtype, rename=rename)
         stored = {id(tensor): name for name, tensor in targets.items() if name in files.tensors}
         patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)  # what a model of transformers has no use for
         problems = files.check(
@@ -131,7 +129,7 @@ def _streams(parameter: MaterializingParameter, unit: Unit) -> bool:
     return parameter.is_contiguous() and isinstance(unit.backing, NvmeBacking)
 
 
-def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
+def _load_range(files: ModelFiles, name: str, unit: Unit) -> None:
     """Read this rank's elements into memory."""
     shard = unit.blank()
     host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
@@ -144,7 +142,7 @@ def _load_range(files: TensorFiles, name: str, unit: Unit) -> None:
 class _DriveLoader:
     """Reads this rank's elements of parameters piece by piece, of later parameters too, while those before them are written."""
 
-    def __init__(self, files: TensorFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
+    def __init__(self, files: ModelFiles, units: Sequence[tuple[str, Unit]], context: Context) -> None:
         self._files = files
         self._context = context
         self._rooms = BufferPool(sys.maxsize, account=lambda change: context.memory.host_ledger.add("staging", change))
@@ -152,7 +150,7 @@ class _DriveLoader:
         planned = [(name, unit, pieces_of(unit)) for name, unit in units]
         self._coming = ((name, unit, piece) for name, unit, pieces in planned for piece in pieces)
         self._counts = collections.deque(len(pieces) for _, _, pieces in planned)
-        self._reading: collections.deque[tuple[Unit, Piece, Reading]] = collections.deque()
+        self._reading: collections.deque[tuple[Unit, Piece, Reading | LaterReading]] = collections.deque()
         self._ahead = 0
         """Bytes of these."""
         self._loaded: list[Unit] = []
@@ -190,7 +188,7 @@ class _DriveLoader:
             self._ahead += unit.format.bytes(piece.valid)
 
 
-def _read(files: TensorFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _read(files: ModelFiles, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     flat = torch.empty(torch.Size(shape).numel(), dtype=dtype)
     files.read(name, flat)
     return flat.view(shape)

@@ -69,7 +69,7 @@ def partition(
 
     `options` are those of the backend. A collective operation: all ranks call it with the same model.
 
-    Values come from `checkpoint`, if given: a safetensors file, an index of several, or a folder with either; what
+    Values come from `checkpoint`, if given: a safetensors file, an index of several, a folder with either, or what
     `zinf_compile.save`, DeepSpeed (ZeRO-1, 2, 3, universal) or `torch.save` have written; each rank reads its own ranges. `dtype`
     and `rename` say in which types and under which names, as for `zinf_compile.load`.
 

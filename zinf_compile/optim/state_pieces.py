@@ -182,6 +182,8 @@ def load_states(
                 moved = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
                 optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
     account_states(optimizer)
+    if record.steps_done is not None:
+        record.steps_done = 0  # as after `load_state_dict`: a step that failed was counted on some ranks only
     record.mark_whole()
 
 

@@ -1,0 +1,97 @@
+"""Models on meta get their values from what `zinf_compile.save` has made, straight at their tiers; then their optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zinf_compile
+from zinf_compile.errors import CheckpointError
+from zinf_compile.sharded.parameter import ShardedParameter
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+
+
+class Tied(nn.Module):
+    """Tied, frozen and 0-d parameters, one of 16 bits, a weight in channels-last, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, 7)
+        self.head = nn.Linear(7, 11)
+        self.head.weight = self.words.weight
+        self.frozen = nn.Linear(3, 2).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.short = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.register_buffer("seen", torch.zeros(3))
+
+
+def trained() -> tuple[Tied, torch.optim.Optimizer]:
+    """Return a model and its optimizer after a step with gradients of noise."""
+    torch.manual_seed(3)
+    model = Tied()
+    model.seen += 1
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p) if p.requires_grad else None
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": 32}, ALL_AWAY])
+def test_a_model_on_meta(options: dict[str, Any], tmp_path: Path) -> None:
+    model, optimizer = trained()
+    zinf_compile.save(tmp_path / "saved", model, optimizer, extra={"step": 1})
+    with torch.device("meta"):
+        other = Tied()
+    options = {**options, "nvme": str(tmp_path)} if "nvme" in options.values() else options
+    zinf_compile.partition(other, checkpoint=tmp_path / "saved", **options)
+    assert all(isinstance(p, ShardedParameter) for p in other.parameters())
+    torch.testing.assert_close(dict(zinf_compile.full_state_dict(other)), dict(model.state_dict()), rtol=0, atol=0)
+    its = torch.optim.AdamW([p for p in other.parameters() if p.requires_grad], lr=0.5)
+    assert zinf_compile.load(tmp_path / "saved", other, its) == {"step": 1}
+    found, expected = zinf_compile.full_optimizer_state_dict(its), optimizer.state_dict()
+    torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(dict(zinf_compile.full_state_dict(other)), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_what_does_not_fit_leaves_it_on_meta(tmp_path: Path) -> None:
+    model, _ = trained()
+    folder = zinf_compile.save(tmp_path / "saved", model)
+    with torch.device("meta"):
+        other = Tied()
+        other.more = nn.Linear(2, 2)
+        other.scale = nn.Parameter(torch.ones(2))
+    with pytest.raises(
+        CheckpointError, match=r"missing: more\.weight; missing: more\.bias; shape of scale: \[\] in the checkpoint"
+    ):
+        zinf_compile.partition(other, checkpoint=folder)
+    with torch.device("meta"):
+        other = Tied()
+    for path in folder.glob("*.safetensors"):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"is damaged: the checksum of model\.\S+ differs"):
+        zinf_compile.partition(other, checkpoint=folder)
+    assert {p.device.type for p in other.parameters()} == {"meta"}
+
+
+def test_weights_beside_it_come_first(tmp_path: Path) -> None:
+    """A folder that others' programs load too is read as they read it."""
+    model, _ = trained()
+    zinf_compile.save(tmp_path, model)
+    with torch.no_grad():
+        model.scale.fill_(7)
+    zinf_compile.save_safetensors(model, tmp_path)
+    with torch.device("meta"):
+        other = Tied()
+    zinf_compile.partition(other, checkpoint=tmp_path)
+    assert float(zinf_compile.full_state_dict(other)["scale"]) == 7
