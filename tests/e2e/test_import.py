@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import zinf_compile
+from zinf_compile.checkpoint.converted_files import new_key
 from zinf_compile.checkpoint.intake import lossy
 from zinf_compile.checkpoint.save import save
 from zinf_compile.errors import CheckpointError, UnsupportedModelError
@@ -206,3 +207,13 @@ def test_partition_takes_checkpoints_of_deepspeed(case: str, tmp_path: Path) -> 
         assert torch.equal(found[number]["master"], there[f"fp32.{name}"]), name
         assert torch.equal(found[number]["exp_avg"], there[f"exp_avg.{name}"]), name
         assert float(found[number]["step"]) == 2
+
+
+def test_all_that_has_a_parameters_name_is_renamed() -> None:
+    names = {"a": "b", "b": "a", "a.c": "d"}
+    keys = {
+        "model.a": "model.b", "model.a.c": "model.d", "gradient.b": "gradient.a", "buffer.12.a": "buffer.12.b",
+        "optimizer.state.a.exp_avg": "optimizer.state.b.exp_avg", "optimizer.state.a.c.exp_avg": "optimizer.state.d.exp_avg",
+        "optimizer.group.0.lr": "optimizer.group.0.lr", "extra.a": "extra.a", "random.0.host": "random.0.host",
+    }  # fmt: skip
+    assert {key: new_key(key, names, {"optimizer": {}}) for key in keys} == keys
