@@ -105,7 +105,7 @@ def test_a_failure_leaves_the_old_files(
     assert status == 2
     assert "the checksum of model.words.weight" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    monkeypatch.setattr(consolidate.shutil, "disk_usage", lambda _: _Usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: _Usage)
     assert main(["consolidate", str(folder / "uneven"), str(out)]) == 2
     assert "bytes, 5 are free; nothing was written" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -2,6 +2,7 @@
 
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
 converted_files — A saved checkpoint under other names and in other types: what `rename=` and `dtype=` make of it.
+converted_tensors — Safetensors files under other names and in other types, for a model on meta.
 deepspeed_files — Checkpoints of DeepSpeed's ZeRO-1, 2 and 3, read without DeepSpeed: where in the ranks' files each
     parameter is.
 deepspeed_universal — DeepSpeed's universal checkpoints, read without DeepSpeed: a folder for each parameter, a file for each
@@ -21,8 +22,7 @@ intake — Names and types on the way in: what `rename=` and `dtype=` make of th
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
-model_files — The files of a model's values: safetensors files as others write them, or a checkpoint that `save` has
-    made.
+model_files — The files of a model's values: safetensors files, or what `save`, DeepSpeed or `torch.save` have written.
 open_files — Recognises and opens what `load` is given: what `save` has written, a checkpoint of DeepSpeed, a file of
     `torch.save`.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in

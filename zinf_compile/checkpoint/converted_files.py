@@ -6,6 +6,7 @@ Called by `open_files`.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from .rectangles import Rectangle
 from .saved_files import SavedFiles
 
 _MODEL = "model."
+_NAMED = re.compile(r"(model\.|gradient\.|buffer\.\d+\.)(.+)", re.DOTALL)
+"""Keys of parameters and buffers, of their gradients and of each rank's own buffers."""
 
 
 class ConvertedFiles(SavedFiles):
@@ -31,7 +34,7 @@ class ConvertedFiles(SavedFiles):
         aliases = files.settings.get("aliases", {})
         intake = plan_intake(stored, rename, dtype, files.folder, others=aliases)
         optimizers = files.settings.get("optimizers", {})
-        self._old = {_new_key(key, intake.names, optimizers): key for key in files.tensors}
+        self._old = {new_key(key, intake.names, optimizers): key for key in files.tensors}
         new = {old: key for key, old in self._old.items()}
         self.tensors = {}
         for old, tensor in files.tensors.items():
@@ -67,10 +70,10 @@ class ConvertedFiles(SavedFiles):
         self._files.close()
 
 
-def _new_key(key: str, names: Mapping[str, str], optimizers: Mapping[str, Any]) -> str:
+def new_key(key: str, names: Mapping[str, str], optimizers: Mapping[str, Any]) -> str:
     """Return the key of a tensor whose parameter has a new name."""
-    if key.startswith(_MODEL):
-        return _MODEL + names[key.removeprefix(_MODEL)]
+    if of_parameter := _NAMED.fullmatch(key):
+        return of_parameter[1] + names.get(of_parameter[2], of_parameter[2])
     for prefix in optimizers:
         begin = f"{prefix}.state."
         if key.startswith(begin):

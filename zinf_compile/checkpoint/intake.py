@@ -49,7 +49,7 @@ def plan_intake(
     sources: dict[str, list[str]] = {}
     for name, new in names.items():
         sources.setdefault(new, []).append(name)
-    problems += [f"{' and '.join(found)} would both be {new}" for new, found in sources.items() if len(found) > 1]
+    problems += [f"{' and '.join(sorted(found))} would both be {new}" for new, found in sources.items() if len(found) > 1]
     if isinstance(dtype, Mapping):
         problems += [f"dtype has {name}, which the checkpoint has not" for name in dtype if name not in sources]
     dtypes: dict[str, torch.dtype | str] = {}

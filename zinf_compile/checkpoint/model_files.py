@@ -1,4 +1,4 @@
-"""The files of a model's values: safetensors files as others write them, or a checkpoint that `save` has made.
+"""The files of a model's values: safetensors files, or what `save`, DeepSpeed or `torch.save` have written.
 
 Called by `partition`, which gives a model on meta its values.
 """
@@ -15,7 +15,10 @@ import torch
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 
+from .converted_tensors import ConvertedTensors
+from .intake import DType, Rename, plan_intake
 from .manifest import MANIFEST, saves_in
+from .open_files import find_checkpoint, is_foreign, open_files
 from .safetensors_index import INDEX, SINGLE
 from .safetensors_reader import TensorFiles, mismatches
 from .saved_files import Saved, SavedFiles
@@ -33,10 +36,10 @@ class LaterReading:
 
 
 class SavedModel:
-    """The model's tensors in a checkpoint that `save` has made, by name; the interface is that of `TensorFiles`."""
+    """The model's tensors in a checkpoint, by name; the interface is that of `TensorFiles`."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._files = SavedFiles(path)
+    def __init__(self, files: SavedFiles) -> None:
+        self._files = files
         self.path = self._files.folder
         self._keys = {key.removeprefix("model."): key for key in self._files.tensors if key.startswith("model.")}
         self._keys |= {alias: f"model.{name}" for alias, name in self._files.settings.get("aliases", {}).items()}
@@ -62,10 +65,28 @@ class SavedModel:
 ModelFiles = TensorFiles | SavedModel
 
 
-def open_model_files(path: str | os.PathLike[str]) -> ModelFiles:
-    """Open the files of a model; what `save` has made, where the folder has no files as others write them."""
-    folder = Path(path)
-    others = any((folder / name).exists() for name in (SINGLE, INDEX))
-    if folder.is_dir() and not others and ((folder / MANIFEST).exists() or saves_in(folder)):
-        return SavedModel(folder)
-    return TensorFiles(path)
+def open_model_files(
+    path: str | os.PathLike[str],
+    targets: Mapping[str, torch.Tensor],
+    *,
+    dtype: DType | None = None,
+    rename: Rename | None = None,
+) -> ModelFiles:
+    """Open the files of a model for its tensors by name, under other names and in other types where that is asked for.
+
+    What `save` or DeepSpeed have written is taken where the folder has no files as others write them. Raises `CheckpointError`.
+    """
+    path = Path(path)
+    others = any((path / name).exists() for name in (SINGLE, INDEX))
+    saved = path.is_dir() and ((path / MANIFEST).exists() or saves_in(path))
+    if not others and (saved or is_foreign(path)):
+        return SavedModel(open_files(path / find_checkpoint(path), targets, [], dtype=dtype, rename=rename))
+    files = TensorFiles(path)
+    if dtype is None and rename is None:
+        return files
+    try:
+        stored = {name: tensor.dtype for name, tensor in files.tensors.items()}
+        return ConvertedTensors(files, plan_intake(stored, rename, dtype, path))
+    except BaseException:
+        files.close()
+        raise

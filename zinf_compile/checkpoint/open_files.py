@@ -77,10 +77,10 @@ def _explained(opening: Callable[[Path], ForeignCheckpoint], path: Path) -> Fore
         raise CheckpointError(f"{path} is damaged: other values are in it than are saved ({error!r})") from error
 
 
-def is_torch_file(path: Path) -> bool:
-    """Say whether a path is a file of `torch.save`, by its first bytes."""
+def is_foreign(path: Path) -> bool:
+    """Say whether a path is a checkpoint of DeepSpeed, a folder of them, or, by its first bytes, a file of `torch.save`."""
     if not path.is_file():
-        return False
+        return path.is_dir() and _deepspeed_folder(path) is not None
     with path.open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
 

@@ -112,7 +112,8 @@ class SavedFiles:
 
     def read_part(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor of the stored type with elements of one part, from its element `first` on."""
-        self._read(key, part, first, into)
+        with self._lock:
+            self._read(key, part, first, into)
 
     def close(self) -> None:
         """Close the files."""

@@ -7,10 +7,12 @@ everything that the pickle says of a tensor is checked against the bytes that ar
 from __future__ import annotations
 
 import dataclasses
+import lzma
 import math
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ _DTYPES = {
 }
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _MOST_DIMS = 64
+_DAMAGED = (RuntimeError, EOFError, ArithmeticError, OSError, ValueError, LookupError)
+"""What `zipfile` raises beside its own, for directories with errors in them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +131,9 @@ class TorchArchive:
                 if order != b"little":
                     raise CheckpointError(f"{self.path} is of a machine of byte order {order!r}; accepted: little")
                 text = found.read(pickles[0])
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError, struct.error) as error:
+        except CheckpointError:
+            raise
+        except (*_DAMAGED, zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error) as error:
             raise CheckpointError(
                 f"{self.path} is no file of torch.save, or was not written to its end ({error}). Fetch it again; one that a "
                 "PyTorch before 1.6 has written is loaded and saved again by a newer one"
@@ -166,7 +172,7 @@ class TorchArchive:
 
     def _data_of(self, member: zipfile.ZipInfo) -> int:
         """Return the offset of a member's data."""
-        raw = os.pread(self._fd, _LOCAL_HEADER.size, member.header_offset) if member.header_offset >= 0 else b""
+        raw = os.pread(self._fd, _LOCAL_HEADER.size, member.header_offset) if 0 <= member.header_offset < self._size else b""
         if len(raw) != _LOCAL_HEADER.size or raw[:4] != b"PK\3\4":
             raise CheckpointError(f"member {member.filename[:80]!r} has no header at byte {member.header_offset:,}")
         *_, name_length, extra_length = _LOCAL_HEADER.unpack(raw)

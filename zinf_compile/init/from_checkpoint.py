@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zinf_compile.checkpoint.gathered import state_names
+from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.checkpoint.model_files import LaterReading, ModelFiles, open_model_files
 from zinf_compile.checkpoint.safetensors_reader import Reading
 from zinf_compile.errors import CheckpointError
@@ -47,12 +48,19 @@ class Checkpoint:
         self.files.close()
 
 
-def open_files(model: nn.Module, path: str | os.PathLike[str], context: Context) -> Checkpoint:
+def open_files(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    context: Context,
+    *,
+    dtype: DType | None = None,
+    rename: Rename | None = None,
+) -> Checkpoint:
     """Open a checkpoint for a model on meta; raise `CheckpointError` on all ranks, naming everything that doesn't fit."""
     files, stored, problems = None, {}, []
     try:
-        files = open_model_files(path)
         targets = state_names(model)
+        files = open_model_files(path, targets, dtype=dtype, rename=rename)
         stored = {id(tensor): name for name, tensor in targets.items() if name in files.tensors}
         patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)  # what a model of transformers has no use for
         problems = files.check(

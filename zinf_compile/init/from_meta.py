@@ -16,6 +16,7 @@ from torch import nn
 
 from zinf_compile._torch import no_torch_function, swap_contents
 from zinf_compile.checkpoint.gathered import plain
+from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.program import ParameterSlot
@@ -54,6 +55,8 @@ def partition(
     *,
     init: Initialiser | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    dtype: DType | None = None,
+    rename: Rename | None = None,
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> nn.Module:
@@ -66,13 +69,16 @@ def partition(
 
     `options` are those of the backend. A collective operation: all ranks call it with the same model.
 
-    Values come from `checkpoint`, if given: a safetensors file, an index of several, a folder with either, or one that
-    `zinf_compile.save` has made; each rank reads its own ranges. Otherwise from the modules' own initialisers in the order in
-    which building the model runs them: what `reset_parameters` gives, and for models of transformers their `initialize_weights`.
-    These are the numbers of the model built whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on
-    any number of ranks; that state is afterwards what building it leaves. Of tied weights those count that the constructor
-    assigns to the others. Then `init`, if given, is called with each module, children first, as by `model.apply(init)`: it may
-    read and change tensors as if they were whole.
+    Values come from `checkpoint`, if given: a safetensors file, an index of several, a folder with either, or what
+    `zinf_compile.save`, DeepSpeed (ZeRO-1, 2, 3, universal) or `torch.save` have written; each rank reads its own ranges. `dtype`
+    and `rename` say in which types and under which names, as for `zinf_compile.load`.
+
+    Otherwise they come from the modules' own initialisers in the order in which building the model runs them: what
+    `reset_parameters` gives, and for models of transformers their `initialize_weights`. These are the numbers of the model built
+    whole on the CPU, in these types, from the same random state of PyTorch, rank 0's, on any number of ranks; that state is
+    afterwards what building it leaves. Of tied weights those count that the constructor assigns to the others. Then `init`, if
+    given, is called with each module, children first, as by `model.apply(init)`: it may read and change tensors as if they were
+    whole.
 
     Parameters stay the same objects, tied ones tied; buffers become whole ones on `device`. Raises `UnsupportedModelError`, or
     `CheckpointError`, naming everything that has no value or doesn't fit, and leaves the model on meta as it was.
@@ -80,6 +86,8 @@ def partition(
     config = Config.from_options(options)
     if init is not None and checkpoint is not None:
         raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; omit one")
+    if checkpoint is None and (dtype is not None or rename is not None):
+        raise UnsupportedModelError("partition() was given dtype or rename, which are for a checkpoint: give one, too")
     model, device = plain(model), torch.device(device)
     targets = _collect(model, device)
     steps = list(_steps(model, init, checkpoint is not None))
@@ -89,7 +97,7 @@ def partition(
     stand_ins = [target.stand_in for target in targets]
     with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         undo.enter_context(_random_numbers_of_rank_0(context))
-        files = open_files(model, checkpoint, context) if checkpoint is not None else None
+        files = open_files(model, checkpoint, context, dtype=dtype, rename=rename) if checkpoint is not None else None
         if files is not None:
             undo.callback(files.close)
             undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten

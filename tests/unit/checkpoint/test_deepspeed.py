@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from deepspeed_model import CASES, FOLDER, adamw, build, expected
 
 import zinf_compile
+from zinf_compile.checkpoint.foreign import ForeignCheckpoint, ForeignTensor, Span
 from zinf_compile.checkpoint.torch_archive import TorchArchive
 from zinf_compile.errors import CheckpointError
 
@@ -125,3 +127,32 @@ def test_another_optimizer_is_refused() -> None:
     )
     one_group = torch.optim.AdamW(model.parameters(), lr=0.1)
     assert "2 groups of parameters in the checkpoint, 1 are given" in refused(FOLDER / "stage1-bf16", model, one_group)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changed_bytes_are_refused_or_are_values(case: str, tmp_path: Path) -> None:
+    numbers = random.Random(case)
+    for number in range(10):
+        folder = tmp_path / str(number)
+        shutil.copytree(FOLDER / case, folder)
+        path = numbers.choice(sorted(folder.rglob("*.pt")))
+        content = bytearray(path.read_bytes())
+        for _ in range(numbers.choice([1, 2, 5])):
+            content[numbers.randrange(min(len(content), 2200))] = numbers.choice([*b".R0a\xff\0", numbers.randrange(256)])
+        path.write_bytes(content)
+        model = build()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        try:
+            zinf_compile.load(folder, model, adamw(model))
+        except CheckpointError:  # and nothing else
+            torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+def test_a_fragment_beyond_a_partition_is_damage(tmp_path: Path) -> None:
+    torch.save(torch.arange(6.0), tmp_path / "flat.pt")
+    archive = TorchArchive(tmp_path / "flat.pt")
+    for start, numel, said in [(4, 3, "beyond the 6 elements"), (-1, 3, "beyond"), (0, 2, "2 of the 3 elements of \\[3\\]")]:
+        found = ForeignCheckpoint(tmp_path, {"w": ForeignTensor((3,), [Span(archive.value, start, numel)])})
+        with pytest.raises(CheckpointError, match=f"w: .*{said}"):
+            found.check()
+    archive.close()

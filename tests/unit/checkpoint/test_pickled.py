@@ -237,7 +237,8 @@ def test_what_torch_writes_is_what_is_read(tmp_path: Path) -> None:
         "rows": base.view(4, 6), "columns": base.view(4, 6).t(), "later": base[3:7], "number": torch.tensor(5),
         "none": torch.zeros(0, 3), "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "half": base.bfloat16(),
         "bool": base > 3, "parameter": nn.Parameter(base.clone()), "f8": base.to(torch.float8_e4m3fn),
-        "u16": base.to(torch.uint16), "complex": torch.complex(base, base),
+        "u16": base.to(torch.uint16),
+        "complex": torch.complex(base, base),
     }  # fmt: skip
     torch.save(value, tmp_path / "saved.pt")
     archive = TorchArchive(tmp_path / "saved.pt")

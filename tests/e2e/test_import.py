@@ -1,0 +1,219 @@
+"""Names and types on the way in, and values of other programs: by `load`, and by `partition` of a model on meta."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_model import CASES, FOLDER, adamw, build, expected
+from safetensors.torch import save_file
+from torch import nn
+
+import zinf_compile
+from zinf_compile.checkpoint.converted_files import new_key
+from zinf_compile.checkpoint.intake import lossy
+from zinf_compile.checkpoint.save import save
+from zinf_compile.errors import CheckpointError, UnsupportedModelError
+
+
+class Source(nn.Module):
+    """A model whose names and types differ from those of `Target`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 3, bias=False)
+        self.tied = nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("count", torch.tensor([2, 3], dtype=torch.int32))
+
+
+class Target(nn.Module):
+    """First and second are the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(3, 5)
+        self.first = nn.Linear(5, 3, bias=False)
+        self.tied = nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.second.weight
+        self.factor = nn.Parameter(torch.tensor(0.0))
+        self.register_buffer("count", torch.tensor([0, 0], dtype=torch.int32))
+
+
+RENAME = {"first.weight": "second.weight", "first.bias": "second.bias", "second.weight": "first.weight", "scale": "factor"}
+
+
+def rename(name: str) -> str:
+    """Do what `RENAME` does."""
+    return RENAME.get(name, name)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Source, torch.optim.Optimizer]:
+    """Return a model that has taken a step, saved by `save`, `torch.save` and as safetensors."""
+    torch.manual_seed(1)
+    model = Source()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    save(tmp_path / "zinf", model, optimizer, extra={"step": 4})
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4}
+    torch.save(state, tmp_path / "torch.pt")
+    save_file({k: v.clone() for k, v in model.state_dict().items() if k != "tied.weight"}, tmp_path / "model.safetensors")
+    return model, optimizer
+
+
+def assert_is(target: nn.Module, model: Source, dtype: torch.dtype = torch.float32) -> None:
+    """Assert that a target has the values of a source."""
+    state = zinf_compile.full_state_dict(target)
+    assert {name: t.dtype for name, t in state.items() if name != "count"} == dict.fromkeys(state.keys() - {"count"}, dtype)
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[rename(name)], value.to(dtype) if value.is_floating_point() else value), name
+
+
+@pytest.mark.parametrize("renaming", [RENAME, rename], ids=["a mapping", "a function"])
+@pytest.mark.parametrize("path", ["zinf", "torch.pt"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_load_renames_and_converts(
+    renaming: Any, path: str, dtype: torch.dtype | None, source: tuple[Source, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = source
+    target = Target().to(dtype or torch.float32)
+    assert target.count.dtype == torch.int32
+    mine = torch.optim.AdamW(list(target.parameters()), lr=0.5)
+    order = [rename(name) for name, _ in model.named_parameters()]
+    mine = torch.optim.AdamW([target.get_parameter(name) for name in order], lr=0.5)
+    extra = zinf_compile.load(tmp_path / path, target, mine, dtype=dtype, rename=renaming)
+    assert extra == {"step": 4}
+    assert_is(target, model, dtype or torch.float32)
+    assert mine.param_groups[0]["lr"] == 0.1
+    for name, parameter in model.named_parameters():
+        theirs, ours = optimizer.state[parameter], mine.state[target.get_parameter(rename(name))]
+        assert torch.equal(theirs["step"], ours["step"])
+        if parameter.dim():
+            assert torch.equal(theirs["exp_avg_sq"].to(ours["exp_avg_sq"].dtype), ours["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("path", ["zinf", "torch.pt", "model.safetensors"])
+@pytest.mark.parametrize("options", [{}, {"params": "nvme", "optimizer": "nvme"}], ids=["memory", "a drive"])
+def test_partition_renames_and_converts(
+    path: str, options: dict[str, Any], source: tuple[Source, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    options = {**options, "nvme": str(tmp_path)} if options else {}
+    with torch.device("meta"):
+        target = Target().to(torch.bfloat16)
+    zinf_compile.partition(target, checkpoint=tmp_path / path, dtype=torch.bfloat16, rename=RENAME, **options)
+    assert_is(target, source[0], torch.bfloat16)
+    with torch.device("meta"):
+        again = Source()
+    zinf_compile.partition(again, checkpoint=tmp_path / path, **options)
+    torch.testing.assert_close(zinf_compile.full_state_dict(again), dict(source[0].state_dict()), rtol=0, atol=0)
+
+
+WRONG: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"rename": {"none": "a", "nothing": "b", "first.weight": "second.weight", "scale": "first.bias"}},
+        [
+            "rename has none, which the checkpoint has not", "rename has nothing, which",
+            "first.bias and scale would both be first.bias",
+            "first.weight and second.weight would both be second.weight",
+        ],
+    ),
+    ({"rename": lambda name: "x"}, ["first.weight", "first.bias", "second.weight", "scale", "would both be x"]),
+    ({"rename": lambda name: None}, ["rename makes None of scale", "rename makes None of count"]),
+    (
+        {"dtype": {"count": torch.float16, "scale": torch.int64, "none": torch.float32}},
+        [
+            "count can't go from torch.int32 to torch.float16: whole numbers beyond 2,048 would be rounded",
+            "scale can't go from torch.float32 to torch.int64: fractions would be lost",
+            "dtype has none, which the checkpoint has not",
+        ],
+    ),
+    (
+        {"rename": {"none": "a"}, "dtype": {"count": torch.int8}},
+        ["rename has none", "count can't go from torch.int32 to torch.int8: numbers out of its range would be lost"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+@pytest.mark.parametrize("path", ["zinf", "torch.pt", "model.safetensors"])
+def test_all_that_is_wrong_is_named_at_once(
+    path: str, given: dict[str, Any], said: list[str], source: tuple[Source, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    if path != "model.safetensors":
+        target = Source()
+        before = {name: value.clone() for name, value in target.state_dict().items()}
+        with pytest.raises(CheckpointError) as caught:
+            zinf_compile.load(tmp_path / path, target, **given)
+        assert all(each in str(caught.value) for each in said), str(caught.value)
+        torch.testing.assert_close(dict(target.state_dict()), before, rtol=0, atol=0)
+    with torch.device("meta"):
+        on_meta = Source()
+    with pytest.raises(CheckpointError) as caught:
+        zinf_compile.partition(on_meta, checkpoint=tmp_path / path, **given)
+    assert all(each in str(caught.value) for each in said), str(caught.value)
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+
+
+def test_names_and_types_are_of_a_checkpoint() -> None:
+    with torch.device("meta"):
+        model = Source()
+    with pytest.raises(UnsupportedModelError, match="which are for a checkpoint"):
+        zinf_compile.partition(model, rename=RENAME)
+
+
+def test_without_dtype_types_must_be_the_models(source: tuple[Source, torch.optim.Optimizer], tmp_path: Path) -> None:
+    for path in ("zinf", "torch.pt"):
+        with pytest.raises(
+            CheckpointError, match=r"type of scale: torch\.float32 in the checkpoint, torch\.float64 in the model"
+        ):
+            zinf_compile.load(tmp_path / path, Source().double())
+
+
+@pytest.mark.parametrize("found", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "wanted", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int16, torch.bool]
+)
+def test_lossy_is_what_changes_some_number(found: torch.dtype, wanted: torch.dtype) -> None:
+    if found == torch.bool:
+        extremes = torch.tensor([False, True])
+    else:
+        limits = torch.iinfo(found)
+        extremes = torch.tensor([limits.min, limits.max, limits.max - 1, limits.min + 1], dtype=found)
+    back = extremes.to(wanted).to(torch.float64 if wanted.is_floating_point else torch.int64)
+    assert (lossy(found, wanted) == "") == (back.tolist() == extremes.tolist())  # Python compares whole numbers exactly
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_partition_takes_checkpoints_of_deepspeed(case: str, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = build().to(torch.bfloat16)
+    zinf_compile.partition(model, checkpoint=FOLDER / case, params="nvme", optimizer="nvme", master="float32", nvme=str(tmp_path))
+    state, there = zinf_compile.full_state_dict(model), expected(case)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(state[name], there[f"fp32.{name}"].bfloat16()), name
+    optimizer = adamw(model)
+    zinf_compile.load(FOLDER / case, model, optimizer)
+    found = zinf_compile.full_optimizer_state_dict(optimizer)["state"]
+    order = [name for group in optimizer.param_groups for p in group["params"] for name, q in model.named_parameters() if p is q]
+    for number, name in enumerate(order):
+        assert torch.equal(found[number]["master"], there[f"fp32.{name}"]), name
+        assert torch.equal(found[number]["exp_avg"], there[f"exp_avg.{name}"]), name
+        assert float(found[number]["step"]) == 2
+
+
+def test_all_that_has_a_parameters_name_is_renamed() -> None:
+    names = {"a": "b", "b": "a", "a.c": "d"}
+    keys = {
+        "model.a": "model.b", "model.a.c": "model.d", "gradient.b": "gradient.a", "buffer.12.a": "buffer.12.b",
+        "optimizer.state.a.exp_avg": "optimizer.state.b.exp_avg", "optimizer.state.a.c.exp_avg": "optimizer.state.d.exp_avg",
+        "optimizer.group.0.lr": "optimizer.group.0.lr", "extra.a": "extra.a", "random.0.host": "random.0.host",
+    }  # fmt: skip
+    assert {key: new_key(key, names, {"optimizer": {}}) for key in keys} == keys
