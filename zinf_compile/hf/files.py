@@ -101,8 +101,9 @@ def has_optimizer(file: Path) -> bool:
 def save_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module], *, writes: bool) -> None:
     """Write an optimizer's states.
 
-    Where they are on drives, each rank writes its own by `save`, with `models`, to `states_folder(file)`: they fit into no memory.
-    Elsewhere rank 0 writes full states in the format of eager's `state_dict()`; with no partitioned parameter, where `writes`.
+    Where they are on drives, they fit into no memory: each rank writes its own by `save`, with `models`, to
+    `states_folder(file)`. Elsewhere rank 0 writes full states in the format of eager's `state_dict()`; with no partitioned
+    parameter, where `writes`.
     """
     context = units_of(optimizer)[1]
     if drive_bytes(optimizer):
