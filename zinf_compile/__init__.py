@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from zinf_compile.checkpoint.dcp import dcp_state_dict
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
 from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
@@ -56,6 +57,7 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptimizerError",
     "ZinfError",
+    "dcp_state_dict",
     "full_optimizer_state_dict",
     "full_state_dict",
     "gathered",

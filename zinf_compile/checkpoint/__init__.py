@@ -7,6 +7,10 @@ deepspeed_files — Checkpoints of DeepSpeed's ZeRO-1, 2 and 3, read without Dee
     parameter is.
 deepspeed_universal — DeepSpeed's universal checkpoints, read without DeepSpeed: a folder for each parameter, a file for each
     of its values.
+dcp — States for `dcp.save` and `dcp.load` in the user's own loop: read and written part by part, never whole in
+    memory.
+dcp_tensor — A tensor of which `torch.distributed.checkpoint` saves and loads this rank's parts, each read or written
+    when its turn comes.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 fit — Finds what of a saved checkpoint goes to which tensor of a model and its optimizers, and all that doesn't fit,
     before a load.

@@ -40,6 +40,8 @@ state_layout — Layout of a rank's states: the elements that they belong to, sa
     loaded.
 state_pieces — This rank's states of an optimizer, piece by piece, wherever they live: read to be saved, written as they are
     loaded.
+state_ranges — Any range of elements of this rank's shard of one state: read and written wherever it lives, without
+    the others.
 state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.
 step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
     don't reach it.

@@ -179,7 +179,7 @@ def load_states(
                 unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
                 own = OwnStates(unit, {}, {})
                 kept = {name: _load_in_memory(parameter, own, name, large[parameter, name], read) for name in names}
-                moved = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
+                moved = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
                 optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
     account_states(optimizer)
     if record.steps_done is not None:
@@ -212,7 +212,7 @@ def _load_chunks(
     for parameter in states.kept:
         if parameter in small:
             entry = states.table.entry_of(parameter, optimizer)
-            entry.memory = {n: _like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
+            entry.memory = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
             entry.stored = {name for owner, name in done if owner is parameter}
             note(entry.memory, parameter._zinf_unit)
     return done
@@ -229,7 +229,7 @@ def _load_in_memory(parameter: torch.Tensor, own: OwnStates, name: str, dtype: t
     return cast("torch.Tensor", kept_state(shard, unit))
 
 
-def _like_step(value: Any, parameter: torch.Tensor, optimizer: Optimizer) -> Any:
+def like_step(value: Any, parameter: torch.Tensor, optimizer: Optimizer) -> Any:
     """Return a small state where PyTorch's optimizers keep it: on the device of the parameter where they are fused."""
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     on_device = isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable"))
