@@ -1,5 +1,7 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
+accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
+    piece.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
     new ones.
@@ -7,11 +9,13 @@ gathered — Full values of partitioned models: read or change them in place, sa
     time.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
+local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in
     memory.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
     model.
+random_states — Random generators of each rank: PyTorch's on the host and on the accelerator, and Python's.
 rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
 rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the

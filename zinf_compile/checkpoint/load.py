@@ -20,8 +20,11 @@ from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .accumulated_gradients import load_gradients
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .local_buffers import load_local_buffers
 from .plain_values import decode
+from .random_states import load_random_states
 from .saved_files import SavedFiles
 from .shard_parts import Stretch, memory_order, stretches_of
 
@@ -51,7 +54,10 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
             _load_model(files, targets)
             for prefix, each in prefixes:
                 _load_optimizer(files, prefix, each, names)
+            load_gradients(files, targets, lambda key, unit: _ShardReader(files, key, unit).read)
             extra = decode(files.settings["extra"], "extra", _Tensors(files))
+            load_local_buffers(files, targets, ranks)
+            load_random_states(files, ranks)
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
         unit.context.eager_changes = 0

@@ -17,10 +17,13 @@ from torch.optim import Optimizer
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import Engine, crc32c
 
+from .accumulated_gradients import add_gradients
 from .file_layout import Part, lay_out
-from .gathered import agree_on_units, partitioned_parameters, plain
+from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, partial_name, rank_manifest, saved_name, saves_in, write_json
 from .parts_writer import PartsWriter, StagingBuffers
+from .random_states import add_random_states
 from .rank_contents import RankContents
 from .shard_parts import ShardPart
 
@@ -50,6 +53,9 @@ def save(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for number, each in enumerate(optimizers):
         contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
+    add_gradients(contents, state_names(model))
+    add_local_buffers(contents, state_names(model), ranks)
+    add_random_states(contents, rank, size)
     contents.add_plain("extra", dict(extra or {}))
     target = Path(folder)
     number = _share(ranks, 1 + max(saves_in(target), default=-1) if rank == 0 else 0, "numbering a save")
