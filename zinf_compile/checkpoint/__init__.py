@@ -17,6 +17,7 @@ plain_values — Encodes plain Python values as JSON and tensors, and decodes th
     model.
 random_states — Random generators of each rank: PyTorch's on the host and on the accelerator, and Python's.
 rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
+rank_files — The files of a checkpoint that one rank writes: allocated before the first byte, filled, synced, described.
 rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
@@ -26,6 +27,7 @@ safetensors_index — Finds the files of a checkpoint and, with an index, the te
 safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
 safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
 save — Saves a model and its optimizers; every rank writes its own shards, and nothing is gathered.
+save_folder — The folder that checkpoints are saved in: one job at a time, each checkpoint whole or absent.
 save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's
     `state_dict()`.
 save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file
