@@ -1,5 +1,7 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
+accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
+    piece.
 dcp — States for `dcp.save` and `dcp.load` in the user's own loop: read and written part by part, never whole in
     memory.
 dcp_tensor — A tensor of which `torch.distributed.checkpoint` saves and loads this rank's parts, each read or written
@@ -13,6 +15,7 @@ gathered — Full values of partitioned models: read or change them in place, sa
     time.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
+local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 model_files — The files of a model's values: safetensors files as others write them, or a checkpoint that `save` has
     made.
@@ -20,7 +23,9 @@ parts_writer — Writes the files of a checkpoint in any order, past the page ca
     memory.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
     model.
+random_states — Random generators of each rank: PyTorch's on the host and on the accelerator, and Python's.
 rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
+rank_files — The files of a checkpoint that one rank writes: allocated before the first byte, filled, synced, described.
 rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
@@ -30,6 +35,7 @@ safetensors_index — Finds the files of a checkpoint and, with an index, the te
 safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
 safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
 save — Saves a model and its optimizers; every rank writes its own shards, and nothing is gathered.
+save_folder — The folder that checkpoints are saved in: one job at a time, each checkpoint whole or absent.
 save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's
     `state_dict()`.
 save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file

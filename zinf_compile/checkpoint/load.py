@@ -21,8 +21,11 @@ from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .accumulated_gradients import load_gradients
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .local_buffers import load_local_buffers
+from .random_states import load_random_states
 from .saved_files import SavedFiles, find_save
 from .shard_reader import ShardReader, fill_shard
 
@@ -46,7 +49,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
         with _together(ranks, "opening a checkpoint", folder):
             files = SavedFiles(Path(folder) / _share(ranks, name))
             closing.callback(files.close)
-            fitting = fit(files, state_names(model), optimizers)
+            targets = state_names(model)
+            fitting = fit(files, targets, optimizers)
             for saved in fitting.optimizers:
                 prepare_states(saved.optimizer, saved.large)
             for key in fitting.whole_keys():
@@ -63,6 +67,9 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
             _load_model(files, fitting)
             for saved in fitting.optimizers:
                 _load_optimizer(files, saved)
+            load_gradients(files, targets)
+            load_local_buffers(files, targets, ranks)
+            load_random_states(files, ranks)
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
         unit.context.eager_changes = 0

@@ -130,7 +130,6 @@ class RankContents:
 
     def _add_parameter(self, key: str, parameter: ShardedParameter) -> None:
         unit = parameter._zinf_unit
-        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
 
         def values() -> Values:
             shard = ParameterShard(unit)
@@ -140,6 +139,11 @@ class RankContents:
                 fetched += [shard.fetch(*piece) for piece in pieces[number + 1 : number + 2]]  # read meanwhile
                 yield key, start, fetched.pop(0)()
 
+        self.add_shard(key, unit, parameter, unit.dtype, values)
+
+    def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
+        """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""
+        self._add(key, parameter, dtype, _parts_of(unit, parameter))
         self._sources.append(values)
 
     def _add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype, parts: Iterable[ShardPart]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +12,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.errors import CheckpointError
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
-from zinf_compile.runtime.storage.engine import Engine, crc32c
 
-from .file_layout import Part, lay_out
-from .gathered import agree_on_units, partitioned_parameters, plain
-from .manifest import MANIFEST, partial_name, rank_manifest, saved_name, saves_in, write_json
-from .parts_writer import PartsWriter, StagingBuffers
+from .accumulated_gradients import add_gradients
+from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .local_buffers import add_local_buffers
+from .manifest import MANIFEST, write_json
+from .random_states import add_random_states
 from .rank_contents import RankContents
-from .shard_parts import ShardPart
-
-_STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
+from .rank_files import RankFiles, check_space
+from .save_folder import SaveFolder
 
 
 def save(
@@ -39,96 +37,55 @@ def save(
     """Save a model, its optimizers and plain values in a new folder inside `folder`, and keep the last `keep` of these.
 
     A collective operation: all ranks call it after the same step. Each rank writes its own shards as safetensors, from where they
-    live, with 32 MiB of them in memory. A process that is killed at any moment leaves the last save as it was. Returns the new
-    folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not plain, `OSError` with errno and path.
+    live, with 32 MiB of them in memory. A process that is killed at any moment leaves the last save as it was, and the next save
+    removes what it left. One job at a time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of
+    `extra`, or a setting, that is not plain, or a folder that another job saves to; `OSError` with errno and path. What is raised
+    on one rank is raised on all, and nothing of the training is changed.
     """
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    place = SaveFolder(Path(folder), keep=keep)
     contents = RankContents(rank, size)
-    names = contents.add_model(model)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for number, each in enumerate(optimizers):
-        contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
-    contents.add_plain("extra", dict(extra or {}))
-    target = Path(folder)
-    number = _share(ranks, 1 + max(saves_in(target), default=-1) if rank == 0 else 0, "numbering a save")
-    token = _share(ranks, secrets.token_hex(8), "naming a save")
-    staging = target / partial_name(number, token)
-    with _together(ranks, "saving a checkpoint"):
+    with _together(ranks, place.folder):
+        names = contents.add_model(model)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        for number, each in enumerate(optimizers):
+            contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
+        add_gradients(contents, state_names(model))
+    add_local_buffers(contents, state_names(model), ranks)
+    add_random_states(contents, rank, size)
+    with _together(ranks, place.folder):
+        contents.add_plain("extra", dict(extra or {}))
+    if ranks is not None:
+        ranks.agree(_lines(contents), what="saving a checkpoint")
+    with contextlib.ExitStack() as ending:
         if rank == 0:
-            staging.mkdir(parents=True)
-    try:
-        with _together(ranks, "saving a checkpoint"):
-            checksum = _write_rank(staging, contents, rank)
+            ending.callback(place.abandon)
+        with _together(ranks, place.folder):
+            begun = place.begin() if rank == 0 else ("", "")
+        partial, final = _share(ranks, begun, "naming a save")
+        staging = place.folder / partial
+        writer = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
+        size_of_all = _sum(ranks, writer.bytes)
+        with _together(ranks, place.folder):
+            if rank == 0:
+                check_space(place.folder, size_of_all)
+        with _together(ranks, place.folder):
+            writer.allocate()  # nothing is written where there is too little space on any rank's drive
+        with _together(ranks, place.folder):
+            checksum = writer.write()
         checksums = (
             [checksum] if ranks is None else [int(value) for value in ranks.agree(["saved"], what="saving", value=checksum)]
         )
-        final = target / saved_name(number)
-        with _together(ranks, "saving a checkpoint"):
+        with _together(ranks, place.folder):
             if rank == 0:
                 write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
-                _sync(staging)
-                staging.rename(final)
-                _sync(target)
-                for older in sorted(saves_in(target))[:-keep]:
-                    shutil.rmtree(target / saved_name(older))
-    finally:
-        if rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-    for each in optimizers:
-        record_of(each).checkpoint = str(final)
-    return final
-
-
-def _write_rank(folder: Path, contents: RankContents, rank: int) -> int:
-    """Write what a rank has; return the checksum of its manifest."""
-    layouts = lay_out({key: (t.dtype, [part.rectangle for part in t.parts]) for key, t in contents.tensors.items()})
-    staging = StagingBuffers(_STAGING_COUNT, _STAGING_BYTES)
-    with Engine() as engine:
-        names = [f"rank-{rank:05}-{number:04}.safetensors" for number in range(len(layouts))]
-        writers = [PartsWriter(folder / name, layout, engine, staging) for name, layout in zip(names, layouts, strict=True)]
-        try:
-            _write_values(contents, writers)
-            checksums = {name: writer.finish() for name, writer in zip(names, writers, strict=True)}
-        finally:
-            for writer in writers:
-                writer.abandon()
-    described = {
-        name: {part.key: _described(part, checksums[name][part.key]) for part in layout.parts}
-        for name, layout in zip(names, layouts, strict=True)
-    }
-    text = write_json(folder / rank_manifest(rank), described)
-    return crc32c(text)
-
-
-def _described(part: Part, checksums: Sequence[int]) -> dict[str, Any]:
-    rectangle = part.rectangle
-    return {"offsets": rectangle.offsets, "sizes": rectangle.sizes, "begin": part.begin, "crc32c": checksums}
-
-
-def _write_values(contents: RankContents, writers: Sequence[PartsWriter]) -> None:
-    places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
-    for writer in writers:
-        for part in writer.layout.parts:
-            places[part.key].append((contents.tensors[part.key].parts[len(places[part.key])], writer, part))
-    collected: dict[str, list[torch.Tensor]] = {}
-    """Of parts whose elements are written in another order than they come in."""
-    for key, start, values in contents.values():
-        for shard_part, writer, part in places[key]:
-            first = max(start, shard_part.start)
-            last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
-            if first >= last:
-                continue
-            piece = values[first - start : last - start]
-            if shard_part.order is None:
-                writer.write(part, first - shard_part.start, piece)
-                continue
-            kept = collected.setdefault(key, [])
-            kept.append(piece.clone())
-            if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
-                writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
+                place.commit()
+        for each in optimizers:
+            record_of(each).checkpoint = str(place.folder / final)
+        return place.folder / final
 
 
 def _description(contents: RankContents, size: int) -> dict[str, Any]:
@@ -141,17 +98,27 @@ def _description(contents: RankContents, size: int) -> dict[str, Any]:
     }
 
 
+def _lines(contents: RankContents) -> list[str]:
+    """Return what ranks compare: all tensors but those of `extra`, which rank 0 saves its own of."""
+    return [
+        f"{key} {list(tensor.shape)} {tensor.dtype}" for key, tensor in contents.tensors.items() if not key.startswith("extra.")
+    ]
+
+
 def _share(ranks: Ranks | None, value: Any, what: str) -> Any:
     return value if ranks is None else ranks.share(value, what=what)
 
 
-def _together(ranks: Ranks | None, what: str) -> Any:
-    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what)
+def _sum(ranks: Ranks | None, value: int) -> int:
+    if ranks is None:
+        return value
+    return int(ranks.exchange(torch.tensor([value], dtype=torch.float64), what="space for a checkpoint").sum())
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Context whose errors are raised on all ranks; the others name the folder and the first rank that failed."""
+    if ranks is None:
+        return contextlib.nullcontext()
+    return ranks.fail_together(
+        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {folder}: {told}")
+    )
