@@ -2,6 +2,8 @@
 
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
+companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
+    rank's own shard.
 dcp — States for `dcp.save` and `dcp.load` in the user's own loop: read and written part by part, never whole in
     memory.
 dcp_tensor — A tensor of which `torch.distributed.checkpoint` saves and loads this rank's parts, each read or written

@@ -5,17 +5,20 @@ Called by `save` and `load`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done
-from zinf_compile.runtime.units.offloaded_gradient import offloaded_to_drive
+from zinf_compile.runtime.units.backing import HostBacking
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from zinf_compile.runtime.units.shard_values import OffloadedGradientShard, pieces_of
-from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.operands import gradient_values
@@ -26,9 +29,6 @@ from .shard_reader import ShardReader
 
 if TYPE_CHECKING:
     from .saved_files import SavedFiles
-
-Read = Callable[[int, int], torch.Tensor]
-"""Returns elements [start, end) of this rank's shard, flat, on the host."""
 
 
 def add_gradients(contents: RankContents, names: Mapping[str, torch.Tensor]) -> None:
@@ -42,12 +42,13 @@ def add_gradients(contents: RankContents, names: Mapping[str, torch.Tensor]) -> 
         done.add(id(parameter))
         key = f"gradient.{name}"
         if isinstance(grad, ShardedGradient):
-            contents.add_shard(key, grad.unit, parameter, grad.kept_dtype, lambda key=key, grad=grad: _pieces(key, grad))  # type: ignore[misc]
+            contents.add_shard(key, grad.unit, parameter, grad.kept_dtype, partial(_pieces, key, grad))
         elif grad.layout == torch.strided:
             contents.add_whole(key, grad)
         else:
             raise CheckpointError(
-                f"the gradient of {name} has the layout {grad.layout}; accepted: dense gradients. Take the step first"
+                f"the gradient of {name} has the layout {grad.layout}; accepted: dense gradients. Take the step, then "
+                "optimizer.zero_grad(), before saving"
             )
 
 
@@ -55,6 +56,22 @@ def _pieces(key: str, grad: ShardedGradient) -> Values:
     values = gradient_values(grad)
     for start, end in pieces_of(grad.unit):
         yield key, start, values.fetch(start, end)()
+
+
+def check_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
+    """Raise `CheckpointError` naming saved gradients that are of no parameter here, or of another shape."""
+    aliases = files.settings.get("aliases", {})
+    shapes = {f"gradient.{aliases.get(name, name)}": tuple(parameter.shape) for name, parameter in names.items()}
+    problems = [
+        f"{key}, {list(saved.shape)}"
+        for key, saved in files.tensors.items()
+        if key.startswith("gradient.") and shapes.get(key) != saved.shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{files.folder} has gradients of which the model has no parameter of that shape: {'; '.join(problems)}; nothing was "
+            "changed"
+        )
 
 
 def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
@@ -71,22 +88,31 @@ def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None
                 continue
             if isinstance(parameter, ShardedParameter):
                 unit = parameter._zinf_unit
-                parameter.grad = _restored(unit, files.tensors[key].dtype, ShardReader(files, key, unit).read)
+                parameter.grad = _restored(unit, ShardReader(files, key, unit))
             else:
-                parameter.grad = files.whole(key).to(parameter.device, parameter.dtype)
+                parameter.grad = torch.empty_like(parameter).copy_(files.whole(key))  # with the strides that autograd expects
 
 
-def _restored(unit: Unit, dtype: torch.dtype, read: Read) -> ShardedGradient:
-    if unit.gradient_pool is not None and dtype == unit.reduce_dtype:  # straight to its drive
+def _restored(unit: Unit, reader: ShardReader) -> ShardedGradient:
+    """Return a gradient on its tier, in the type in which its unit keeps it; one piece more is in memory."""
+    dtype, context = unit.reduce_dtype, unit.context
+    hops = context.link.topology.hops(unit.placement.grads)
+    offloaded: OffloadedGradient | None = None
+    if unit.gradient_pool is not None:
+        unit.wait_updated()  # its last gradient may still be in the place of this one
         offloaded = offloaded_to_drive(unit, *unit.gradient_pool, unit.shard_numel, dtype)
+    elif hops and unit.placement.grads == Tier.HOST:
+        context.memory.make_room(context.memory.host_ledger, format_of(dtype).bytes(unit.shard_numel))
+        host = context.link.host_buffer(unit.shard_numel, dtype)
+        context.memory.host_ledger.track("grads", host)
+        offloaded = OffloadedGradient(unit, HostBacking(host), unit.shard_numel, dtype)
+    if offloaded is not None:
         target = OffloadedGradientShard(unit, offloaded)
         for start, end in pieces_of(unit):
-            target.write(start, read(start, end)).wait()
+            target.write(start, reader.read(start, end).to(dtype)).wait()
         return ShardedGradient(unit, offloaded, Done())
     shard = torch.zeros(unit.shard_numel, dtype=dtype, device=unit.device)
-    unit.context.memory.ledger.track("grads", shard)
+    context.memory.ledger.track("grads", shard)
     for start, end in pieces_of(unit):
-        shard[start:end].copy_(read(start, end))
-    if dtype != unit.reduce_dtype:  # its place on another tier is made for that type
-        return ShardedGradient(unit, shard, Done())
-    return ShardedGradient(unit, *offload(unit, shard, Done()))
+        shard[start:end].copy_(reader.read(start, end))
+    return ShardedGradient(unit, shard, Done())

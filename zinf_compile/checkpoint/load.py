@@ -20,12 +20,14 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
-from .accumulated_gradients import load_gradients
+from .accumulated_gradients import check_gradients, load_gradients
+from .companions import load_companion
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import load_local_buffers
-from .random_states import load_random_states
+from .random_states import check_random_states, load_random_states
 from .saved_files import SavedFiles, find_save
 from .shard_reader import ShardReader, fill_shard
 
@@ -33,7 +35,9 @@ from .shard_reader import ShardReader, fill_shard
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
     """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
 
-    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
+    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Gradients become
+    those that were accumulated at the save: of a parameter that had none then, there is none afterwards. The random generators of
+    each rank become the saved ones; a rank of which the checkpoint has none seeds its own from (seed, rank). Everything is
     checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
     ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
     `StepFailedError` until a load succeeds.
@@ -51,6 +55,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
             closing.callback(files.close)
             targets = state_names(model)
             fitting = fit(files, targets, optimizers)
+            check_gradients(files, targets)
+            check_random_states(files)
             for saved in fitting.optimizers:
                 prepare_states(saved.optimizer, saved.large)
             for key in fitting.whole_keys():
@@ -107,6 +113,8 @@ def _load_model(files: SavedFiles, fitting: Fitting) -> None:
             fill_shard(files, key, unit, ParameterShard(unit).write)
             unit.restored()
             torch.autograd.graph.increment_version(tensor)
+        elif isinstance(tensor, ShardedTensor):
+            load_companion(files, key, tensor)
         else:
             tensor.copy_(files.whole(key))
 

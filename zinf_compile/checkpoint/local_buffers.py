@@ -13,6 +13,7 @@ from torch import nn
 
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
+from zinf_compile.sharded.tensor import ShardedTensor
 
 from .random_states import number_of_this_rank
 from .rank_contents import RankContents
@@ -46,6 +47,6 @@ def load_local_buffers(files: SavedFiles, names: Mapping[str, torch.Tensor], ran
 def _buffers(names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in names.items():
-        if not isinstance(tensor, nn.Parameter):
+        if not isinstance(tensor, nn.Parameter | ShardedTensor):
             found.setdefault(id(tensor), (name, tensor))
     return dict(found.values())

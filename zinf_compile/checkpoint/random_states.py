@@ -10,6 +10,7 @@ import hashlib
 import logging
 import random
 import struct
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,34 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zinf_compile")
 
 
-def add_random_states(contents: RankContents, rank: int, size: int) -> None:
-    """Add the generators of this rank, and the seed of rank 0 for ranks that there will be more of."""
-    kinds = _states()
+def add_random_states(contents: RankContents, size: int, devices: Collection[str]) -> None:
+    """Add the generators of this rank, and the seed of rank 0 for ranks that there will be more of.
+
+    `devices`: types of those that the model is on, the same on all ranks; an accelerator that is none of them is left alone.
+    """
+    kinds = {"host": torch.get_rng_state(), "python": _python_state()}
+    accelerator = _accelerator()
+    if accelerator is not None and accelerator in devices:
+        kinds[accelerator] = torch.get_device_module(accelerator).get_rng_state()
     for number in range(size):
         for kind, state in kinds.items():  # of equal shape on all ranks, but for the values
             contents.add_whole(f"random.{number}.{kind}", state, rank=number)
     contents.settings["random"] = {"seed": torch.initial_seed(), "ranks": size, "kinds": list(kinds)}
+
+
+def check_random_states(files: SavedFiles) -> None:
+    """Raise `CheckpointError` where the manifest says of generators what no save has written, or lacks one."""
+    settings = files.settings.get("random")
+    if settings is None:
+        return
+    seed, ranks, kinds = (settings.get(name) if isinstance(settings, dict) else None for name in ("seed", "ranks", "kinds"))
+    if type(seed) is int and type(ranks) is int and isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+        keys = [f"random.{rank}.{kind}" for rank in range(min(ranks, len(files.tensors))) for kind in kinds]
+        if ranks > 0 and not [key for key in keys if key not in files.tensors]:
+            return
+    raise CheckpointError(
+        f"{files.folder} says of random generators {str(settings)[:80]!r}, which no save has written: was it edited?"
+    )
 
 
 def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
@@ -76,14 +98,6 @@ def seed_of(seed: int, rank: int) -> int:
     """Return the seed of a rank that a checkpoint has no generators of."""
     digest = hashlib.sha256(f"{seed} {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _states() -> dict[str, torch.Tensor]:
-    states = {"host": torch.get_rng_state(), "python": _python_state()}
-    device = _accelerator()
-    if device is not None:
-        states[device] = torch.get_device_module(device).get_rng_state()
-    return states
 
 
 def _accelerator() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from zinf_compile.optim.state_pieces import own_states, read_pieces
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
+from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
@@ -61,6 +64,9 @@ class RankContents:
             first[id(tensor)] = name
             if isinstance(tensor, ShardedParameter):
                 self._add_parameter(f"model.{name}", tensor)
+            elif isinstance(tensor, ShardedTensor):
+                key = f"model.{name}"
+                self.add_shard(key, tensor.unit, tensor, tensor.dtype, partial(companion_pieces, key, tensor))
             else:
                 self.add_whole(f"model.{name}", tensor)
         self.settings["aliases"] = aliases
@@ -162,4 +168,5 @@ def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:
     rank = unit.shard_group.rank
     if not numel:
         return [ShardPart(Rectangle((0,) * len(parameter.shape), tuple(parameter.shape)), 0, None)] if rank == 0 else []
-    return shard_parts(unit.shape, unit.stride, stretches_of(unit.spans, rank, numel))
+    stride = parameter.stride() if isinstance(parameter, ShardedTensor) else unit.stride
+    return shard_parts(parameter.shape, stride, stretches_of(unit.spans, rank, numel))

@@ -36,11 +36,15 @@ def save(
 ) -> Path:
     """Save a model, its optimizers and plain values in a new folder inside `folder`, and keep the last `keep` of these.
 
-    A collective operation: all ranks call it after the same step. Each rank writes its own shards as safetensors, from where they
-    live, with 32 MiB of them in memory. A process that is killed at any moment leaves the last save as it was, and the next save
-    removes what it left. One job at a time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of
-    `extra`, or a setting, that is not plain, or a folder that another job saves to; `OSError` with errno and path. What is raised
-    on one rank is raised on all, and nothing of the training is changed.
+    A collective operation: all ranks call it after the same step, or between its micro-batches. Saved are parameters, buffers,
+    gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
+    generators of each rank; an averaged model is saved as a part of `model`, as in an `nn.ModuleDict` of both.
+
+    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. A process that is killed
+    at any moment leaves the last save as it was, and the next save removes what it left. One job at a time saves to a folder.
+    Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not plain, or a folder that
+    another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and nothing of the training
+    is changed.
     """
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
@@ -55,7 +59,7 @@ def save(
             contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
         add_gradients(contents, state_names(model))
     add_local_buffers(contents, state_names(model), ranks)
-    add_random_states(contents, rank, size)
+    add_random_states(contents, size, {tensor.device.type for tensor in state_names(model).values()})
     with _together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
     if ranks is not None:
