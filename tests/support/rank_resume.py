@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiers import context_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import BACKEND, whole_gradient
 
 import zinf_compile
+from zinf_compile.optim.record import record_of
 
 MICRO_BATCHES = 3
 
@@ -60,12 +64,18 @@ class Run:
             optimizer.zero_grad()
         self.scheduler.step()
 
-    def train(self, steps: int) -> None:
-        """Take whole steps."""
+    def train(self, steps: int, *, held_s: float = 0.0) -> None:
+        """Take whole steps; the part of them that is deferred waits for `held_s` seconds before it begins."""
         for _ in range(steps):
-            self.micro_batches(MICRO_BATCHES)
-            self.step()
             self.averaged.update_parameters(self.model)
+            self.micro_batches(MICRO_BATCHES)
+            if held_s:
+                context_of(self.model).lanes.update.submit(partial(time.sleep, held_s))
+            self.step()
+
+    def pending(self) -> bool:
+        """Say whether a part of the last step was deferred, and nobody has waited for all of it."""
+        return any(record_of(optimizer).deferred is not None for optimizer in self.optimizers)
 
     def whole(self) -> dict[str, Any]:
         """Return all that training changes, whole on rank 0."""
@@ -79,11 +89,15 @@ class Run:
 
 
 def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: int) -> tuple[Any, ...]:
-    """Save with `done` micro-batches of a step; return the whole states as they were then, as loaded, and after training both."""
+    """Save with `done` micro-batches of a step; return the whole states as they were then, as loaded, and after training both.
+
+    Then the calls that a buffer counted, and whether a deferred step was pending at the save.
+    """
     options = {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
     run = Run(options, rank)
-    run.train(2)
+    run.train(2, held_s=0.3)
     run.micro_batches(done)
+    pending = run.pending()
     zinf_compile.save(folder, run.both, run.optimizers, extra={"scheduler": run.scheduler.state_dict()})
     saved = run.whole()
     run.micro_batches(MICRO_BATCHES - done)
@@ -96,4 +110,4 @@ def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: in
     again.micro_batches(MICRO_BATCHES - done)
     again.step()
     again.train(1)
-    return saved, loaded, run.whole(), again.whole(), calls
+    return saved, loaded, run.whole(), again.whole(), calls, pending
