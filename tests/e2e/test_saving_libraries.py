@@ -127,7 +127,9 @@ def test_peft_reads_the_adapters_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:Warning")  # Lightning's advice
-def test_lightning_saves_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adopted", [False, True])
+def test_lightning_saves_and_resumes(adopted: bool, tmp_path: Path) -> None:
+    """`adopted`: without the states of the optimizer in memory."""
     lightning = pytest.importorskip("lightning")
     loader = torch.utils.data.DataLoader([words(step, 0) for step in range(5)], batch_size=None)
 
@@ -148,6 +150,8 @@ def test_lightning_saves_and_resumes(tmp_path: Path) -> None:
             max_steps=steps, accelerator="cpu", enable_checkpointing=True, default_root_dir=folder, logger=False,
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
+        if adopted and module.net._compiled_call_impl is not None:
+            assert zinf_compile.hf.adopt(trainer) is trainer
         trainer.fit(module, loader, ckpt_path=resume)
         return trainer
 
@@ -165,10 +169,16 @@ def test_lightning_saves_and_resumes(tmp_path: Path) -> None:
     ours.load_state_dict(eager.state_dict())
     trainers = [fit(module, tmp_path / name, 3) for module, name in ((eager, "eager"), (ours, "ours"))]
     trainers[1].save_checkpoint(tmp_path / "last.ckpt")
-    automatic = next((tmp_path / "ours" / "checkpoints").iterdir())
+    automatic = next((tmp_path / "ours" / "checkpoints").glob("*.ckpt"))
     for path in (automatic, tmp_path / "last.ckpt"):
         assert_state(eager, torch.load(path, weights_only=False)["state_dict"])
+        assert Path(f"{path}.states").is_dir() == adopted
+    kept = torch.load(tmp_path / "last.ckpt", weights_only=False)["optimizer_states"]
+    assert (kept == [{}]) == adopted
     resumed = Module(net())
     fit(resumed, tmp_path / "again", 5, tmp_path / "last.ckpt")
     fit(eager, tmp_path / "more", 5, next((tmp_path / "eager" / "checkpoints").iterdir()))
     assert_state(eager, resumed.state_dict())
+    if adopted:
+        trainers[1].strategy.remove_checkpoint(tmp_path / "last.ckpt")
+        assert not Path(f"{tmp_path}/last.ckpt.states").exists()

@@ -52,3 +52,8 @@ def test_little_is_in_memory_at_once(ranks: int, tmp_path: Path) -> None:
 
 def test_a_load_that_fails(tmp_path: Path) -> None:
     run_ranks(rank_dcp.broken, 1, str(tmp_path / "saved"), placed("tiles", tmp_path))
+
+
+@pytest.mark.parametrize(("ranks", "place"), [(1, "tiles"), (2, "memory")])
+def test_parameters_without_states(ranks: int, place: str, tmp_path: Path) -> None:
+    run_ranks(rank_dcp.half_used, ranks, str(tmp_path), placed(place, tmp_path))

@@ -10,6 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rank_load import placed
 from rank_save import build, full, train
+from torch import nn
+from training import BACKEND
 
 import zinf_compile
 from zinf_compile.checkpoint import dcp as dcp_module
@@ -103,3 +105,49 @@ def broken(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
     assert train(compiled, optimizer, range(2, 4)) == after
     with pytest.raises(TypeError, match=r"which only dcp\.save and dcp\.load take"):
         zinf_compile.dcp_state_dict(model, optimizer)["model"].state_dict()["words.weight"].exp()
+
+
+class Half(nn.Module):
+    """A layer that is used, and one that isn't: the optimizer has no states of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().sum() + 0 * self.unused.weight.detach().sum() + 0 * self.unused.bias.detach().sum()
+
+
+def half_used(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
+    """Save before the first step and after it; load onto models that have taken none, the latter onto one that has, too."""
+
+    def made() -> Any:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Half()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        return torch.compile(model, backend=BACKEND, options=placed(options, size)), model, optimizer
+
+    def step(compiled: Any, optimizer: Any) -> float:
+        loss = compiled(torch.ones(2, 5))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    compiled, model, optimizer = made()
+    with torch.no_grad():
+        compiled(torch.ones(2, 5))
+    dcp.save(zinf_compile.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/0")
+    losses = [step(compiled, optimizer)]
+    dcp.save(zinf_compile.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/1")
+    losses += [step(compiled, optimizer), step(compiled, optimizer)]
+    for number, steps in ((0, 0), (1, 0), (1, 2)):
+        compiled, model, optimizer = made()
+        with torch.no_grad():
+            compiled(torch.ones(2, 5))
+        for _ in range(steps):
+            step(compiled, optimizer)
+        dcp.load(zinf_compile.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/{number}")
+        assert [step(compiled, optimizer) for _ in losses[number:]] == losses[number:]
+        assert not optimizer.state.get(model.unused.weight)

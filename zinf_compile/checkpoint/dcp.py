@@ -78,31 +78,37 @@ class _Optimizer:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._names = {id(tensor): name for name, tensor in reversed(list(state_names(model).items()))}
-        self._missing: dict[Key, torch.dtype] = {}
-        """States that no step has made yet, which a load makes."""
+        self._large: dict[Key, torch.dtype] = {}
+        """States that are partitioned."""
         self._whole: dict[Key, torch.Tensor] = {}
-        """Those of whole parameters."""
+        """All others that are tensors."""
+        self._all_made = True
+        """Each parameter has its states; where one has none yet, zeros are saved, and a load makes them."""
         self._loading = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return states by the names of parameters, groups as PyTorch's `get_optimizer_state_dict` has them, and settings."""
-        self._missing, self._whole, self._loading = {}, {}, False
+        self._large, self._whole, self._all_made, self._loading = {}, {}, True, False
         optimizer, states = self._optimizer, dict[str, dict[str, Any]]()
         small: dict[str, Any] = {}
         first: Unit | None = None
         for parameter, own in states_to_load(optimizer).items():
             name, known = self._name(parameter), parameter in optimizer.state
+            self._all_made = self._all_made and known
             tensors = {state: value for state, value in own.small.items() if isinstance(value, torch.Tensor)}
             states[name] = {state: self._small(value, own.unit) for state, value in tensors.items()}
-            small[name] = dict(own.small)
+            self._whole.update({(parameter, state): value for state, value in tensors.items()})
+            if known:
+                small[name] = dict(own.small)
             first = first or own.unit
             for state, dtype in own.large.items():
                 if own.unit is not None:
-                    states[name][state] = self._state(parameter, own.unit, state, dtype, saves=known)
-                elif known:
-                    states[name][state] = optimizer.state[parameter][state]
+                    self._large[parameter, state] = dtype
+                    values = StateRange(optimizer, parameter, state, own.unit, dtype)
+                    states[name][state] = _tensor(parameter, own.unit, dtype, values, self._begin)
                 else:
-                    states[name][state] = self._whole[parameter, state] = torch.zeros_like(parameter, dtype=dtype)
+                    whole = optimizer.state[parameter][state] if known else torch.zeros_like(parameter, dtype=dtype)
+                    states[name][state] = self._whole[parameter, state] = whole
         params = [[self._name(p) for p in group["params"]] for group in optimizer.param_groups]
         groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
         tensors = {}
@@ -134,19 +140,14 @@ class _Optimizer:
         named = {self._name(p): p for group in self._optimizer.param_groups for p in group["params"]}
         small = {named[name]: values for name, values in decode(settings["small"], "small", tensors).items()}
         for (parameter, state), value in self._whole.items():
-            small.setdefault(parameter, {})[state] = value
+            if parameter in small:
+                small[parameter].setdefault(state, value)
         end_loading(self._optimizer, decode(settings["groups"], "groups", tensors), small)
 
     def _name(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._names:
             raise CheckpointError(f"{type(self._optimizer).__name__} has a parameter that the model has not")
         return self._names[id(parameter)]
-
-    def _state(self, parameter: torch.Tensor, unit: Unit, name: str, dtype: torch.dtype, *, saves: bool) -> DcpTensor:
-        if not saves:
-            self._missing[parameter, name] = dtype
-        values = StateRange(self._optimizer, parameter, name, unit)
-        return _tensor(parameter, unit, dtype, values, self._begin, saves)
 
     def _small(self, value: torch.Tensor, unit: Unit | None) -> torch.Tensor:
         """Return a state that is not of its parameter's size: all ranks load it, rank 0 saves it."""
@@ -158,7 +159,7 @@ class _Optimizer:
         if not self._loading:
             self._loading = True
             install()
-            begin_loading(self._optimizer, self._missing, _MIDDLE)
+            begin_loading(self._optimizer, {} if self._all_made else self._large, _MIDDLE)
 
 
 class _WholeRange:
@@ -215,12 +216,10 @@ class _ParameterRange:
 def _parameter(parameter: ShardedParameter) -> DcpTensor:
     unit = parameter._zinf_unit
     values = _ParameterRange(unit)
-    return _tensor(parameter, unit, unit.dtype, values, values.begin, saves=True)
+    return _tensor(parameter, unit, unit.dtype, values, values.begin)
 
 
-def _tensor(
-    parameter: torch.Tensor, unit: Unit, dtype: torch.dtype, values: ShardRange, before_writing: Any, saves: bool
-) -> DcpTensor:
+def _tensor(parameter: torch.Tensor, unit: Unit, dtype: torch.dtype, values: ShardRange, before_writing: Any) -> DcpTensor:
     rank, numel = unit.shard_group.rank, parameter.numel()
     stretches = [
         (begin, min(begin + _PART_NUMEL, end), place + begin - start)
@@ -230,4 +229,4 @@ def _tensor(
     parts = shard_parts(unit.shape, unit.stride, stretches)
     if not numel and rank == 0:
         parts = [ShardPart(Rectangle((0,) * parameter.dim(), tuple(parameter.shape)), 0, None)]
-    return DcpTensor(parameter.shape, dtype, parts, values, before_writing, saves)
+    return DcpTensor(parameter.shape, dtype, parts, values, before_writing)

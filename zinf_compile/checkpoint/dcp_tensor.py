@@ -27,7 +27,10 @@ class ShardRange(Protocol):
 
 
 class DcpTensor(torch.Tensor):
-    """A tensor without values of its own. `before_writing` is called before each write, `saves` says whether it has values."""
+    """A tensor without values of its own.
+
+    `before_writing` is called before each write; `saves` says whether this rank saves its parts.
+    """
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> DcpTensor:
@@ -41,7 +44,7 @@ class DcpTensor(torch.Tensor):
         parts: Sequence[ShardPart],
         values: ShardRange,
         before_writing: Callable[[], object],
-        saves: bool,
+        saves: bool = True,
     ) -> None:
         self._parts = {part.rectangle.offsets: part for part in parts}
         self._range, self._before_writing, self._saves = values, before_writing, saves

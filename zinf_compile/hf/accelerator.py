@@ -109,7 +109,7 @@ class _Adopted:
             if first or context_of(model) is not None:
                 save_safetensors(model, _folder(output_dir, index))
         for index, optimizer in enumerate(self._optimizers):
-            save_optimizer(unwrapped(optimizer), _file(output_dir, index), writes=first)
+            save_optimizer(unwrapped(optimizer), _file(output_dir, index), models, writes=first)
         self._accelerator.wait_for_everyone()
 
     def _read(self, models: list[nn.Module], input_dir: str) -> None:
@@ -117,9 +117,9 @@ class _Adopted:
         for index, model in enumerate(models):
             context = context_of(model)
             load_weights(model, _folder(input_dir, index), context)
-        models.clear()
         for index, optimizer in enumerate(self._optimizers):
-            load_optimizer(unwrapped(optimizer), _file(input_dir, index))
+            load_optimizer(unwrapped(optimizer), _file(input_dir, index), models)
+        models.clear()
 
 
 def _folder(where: str, index: int) -> Path:

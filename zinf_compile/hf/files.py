@@ -1,12 +1,13 @@
 """Checkpoints of transformers and accelerate: saves and loads weights and optimizer states of a partitioned model.
 
-Rank 0 writes and reads; the others take part in gathers and scatters. Each function is a collective operation.
+Rank 0 writes and reads; the others take part in gathers and scatters. States on drives each rank writes and reads itself. Each
+function is a collective operation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, plain, state_names
+from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
 from zinf_compile.checkpoint.safetensors_index import INDEX
 from zinf_compile.checkpoint.safetensors_reader import TensorFiles
+from zinf_compile.checkpoint.save import save
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict, units_of
 from zinf_compile.errors import CheckpointError
+from zinf_compile.optim.state_dict_hooks import drive_bytes
 from zinf_compile.runtime.context import Context
 
 SAFETENSORS = ("model.safetensors", INDEX)
@@ -84,9 +88,27 @@ def load_weights(model: nn.Module, folder: Path, context: Context | None) -> Non
             files.close()
 
 
-def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
-    """Write full states in the format of eager's `state_dict()`, on rank 0; with no partitioned parameter, where `writes`."""
+def states_folder(file: Path) -> Path:
+    """Return the folder that takes a file's place where states are on drives: `optimizer` for `optimizer.pt`."""
+    return file.with_suffix("")
+
+
+def has_optimizer(file: Path) -> bool:
+    """Return whether there are an optimizer's states, as the file or in the folder that takes its place."""
+    return file.is_file() or states_folder(file).is_dir()
+
+
+def save_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module], *, writes: bool) -> None:
+    """Write an optimizer's states.
+
+    Where they are on drives, they fit into no memory: each rank writes its own by `save`, with `models`, to
+    `states_folder(file)`. Elsewhere rank 0 writes full states in the format of eager's `state_dict()`; with no partitioned
+    parameter, where `writes`.
+    """
     context = units_of(optimizer)[1]
+    if drive_bytes(optimizer):
+        save(states_folder(file), together(models), optimizer)
+        return
     state = full_optimizer_state_dict(optimizer)
     if context is None:
         if writes:
@@ -97,15 +119,24 @@ def save_optimizer(optimizer: Optimizer, file: Path, *, writes: bool) -> None:
             torch.save(state, file)
 
 
-def load_optimizer(optimizer: Optimizer, file: Path) -> None:
-    """Load full states. With no partitioned parameter yet, each rank reads the file."""
+def load_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]) -> None:
+    """Load what `save_optimizer` wrote, on any ranks and tiers; `models` too, where it wrote them."""
     context = units_of(optimizer)[1]
+    here = states_folder(file).is_dir()
+    if here if context is None else context.ranks.share(here, what="finding an optimizer's states"):
+        load(states_folder(file), together(models), optimizer)
+        return
     if context is None:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return
     with context.ranks.fail_together(f"reading {file}"):
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if context.rank == 0 else None
     load_full_optimizer_state_dict(optimizer, state)
+
+
+def together(models: Sequence[nn.Module]) -> nn.Module:
+    """Return one module with all of them."""
+    return plain(models[0]) if len(models) == 1 else nn.ModuleList(plain(model) for model in models)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:

@@ -15,7 +15,16 @@ from zinf_compile.checkpoint.save_optimizer_state import units_of
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
 
 from .accelerator import adopt_accelerator
-from .files import context_of, has_weights, load_optimizer, load_weights, save_optimizer, unwrapped
+from .files import (
+    context_of,
+    has_optimizer,
+    has_weights,
+    load_optimizer,
+    load_weights,
+    save_optimizer,
+    states_folder,
+    unwrapped,
+)
 
 
 def adopt_trainer(trainer: transformers.Trainer) -> None:
@@ -91,7 +100,7 @@ class _Adopted:
         if context is None:
             self._save_optimizer(output_dir)
             return
-        save_optimizer(optimizer, Path(output_dir, OPTIMIZER_NAME), writes=False)
+        save_optimizer(optimizer, Path(output_dir, OPTIMIZER_NAME), [trainer.model], writes=False)
         with context.ranks.fail_together(f"saving the scheduler in {output_dir}"):
             if context.rank == 0:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -100,12 +109,16 @@ class _Adopted:
         """Load what `save_optimizer` wrote, on any number of ranks."""
         trainer = self._trainer
         optimizer = unwrapped(trainer.optimizer)
-        files = [] if checkpoint is None else [Path(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
-        if units_of(optimizer)[1] is None or not all(file.is_file() for file in files):
+        if checkpoint is None:
             self._load_optimizer(checkpoint)
-        elif files:
-            load_optimizer(optimizer, files[0])
-            trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
+            return
+        file, scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
+        ours = units_of(optimizer)[1] is not None or states_folder(file).is_dir()
+        if not ours or not has_optimizer(file) or not scheduler.is_file():
+            self._load_optimizer(checkpoint)
+        else:
+            load_optimizer(optimizer, file, [trainer.model])
+            trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
     def load(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint's model."""

@@ -28,13 +28,15 @@ from .state_pieces import Key, OwnStates, like_step, load_states, own_states
 
 
 class StateRange:
-    """This rank's shard of one state, by the numbers of elements."""
+    """This rank's shard of one state, by the numbers of elements; zeros where no step has made it yet."""
 
-    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor, name: str, unit: Unit) -> None:
-        self._optimizer, self._parameter, self._name, self._unit = optimizer, parameter, name, unit
+    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor, name: str, unit: Unit, dtype: torch.dtype) -> None:
+        self._optimizer, self._parameter, self._name, self._unit, self._dtype = optimizer, parameter, name, unit, dtype
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Return the elements [start, end), flat in host memory of their own."""
+        if self._parameter not in self._optimizer.state:
+            return torch.zeros(end - start, dtype=self._dtype)
         transfers = self._transfers()
         if transfers is None:
             return self._in_memory()[start:end].to("cpu", copy=True)
@@ -95,17 +97,14 @@ def states_to_load(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
 
 
 @torch.no_grad()
-def begin_loading(optimizer: Optimizer, missing: Mapping[Key, torch.dtype], why: str) -> None:
-    """Make zeros of the states that are missing; until `end_loading`, steps raise `StepFailedError` with the message `why`."""
-    if missing:
-        kept = own_states(optimizer)
-        assert not any(p in kept for p, _ in missing), "all states of a parameter or none"
-        assert not kept, "all parameters have states or none"
+def begin_loading(optimizer: Optimizer, made: Mapping[Key, torch.dtype], why: str) -> None:
+    """Let steps raise `StepFailedError` with the message `why` until `end_loading`; where states are `made`, begin with zeros."""
+    if made:
 
         def zeros(parameter: torch.Tensor, name: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
-            return torch.zeros(end - start, dtype=missing[parameter, name])
+            return torch.zeros(end - start, dtype=made[parameter, name])
 
-        load_states(optimizer, {p: {} for p, _ in missing}, missing, zeros)
+        load_states(optimizer, {p: {} for p, _ in made}, made, zeros)
     record_of(optimizer).mark_ended(why)
 
 
@@ -113,7 +112,7 @@ def begin_loading(optimizer: Optimizer, missing: Mapping[Key, torch.dtype], why:
 def end_loading(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], small: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> None:
-    """Set settings, by group, and the states that are not of their parameter's size; the optimizer may step again."""
+    """Set settings, by group, and the states that are not of their parameter's size; remove those of other parameters."""
     split = split_units(optimizer)
     for states in record_of(optimizer).offloaded or []:
         states.transfers.drain()
@@ -131,6 +130,8 @@ def end_loading(
         elif moved:
             unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)  # type: ignore[call-overload]
             optimizer.state[parameter] = moved if unit is None else noted(moved, unit)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"] if p not in small]:
+        optimizer.state.pop(parameter, None)
     record = record_of(optimizer)
     account_states(optimizer)
     record.mark_whole()
