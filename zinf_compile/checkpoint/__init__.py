@@ -2,6 +2,7 @@
 
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
+background — The part of a save that goes on beside training: states on drives are read and written, and it is committed.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
     new ones.

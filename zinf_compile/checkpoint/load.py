@@ -21,6 +21,7 @@ from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .accumulated_gradients import load_gradients
+from .background import wait_for_save
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import load_local_buffers
 from .plain_values import decode
@@ -35,6 +36,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
     checked before anything changes: `CheckpointError` names all mismatches, on all ranks.
     """
+    wait_for_save()
     model = plain(model)
     found = partitioned_parameters(model)
     unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)

@@ -45,6 +45,9 @@ def install() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if record_of(optimizer).state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
         return None
+    saving = record_of(optimizer).saving
+    if saving is not None:
+        saving.tell()
     hollow = hollow_of(optimizer)
     if not hollow and not split_units(optimizer):
         return run_on_stand_in(optimizer, args, kwargs, partial(_fill_entered, optimizer))
