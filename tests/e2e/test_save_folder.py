@@ -105,7 +105,9 @@ def test_what_is_renamed_has_reached_the_drive(tmp_path: Path) -> None:
     def follow(_: int, name: str, args: tuple[Any, ...]) -> None:
         if name == "fsync":
             synced.add(os.readlink(f"/proc/self/fd/{args[0]}"))
-        elif name == "rename" and not str(args[1]).endswith(".partial"):
+        elif name == "rename" and str(args[0]) in synced and not Path(args[0]).is_dir():
+            synced.add(str(args[1]))
+        elif name == "rename":
             there = {str(path) for path in Path(args[0]).iterdir()}
             assert {*there, str(args[0])} <= synced
             assert any(path.endswith("manifest.json") for path in there)

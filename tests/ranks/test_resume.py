@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_resume import resumed
+from rank_resume import loaded_generators, resumed, saved_generators
 from ranks import run_ranks
-from torch.utils import _pytree as pytree
+from same_leaves import assert_equal
+
+from zinf_compile.checkpoint.random_states import seed_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -20,18 +22,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "nvme": NVME,
     "nvme in tiles": {**NVME, "tile": 256},
 }
-
-
-def assert_equal(found: Any, expected: Any) -> None:
-    ours, theirs = (dict(pytree.tree_flatten_with_path(value)[0]) for value in (found, expected))
-    assert ours.keys() == theirs.keys()
-    for path, value in theirs.items():
-        where = pytree.keystr(path)
-        if isinstance(value, torch.Tensor):
-            assert ours[path].dtype == value.dtype, where
-            assert torch.equal(ours[path].detach(), value.detach()), where
-        else:
-            assert ours[path] == value, where
 
 
 @pytest.mark.parametrize(
@@ -58,3 +48,18 @@ def test_it_equals_the_run_that_went_on(size: int, place: str, done: int, tmp_pa
         assert calls == 2, "a buffer that is not persistent stays as it is"
     if size > 1:
         assert not torch.equal(results[0][1]["random"][0], results[1][1]["random"][0]), "each rank draws its own numbers"
+
+
+def test_generators_of_ranks_that_exist_are_kept_and_others_seeded(tmp_path: Path) -> None:
+    saved = run_ranks(saved_generators, 2, str(tmp_path / "saved"))
+    fewer = run_ranks(loaded_generators, 1, str(tmp_path / "saved"))
+    assert_equal(fewer[0], (*saved[0], []))
+    more = [run_ranks(loaded_generators, 3, str(tmp_path / "saved")) for _ in range(2)]
+    assert_equal(more[0], more[1])
+    for rank in (0, 1):
+        assert_equal(more[0][rank], (*saved[rank], []))
+    (line,) = more[0][2][2]
+    expected = seed_of(0, 2)
+    assert f"rank 2: the checkpoint is of 2 ranks; random generators are seeded with {expected}, from the seed 0 and" in line
+    torch.manual_seed(expected)
+    assert torch.equal(more[0][2][0], torch.rand(3))

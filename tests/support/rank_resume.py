@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from functools import partial
@@ -111,3 +112,27 @@ def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: in
     again.step()
     again.train(1)
     return saved, loaded, run.whole(), again.whole(), calls, pending
+
+
+def saved_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float]:
+    """Save after a step; return the next numbers of both generators."""
+    run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank)
+    zinf_compile.save(folder, run.model)
+    return torch.rand(3), random.random()
+
+
+def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, list[str]]:
+    """Load after a step; return the next numbers of both generators, and what is logged."""
+    run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank + 50)
+    logged: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("zinf_compile")
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        zinf_compile.load(folder, run.model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return torch.rand(3), random.random(), [line for line in logged if "random generators" in line]

@@ -2,6 +2,7 @@
 
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
+background — The part of a save that goes on beside training: states on drives are read and written, and it is committed.
 companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
     rank's own shard.
 dcp — States for `dcp.save` and `dcp.load` in the user's own loop: read and written part by part, never whole in

@@ -23,6 +23,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
 from .accumulated_gradients import check_gradients, load_gradients
+from .background import wait_for_save
 from .companions import load_companion
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
@@ -42,6 +43,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer 
     ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
     `StepFailedError` until a load succeeds.
     """
+    wait_for_save()
     model = plain(model)
     found = partitioned_parameters(model)
     unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)

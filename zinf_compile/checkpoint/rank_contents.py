@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.state_pieces import own_states, read_pieces
+from zinf_compile.optim.state_pieces import StatePiece, has_states_on_drive, own_states, read_in_memory, read_on_drive
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -52,6 +52,7 @@ class RankContents:
         self._rank, self._size = rank, size
         self._whole: dict[str, torch.Tensor] = {}
         self._sources: list[Callable[[], Values]] = []
+        self._later: list[Callable[[], Values]] = []
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
@@ -103,11 +104,13 @@ class RankContents:
             "states": small,
         }
 
-        def values() -> Values:
-            for piece in read_pieces(optimizer, found):
+        def keyed(pieces: Iterable[StatePiece]) -> Values:
+            for piece in pieces:
                 yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
 
-        self._sources.append(values)
+        self._sources.append(lambda: keyed(read_in_memory(optimizer, found)))
+        if has_states_on_drive(optimizer):
+            self._later.append(lambda: keyed(read_on_drive(optimizer)))
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
@@ -120,8 +123,18 @@ class RankContents:
         """Add a plain value, tensors in it included."""
         self.settings[key] = self._plain(key, value)
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether there are `later_values`."""
+        return bool(self._later)
+
+    def later_values(self) -> Values:
+        """Yield the values that change in nothing but a step of the optimizer, which can wait for it: states on drives."""
+        for source in self._later:
+            yield from source()
+
     def values(self) -> Values:
-        """Yield the values of this rank's parts, each shard's in order."""
+        """Yield the other values of this rank's parts; each shard's in order."""
         for source in self._sources:
             yield from source()
         for key, tensor in self._whole.items():

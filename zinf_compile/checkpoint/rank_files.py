@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from zinf_compile.runtime.storage.engine import Engine, crc32c
+from zinf_compile.runtime.storage.engine import Engine
 
 from .file_layout import Part, lay_out
 from .manifest import rank_manifest, write_json
 from .parts_writer import PartsWriter, StagingBuffers
-from .rank_contents import RankContents
+from .rank_contents import RankContents, Values
 from .shard_parts import ShardPart
 
 _STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
@@ -38,22 +38,55 @@ class RankFiles:
         self._names = [f"rank-{rank:05}-{number:04}.safetensors" for number in range(len(self._layouts))]
         self._engine: Engine | None = None
         self._writers: list[PartsWriter] = []
+        self._places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
+        """Of each tensor the parts, where each is in its shard and in which file."""
 
     def allocate(self) -> None:
         """Make the files, with all their space. Raises `OSError` with errno and path where there is too little, or a quota."""
         engine = self._engine = Engine()
         staging = StagingBuffers(_STAGING_COUNT, _STAGING_BYTES)
         for name, layout in zip(self._names, self._layouts, strict=True):
-            self._writers.append(PartsWriter(self._folder / name, layout, engine, staging))
+            writer = PartsWriter(self._folder / name, layout, engine, staging)
+            self._writers.append(writer)
+            for part in layout.parts:
+                places = self._places[part.key]
+                places.append((self._contents.tensors[part.key].parts[len(places)], writer, part))
 
-    def write(self) -> int:
-        """Write all values, sync the files, describe them in a manifest; return the checksum of that. Raises `OSError`."""
-        _write_values(self._contents, self._writers)
+    def write(self) -> None:
+        """Write the values that may change in anything but a step. Raises `OSError`."""
+        self._write(self._contents.values())
+
+    def write_later(self) -> None:
+        """Write the others, see `RankContents.later_values`."""
+        self._write(self._contents.later_values())
+
+    def finish(self) -> None:
+        """Sync the files, and describe them in a manifest, which is there as a whole or not at all. Raises `OSError`."""
         described = {}
         for name, writer in zip(self._names, self._writers, strict=True):
             checksums = writer.finish()
             described[name] = {part.key: _described(part, checksums[part.key]) for part in writer.layout.parts}
-        return crc32c(write_json(self._folder / rank_manifest(self._rank), described))
+        draft = self._folder / f".{rank_manifest(self._rank)}"
+        write_json(draft, described)
+        draft.rename(self._folder / rank_manifest(self._rank))
+
+    def _write(self, values_to_write: Values) -> None:
+        collected: dict[str, list[torch.Tensor]] = {}
+        """Of parts whose elements are written in another order than they come in."""
+        for key, start, values in values_to_write:
+            for shard_part, writer, part in self._places[key]:
+                first = max(start, shard_part.start)
+                last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
+                if first >= last:
+                    continue
+                piece = values[first - start : last - start]
+                if shard_part.order is None:
+                    writer.write(part, first - shard_part.start, piece)
+                    continue
+                kept = collected.setdefault(key, [])
+                kept.append(piece.clone())
+                if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
+                    writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
 
     def close(self) -> None:
         """Wait for what is under way and close the files."""
@@ -79,26 +112,3 @@ def check_space(folder: Path, size: int) -> None:
 def _described(part: Part, checksums: Sequence[int]) -> dict[str, Any]:
     rectangle = part.rectangle
     return {"offsets": rectangle.offsets, "sizes": rectangle.sizes, "begin": part.begin, "crc32c": checksums}
-
-
-def _write_values(contents: RankContents, writers: Sequence[PartsWriter]) -> None:
-    places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
-    for writer in writers:
-        for part in writer.layout.parts:
-            places[part.key].append((contents.tensors[part.key].parts[len(places[part.key])], writer, part))
-    collected: dict[str, list[torch.Tensor]] = {}
-    """Of parts whose elements are written in another order than they come in."""
-    for key, start, values in contents.values():
-        for shard_part, writer, part in places[key]:
-            first = max(start, shard_part.start)
-            last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
-            if first >= last:
-                continue
-            piece = values[first - start : last - start]
-            if shard_part.order is None:
-                writer.write(part, first - shard_part.start, piece)
-                continue
-            kept = collected.setdefault(key, [])
-            kept.append(piece.clone())
-            if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
-                writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))

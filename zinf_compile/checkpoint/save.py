@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.storage.engine import crc32c
 
 from .accumulated_gradients import add_gradients
+from .background import BackgroundSave, PartMissingError, wait_for_save
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import add_local_buffers
-from .manifest import MANIFEST, write_json
+from .manifest import MANIFEST, rank_manifest, write_json
 from .random_states import add_random_states
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .save_folder import SaveFolder
+
+_POLL_S = 0.01
 
 
 def save(
@@ -33,6 +37,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int = 1,
+    wait: bool = False,
 ) -> Path:
     """Save a model, its optimizers and plain values in a new folder inside `folder`, and keep the last `keep` of these.
 
@@ -40,12 +45,16 @@ def save(
     gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
     generators of each rank; an averaged model is saved as a part of `model`, as in an `nn.ModuleDict` of both.
 
-    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. A process that is killed
-    at any moment leaves the last save as it was, and the next save removes what it left. One job at a time saves to a folder.
-    Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not plain, or a folder that
-    another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and nothing of the training
-    is changed.
+    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. Without `wait` it returns
+    as soon as all is written that something else than a step may change; states on drives follow in the background, and the next
+    step waits until they are read. `wait_for_save` waits for all of it, and raises its errors.
+
+    A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
+    time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
+    plain, or a folder that another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and
+    nothing of the training is changed.
     """
+    wait_for_save()
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
@@ -71,25 +80,45 @@ def save(
             begun = place.begin() if rank == 0 else ("", "")
         partial, final = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
-        writer = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
-        size_of_all = _sum(ranks, writer.bytes)
+        files = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
+        size_of_all = _sum(ranks, files.bytes)
         with _together(ranks, place.folder):
             if rank == 0:
                 check_space(place.folder, size_of_all)
         with _together(ranks, place.folder):
-            writer.allocate()  # nothing is written where there is too little space on any rank's drive
+            files.allocate()  # nothing is written where there is too little space on any rank's drive
         with _together(ranks, place.folder):
-            checksum = writer.write()
-        checksums = (
-            [checksum] if ranks is None else [int(value) for value in ranks.agree(["saved"], what="saving", value=checksum)]
+            files.write()
+
+        def commit(given_up: Callable[[], bool]) -> None:
+            checksums = [_checksum(staging / rank_manifest(number), given_up) for number in range(size)]
+            write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
+            place.commit()
+
+        closing = ending.pop_all()
+        save = BackgroundSave(
+            place.folder,
+            ranks,
+            optimizers,
+            read_and_write=files.write_later,
+            finish=files.finish,
+            commit=commit if rank == 0 else None,
+            close=closing.close,
+            name=final,
         )
-        with _together(ranks, place.folder):
-            if rank == 0:
-                write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
-                place.commit()
-        for each in optimizers:
-            record_of(each).checkpoint = str(place.folder / final)
-        return place.folder / final
+        save.start()
+    if wait or not contents.can_wait:
+        wait_for_save()
+    return place.folder / final
+
+
+def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
+    """Return the checksum of a rank's manifest, once it is there."""
+    while not manifest.exists():
+        if given_up():
+            raise PartMissingError(f"{manifest} is missing: that rank has not saved its part")
+        time.sleep(_POLL_S)
+    return crc32c(manifest.read_bytes())
 
 
 def _description(contents: RankContents, size: int) -> dict[str, Any]:
@@ -104,7 +133,8 @@ def _description(contents: RankContents, size: int) -> dict[str, Any]:
 
 def _lines(contents: RankContents) -> list[str]:
     """Return what ranks compare: all tensors but those of `extra`, which rank 0 saves its own of."""
-    return [
+    states = f"states that can wait: {contents.can_wait}"
+    return [states] + [
         f"{key} {list(tensor.shape)} {tensor.dtype}" for key, tensor in contents.tensors.items() if not key.startswith("extra.")
     ]
 
