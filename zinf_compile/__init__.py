@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from zinf_compile.checkpoint.background import wait_for_save
 from zinf_compile.checkpoint.dcp import dcp_state_dict
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
 from zinf_compile.checkpoint.load import load
@@ -73,4 +74,5 @@ __all__ = [
     "save_safetensors",
     "stats",
     "synchronize",
+    "wait_for_save",
 ]

@@ -6,6 +6,7 @@ import gc
 
 import torch
 
+from zinf_compile.checkpoint.background import wait_alone
 from zinf_compile.errors import PartitionedParameterError, UnsupportedModelError
 from zinf_compile.init.while_building import is_building
 from zinf_compile.optim.deferred_step import end_deferred_steps
@@ -30,7 +31,7 @@ def reset() -> None:
 
     A model partitioned before stays an object, but reading, calling or saving it raises `PartitionedParameterError`: save
     `full_state_dict(model)` first, and load it into a new model. A deferred step ends unfinished: call `synchronize()` first
-    to complete it and to get its error.
+    to complete it and to get its error. A save in the background is waited for, and its error logged.
 
     Not a collective operation: it works after an error of other ranks too. Ranks that continue together all call it between the
     same two steps. Raises `UnsupportedModelError` inside `partitioned()`, and `PartitionedParameterError` inside `gathered()`,
@@ -46,6 +47,7 @@ def reset() -> None:
                 raise PartitionedParameterError(
                     f"zinf_compile.reset() while parameter {unit.name} is gathered: leave `with zinf_compile.gathered(...)` first"
                 )
+    wait_alone()
     for context in contexts:
         context.ending = True  # a deferred step stops at its next chunk
     end_deferred_steps()

@@ -93,7 +93,7 @@ def test_a_failure_leaves_the_old_files(
     folder, out = saved[0], tmp_path / "out"
     assert main(["consolidate", str(folder / "qwen2"), str(out), "--file-bytes", "8KiB"]) == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    checkpoint = folder / "uneven" / "save-00000000"
+    checkpoint = folder / "uneven" / "save-00000001"
     parts = json.loads((checkpoint / "rank-00002.json").read_text()).items()
     file, begin = next((checkpoint / name, part["model.words.weight"]["begin"]) for name, part in parts)
     content = file.read_bytes()

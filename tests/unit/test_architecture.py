@@ -28,7 +28,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "runtime": (*BASE, "ir", "config"),
     "sharded": (*BASE, "ir", "config", "plan", "passes", "runtime"),
     "stats": (*BASE, "ir", "runtime", "sharded"),
-    "reset": (*BASE, "runtime", "sharded", "optim", "init"),
+    "reset": (*BASE, "runtime", "sharded", "optim", "checkpoint", "init"),
     "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
     "checkpoint": (*BASE, "ir", "config", "runtime", "sharded", "optim"),
     "init": (*BASE, "ir", "config", "runtime", "sharded", "optim", "checkpoint"),

@@ -1,5 +1,10 @@
 """Whole states in and out of a partitioned model, and safetensors files, whose contents are validated before use.
 
+accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
+    piece.
+background — The part of a save that goes on beside training: states on drives are read and written, and it is committed.
+companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
+    rank's own shard.
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
 converted_files — A saved checkpoint under other names and in other types: what `rename=` and `dtype=` make of it.
 converted_tensors — Safetensors files under other names and in other types, for a model on meta.
@@ -25,6 +30,7 @@ imported_files — A checkpoint of another program in the form in which `load` r
 intake — Names and types on the way in: what `rename=` and `dtype=` make of the tensors of a checkpoint, checked as a whole.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
+local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 model_files — The files of a model's values: safetensors files, or what `save`, DeepSpeed or `torch.save` have written.
 open_files — Recognises and opens what `load` is given: what `save` has written, a checkpoint of DeepSpeed, a file of
@@ -34,7 +40,9 @@ parts_writer — Writes the files of a checkpoint in any order, past the page ca
 pickled — Reads pickles without executing anything in them: classes and functions that they name stay names.
 plain_values — Encodes plain Python values as JSON and tensors, and decodes them: settings and what users save beside a
     model.
+random_states — Random generators of each rank: PyTorch's on the host and on the accelerator, and Python's.
 rank_contents — What one rank saves of a model and its optimizers: parts of tensors, and their values piece by piece.
+rank_files — The files of a checkpoint that one rank writes: allocated before the first byte, filled, synced, described.
 rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
@@ -44,6 +52,7 @@ safetensors_index — Finds the files of a checkpoint and, with an index, the te
 safetensors_reader — Tensors in safetensors files: the location of each, and reads of any range of its elements.
 safetensors_writer — Writes one safetensors file from host tensors; failures are `OSError`s that name the file.
 save — Saves a model and its optimizers; every rank writes its own shards, and nothing is gathered.
+save_folder — The folder that checkpoints are saved in: one job at a time, each checkpoint whole or absent.
 save_optimizer_state — Saving of an optimizer's full states: gathered on rank 0 in the format of eager's
     `state_dict()`.
 save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file

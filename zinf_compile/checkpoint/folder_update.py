@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from .save_folder import is_locked_here
+
 _STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
 _LOCK_TIMEOUT_S = 60.0
 """Far longer than another process needs: it holds the lock while it renames files and syncs the folder a few times."""
@@ -152,7 +154,13 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Context with the folder locked against other saves; yields False where the filesystem has no such locks."""
+    """Context with the folder locked against other saves; yields False where the filesystem has no such locks.
+
+    A folder that this process has locked for its checkpoints is locked already.
+    """
+    if is_locked_here(folder):
+        yield True
+        return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         locked = _wait_for_lock(fd, folder)

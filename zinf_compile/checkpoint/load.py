@@ -20,11 +20,17 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
+from .accumulated_gradients import check_gradients, load_gradients, whole_gradients
+from .background import wait_for_save
+from .companions import load_companion
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .intake import DType, Rename
+from .local_buffers import load_local_buffers, local_buffers_of
 from .open_files import find_checkpoint, open_files
+from .random_states import check_random_states, load_random_states
 from .saved_files import SavedFiles
 from .shard_reader import ShardReader, fill_shard
 
@@ -39,7 +45,9 @@ def load(
 ) -> dict[str, Any]:
     """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
 
-    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Everything is
+    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Gradients become
+    those that were accumulated at the save: of a parameter that had none then, there is none afterwards. The random generators of
+    each rank become the saved ones; a rank of which the checkpoint has none seeds its own from (seed, rank). Everything is
     checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
     ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
     `StepFailedError` until a load succeeds.
@@ -50,6 +58,7 @@ def load(
     `rename`: a mapping of names in the checkpoint to names in the model, or a function. `CheckpointError` names all collisions,
     all names that match nothing and all conversions that lose more than digits behind the point.
     """
+    wait_for_save()
     model = plain(model)
     found = partitioned_parameters(model)
     unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)
@@ -62,10 +71,14 @@ def load(
             path = Path(folder) / _share(ranks, name)
             files = open_files(path, state_names(model), optimizers, dtype=dtype, rename=rename)
             closing.callback(files.close)
-            fitting = fit(files, state_names(model), optimizers)
+            targets = state_names(model)
+            fitting = fit(files, targets, optimizers)
+            check_gradients(files, targets)
+            buffers = local_buffers_of(files, targets, ranks)
+            check_random_states(files, ranks)
             for saved in fitting.optimizers:
                 prepare_states(saved.optimizer, saved.large)
-            for key in fitting.whole_keys():
+            for key in [*fitting.whole_keys(), *whole_gradients(files, targets), *buffers]:
                 files.check(key)
         if ranks is not None:
             ranks.agree(
@@ -79,6 +92,9 @@ def load(
             _load_model(files, fitting)
             for saved in fitting.optimizers:
                 _load_optimizer(files, saved)
+            load_gradients(files, targets)
+            load_local_buffers(files, buffers)
+            load_random_states(files, ranks)
     forget_steps(parameter._zinf_unit for parameter in found.values())
     if unit is not None:
         unit.context.eager_changes = 0
@@ -116,6 +132,8 @@ def _load_model(files: SavedFiles, fitting: Fitting) -> None:
             fill_shard(files, key, unit, ParameterShard(unit).write)
             unit.restored()
             torch.autograd.graph.increment_version(tensor)
+        elif isinstance(tensor, ShardedTensor):
+            load_companion(files, key, tensor)
         else:
             tensor.copy_(files.whole(key))
 

@@ -6,6 +6,7 @@ Everything that is not a tensor is JSON; no value is executed when it is read. C
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [encode(item, f"{where}.{number}", tensors) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
-        return {"dict": [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
+        kind = "counter" if type(value) is Counter else "dict"  # `MultiStepLR` has its milestones in one
+        return {kind: [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
     raise CheckpointError(f"{where} is a {type(value).__name__}; {_ACCEPTED}")
 
 
@@ -58,6 +60,8 @@ def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(decode(content, where, tensors))
         if kind == "dict" and isinstance(content, list) and all(_is_item(item) for item in content):
             return {key: decode(item, f"{where}.{key}", tensors) for key, item in content}
+        if kind == "counter" and isinstance(content, list) and all(_is_item(item) for item in content):
+            return Counter({key: decode(item, f"{where}.{key}", tensors) for key, item in content})
     raise CheckpointError(f"{where} in the manifest is {str(value)[:80]!r}, which no save has written: was it edited?")
 
 

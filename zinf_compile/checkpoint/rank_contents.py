@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.state_pieces import own_states, read_pieces
+from zinf_compile.optim.state_pieces import StatePiece, has_states_on_drive, own_states, read_in_memory, read_on_drive
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
+from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
@@ -49,6 +52,7 @@ class RankContents:
         self._rank, self._size = rank, size
         self._whole: dict[str, torch.Tensor] = {}
         self._sources: list[Callable[[], Values]] = []
+        self._later: list[Callable[[], Values]] = []
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
@@ -61,6 +65,9 @@ class RankContents:
             first[id(tensor)] = name
             if isinstance(tensor, ShardedParameter):
                 self._add_parameter(f"model.{name}", tensor)
+            elif isinstance(tensor, ShardedTensor):
+                key = f"model.{name}"
+                self.add_shard(key, tensor.unit, tensor, tensor.dtype, partial(companion_pieces, key, tensor))
             else:
                 self.add_whole(f"model.{name}", tensor)
         self.settings["aliases"] = aliases
@@ -97,11 +104,13 @@ class RankContents:
             "states": small,
         }
 
-        def values() -> Values:
-            for piece in read_pieces(optimizer, found):
+        def keyed(pieces: Iterable[StatePiece]) -> Values:
+            for piece in pieces:
                 yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
 
-        self._sources.append(values)
+        self._sources.append(lambda: keyed(read_in_memory(optimizer, found)))
+        if has_states_on_drive(optimizer):
+            self._later.append(lambda: keyed(read_on_drive(optimizer)))
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
@@ -114,8 +123,18 @@ class RankContents:
         """Add a plain value, tensors in it included."""
         self.settings[key] = self._plain(key, value)
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether there are `later_values`."""
+        return bool(self._later)
+
+    def later_values(self) -> Values:
+        """Yield the values that change in nothing but a step of the optimizer, which can wait for it: states on drives."""
+        for source in self._later:
+            yield from source()
+
     def values(self) -> Values:
-        """Yield the values of this rank's parts, each shard's in order."""
+        """Yield the other values of this rank's parts; each shard's in order."""
         for source in self._sources:
             yield from source()
         for key, tensor in self._whole.items():
@@ -130,7 +149,6 @@ class RankContents:
 
     def _add_parameter(self, key: str, parameter: ShardedParameter) -> None:
         unit = parameter._zinf_unit
-        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
 
         def values() -> Values:
             shard = ParameterShard(unit)
@@ -140,6 +158,11 @@ class RankContents:
                 fetched += [shard.fetch(*piece) for piece in pieces[number + 1 : number + 2]]  # read meanwhile
                 yield key, start, fetched.pop(0)()
 
+        self.add_shard(key, unit, parameter, unit.dtype, values)
+
+    def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
+        """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""
+        self._add(key, parameter, dtype, _parts_of(unit, parameter))
         self._sources.append(values)
 
     def _add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype, parts: Iterable[ShardPart]) -> None:
@@ -158,4 +181,5 @@ def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:
     rank = unit.shard_group.rank
     if not numel:
         return [ShardPart(Rectangle((0,) * len(parameter.shape), tuple(parameter.shape)), 0, None)] if rank == 0 else []
-    return shard_parts(unit.shape, unit.stride, stretches_of(unit.spans, rank, numel))
+    stride = parameter.stride() if isinstance(parameter, ShardedTensor) else unit.stride
+    return shard_parts(parameter.shape, stride, stretches_of(unit.spans, rank, numel))

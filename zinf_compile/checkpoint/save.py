@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.optim.record import record_of
+from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
-from zinf_compile.runtime.storage.engine import Engine, crc32c
+from zinf_compile.runtime.storage.engine import crc32c
 
-from .file_layout import Part, lay_out
-from .gathered import agree_on_units, partitioned_parameters, plain
-from .manifest import MANIFEST, partial_name, rank_manifest, saved_name, saves_in, write_json
-from .parts_writer import PartsWriter, StagingBuffers
+from .accumulated_gradients import add_gradients
+from .background import BackgroundSave, PartMissingError, wait_for_save
+from .gathered import agree_on_units, partitioned_parameters, plain, state_names
+from .local_buffers import add_local_buffers
+from .manifest import MANIFEST, rank_manifest, write_json
+from .random_states import add_random_states
 from .rank_contents import RankContents
-from .shard_parts import ShardPart
+from .rank_files import RankFiles, check_space
+from .save_folder import SaveFolder
 
-_STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
+_POLL_S = 0.01
 
 
 def save(
@@ -35,100 +37,88 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep: int = 1,
+    wait: bool = False,
 ) -> Path:
     """Save a model, its optimizers and plain values in a new folder inside `folder`, and keep the last `keep` of these.
 
-    A collective operation: all ranks call it after the same step. Each rank writes its own shards as safetensors, from where they
-    live, with 32 MiB of them in memory. A process that is killed at any moment leaves the last save as it was. Returns the new
-    folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not plain, `OSError` with errno and path.
+    A collective operation: all ranks call it after the same step, or between its micro-batches. Saved are parameters, buffers,
+    gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
+    generators of each rank; an averaged model is saved as a part of `model`, as in an `nn.ModuleDict` of both.
+
+    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. Without `wait` it returns
+    as soon as all is written that something else than a step may change; states on drives follow in the background, and the next
+    step waits until they are read. `wait_for_save` waits for all of it, and raises its errors.
+
+    A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
+    time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
+    plain, or a folder that another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and
+    nothing of the training is changed.
     """
+    wait_for_save()
     model = plain(model)
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    place = SaveFolder(Path(folder), keep=keep)
     contents = RankContents(rank, size)
-    names = contents.add_model(model)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    for number, each in enumerate(optimizers):
-        contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
-    contents.add_plain("extra", dict(extra or {}))
-    target = Path(folder)
-    number = _share(ranks, 1 + max(saves_in(target), default=-1) if rank == 0 else 0, "numbering a save")
-    token = _share(ranks, secrets.token_hex(8), "naming a save")
-    staging = target / partial_name(number, token)
-    with _together(ranks, "saving a checkpoint"):
+    with _together(ranks, place.folder):
+        names = contents.add_model(model)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        for number, each in enumerate(optimizers):
+            contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
+        add_gradients(contents, state_names(model))
+    add_local_buffers(contents, state_names(model), ranks)
+    add_random_states(contents, size, {tensor.device.type for tensor in state_names(model).values()})
+    with _together(ranks, place.folder):
+        contents.add_plain("extra", dict(extra or {}))
+    if ranks is not None:
+        ranks.agree(_lines(contents), what="saving a checkpoint")
+    with contextlib.ExitStack() as ending:
         if rank == 0:
-            staging.mkdir(parents=True)
-    try:
-        with _together(ranks, "saving a checkpoint"):
-            checksum = _write_rank(staging, contents, rank)
-        checksums = (
-            [checksum] if ranks is None else [int(value) for value in ranks.agree(["saved"], what="saving", value=checksum)]
-        )
-        final = target / saved_name(number)
-        with _together(ranks, "saving a checkpoint"):
+            ending.callback(place.abandon)
+        with _together(ranks, place.folder):
+            begun = place.begin() if rank == 0 else ("", "")
+        partial, final = _share(ranks, begun, "naming a save")
+        staging = place.folder / partial
+        files = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
+        size_of_all = _sum(ranks, files.bytes)
+        with _together(ranks, place.folder):
             if rank == 0:
-                write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
-                _sync(staging)
-                staging.rename(final)
-                _sync(target)
-                for older in sorted(saves_in(target))[:-keep]:
-                    shutil.rmtree(target / saved_name(older))
-    finally:
-        if rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-    for each in optimizers:
-        record_of(each).checkpoint = str(final)
-    return final
+                check_space(place.folder, size_of_all)
+        with _together(ranks, place.folder):
+            files.allocate()  # nothing is written where there is too little space on any rank's drive
+        with _together(ranks, place.folder):
+            files.write()
+
+        def commit(given_up: Callable[[], bool]) -> None:
+            checksums = [_checksum(staging / rank_manifest(number), given_up) for number in range(size)]
+            write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
+            place.commit()
+
+        closing = ending.pop_all()
+        save = BackgroundSave(
+            place.folder,
+            ranks,
+            optimizers,
+            read_and_write=files.write_later,
+            finish=files.finish,
+            commit=commit if rank == 0 else None,
+            close=closing.close,
+            name=final,
+        )
+        save.start()
+    if wait or not contents.can_wait:
+        wait_for_save()
+    return place.folder / final
 
 
-def _write_rank(folder: Path, contents: RankContents, rank: int) -> int:
-    """Write what a rank has; return the checksum of its manifest."""
-    layouts = lay_out({key: (t.dtype, [part.rectangle for part in t.parts]) for key, t in contents.tensors.items()})
-    staging = StagingBuffers(_STAGING_COUNT, _STAGING_BYTES)
-    with Engine() as engine:
-        names = [f"rank-{rank:05}-{number:04}.safetensors" for number in range(len(layouts))]
-        writers = [PartsWriter(folder / name, layout, engine, staging) for name, layout in zip(names, layouts, strict=True)]
-        try:
-            _write_values(contents, writers)
-            checksums = {name: writer.finish() for name, writer in zip(names, writers, strict=True)}
-        finally:
-            for writer in writers:
-                writer.abandon()
-    described = {
-        name: {part.key: _described(part, checksums[name][part.key]) for part in layout.parts}
-        for name, layout in zip(names, layouts, strict=True)
-    }
-    text = write_json(folder / rank_manifest(rank), described)
-    return crc32c(text)
-
-
-def _described(part: Part, checksums: Sequence[int]) -> dict[str, Any]:
-    rectangle = part.rectangle
-    return {"offsets": rectangle.offsets, "sizes": rectangle.sizes, "begin": part.begin, "crc32c": checksums}
-
-
-def _write_values(contents: RankContents, writers: Sequence[PartsWriter]) -> None:
-    places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
-    for writer in writers:
-        for part in writer.layout.parts:
-            places[part.key].append((contents.tensors[part.key].parts[len(places[part.key])], writer, part))
-    collected: dict[str, list[torch.Tensor]] = {}
-    """Of parts whose elements are written in another order than they come in."""
-    for key, start, values in contents.values():
-        for shard_part, writer, part in places[key]:
-            first = max(start, shard_part.start)
-            last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
-            if first >= last:
-                continue
-            piece = values[first - start : last - start]
-            if shard_part.order is None:
-                writer.write(part, first - shard_part.start, piece)
-                continue
-            kept = collected.setdefault(key, [])
-            kept.append(piece.clone())
-            if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
-                writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
+def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
+    """Return the checksum of a rank's manifest, once it is there."""
+    while not manifest.exists():
+        if given_up():
+            raise PartMissingError(f"{manifest} is missing: that rank has not saved its part")
+        time.sleep(_POLL_S)
+    return crc32c(manifest.read_bytes())
 
 
 def _description(contents: RankContents, size: int) -> dict[str, Any]:
@@ -141,17 +131,28 @@ def _description(contents: RankContents, size: int) -> dict[str, Any]:
     }
 
 
+def _lines(contents: RankContents) -> list[str]:
+    """Return what ranks compare: all tensors but those of `extra`, which rank 0 saves its own of."""
+    states = f"states that can wait: {contents.can_wait}"
+    return [states] + [
+        f"{key} {list(tensor.shape)} {tensor.dtype}" for key, tensor in contents.tensors.items() if not key.startswith("extra.")
+    ]
+
+
 def _share(ranks: Ranks | None, value: Any, what: str) -> Any:
     return value if ranks is None else ranks.share(value, what=what)
 
 
-def _together(ranks: Ranks | None, what: str) -> Any:
-    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what)
+def _sum(ranks: Ranks | None, value: int) -> int:
+    if ranks is None:
+        return value
+    return int(ranks.exchange(torch.tensor([value], dtype=torch.float64), what="space for a checkpoint").sum())
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Context whose errors are raised on all ranks; the others name the folder and the first rank that failed."""
+    if ranks is None:
+        return contextlib.nullcontext()
+    return ranks.fail_together(
+        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {folder}: {told}")
+    )

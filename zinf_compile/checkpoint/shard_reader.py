@@ -5,7 +5,7 @@ Called by `load`; decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,13 +19,13 @@ from .shard_parts import Stretch, memory_order, stretches_of
 
 
 class ShardReader:
-    """The elements of one saved tensor that a unit has on this rank; padding is zeros."""
+    """The elements of one saved tensor that a unit has on this rank; padding is zeros. `stride`: its own, if not the unit's."""
 
-    def __init__(self, files: SavedFiles, key: str, unit: Unit) -> None:
+    def __init__(self, files: SavedFiles, key: str, unit: Unit, stride: Sequence[int] | None = None) -> None:
         self._files, self._key = files, key
         self._shape = files.tensors[key].shape
         self._stretches: list[Stretch] = stretches_of(unit.spans, unit.shard_group.rank, torch.Size(self._shape).numel())
-        self._order = memory_order(unit.shape, unit.stride)
+        self._order = memory_order(self._shape, unit.stride if stride is None else stride)
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Return the elements [start, end) of the shard, in the type in which they were saved."""

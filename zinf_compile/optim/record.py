@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
@@ -33,6 +33,16 @@ class State(enum.Enum):
     """A stand-in for another optimizer, within a step of that one."""
 
 
+class StatesSave(Protocol):
+    """A save that reads states on drives in the background."""
+
+    def wait_read(self) -> None:
+        """Wait until it has read them: what uses or changes states calls this first."""
+
+    def tell(self) -> None:
+        """Raise its error on all ranks, once, as soon as one rank has one. A collective operation, at the start of a step."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class OptimizerRecord:
     """State of one optimizer."""
@@ -44,6 +54,8 @@ class OptimizerRecord:
     """The current `RunningStep`."""
     deferred: Any = None
     """The last `DeferredStep`, until it was waited for."""
+    saving: StatesSave | None = None
+    """A save in the background, until all ranks know how it ended."""
     offloaded: list[Any] | None = None
     """The `OffloadedStates` of parameters that are updated in chunks; None before the first."""
     steps_done: int | None = None

@@ -76,10 +76,8 @@ def own_states(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
 
 
 @torch.no_grad()
-def read_pieces(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[StatePiece]:
-    """Yield the elements of all large states that `own_states` has found; those of a whole one as if it were a shard."""
-    for states in _offloaded(optimizer):
-        yield from _by_chunks(states)
+def read_in_memory(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[StatePiece]:
+    """Yield the elements of the large states in memory that `own_states` found; those of a whole one as if it were a shard."""
     for parameter, own in found.items():
         on_drive = _on_drive(optimizer, parameter)
         for name in sorted(own.large.keys() - on_drive.keys()):
@@ -88,6 +86,18 @@ def read_pieces(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -
             flat = shard.detach().reshape(-1)
             for start, end in [(0, flat.numel())] if own.unit is None else pieces_of(own.unit):
                 yield StatePiece(parameter, name, start, flat[start : min(end, flat.numel())].cpu())
+
+
+def has_states_on_drive(optimizer: Optimizer) -> bool:
+    """Say whether `read_on_drive` yields anything."""
+    return any(states.transfers.store is not None for states in _offloaded(optimizer))
+
+
+@torch.no_grad()
+def read_on_drive(optimizer: Optimizer) -> Iterator[StatePiece]:
+    """Yield the elements of states on drives. Any thread may, where no other uses the states meanwhile."""
+    for states in _offloaded(optimizer):
+        yield from _by_chunks(states)
 
 
 def _by_chunks(states: OffloadedStates) -> Iterator[StatePiece]:

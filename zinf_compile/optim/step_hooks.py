@@ -47,6 +47,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     record = record_of(optimizer)
     if record.state is State.STAND_IN:  # the step of one chunk, or a step's super().step()
         return None
+    if record.saving is not None:
+        record.saving.tell()  # with the other ranks, whatever else there is to say
     if record.state is State.INCOMPLETE and record.deferred is None:  # a deferred step says itself why it failed
         raise StepFailedError(record.incomplete)
     hollow = hollow_of(optimizer)

@@ -48,14 +48,14 @@ def test_json_has_the_documented_keys(folder: Path, capsys: pytest.CaptureFixtur
     documented = inspect_checkpoint.examine.__doc__ or ""
     assert all(key in documented for key in found)
     assert (found["version"], found["ranks"]) == (1, 1)
-    assert found["folder"] == str(folder / "save-00000001")
+    assert found["folder"] == str(folder / "save-00000002")
     assert found["parameters"]["elements"] == 3 * 20 + 20 + 3 + 1 + 2
     assert found["tensors"]["model.short"] == {"shape": [3], "dtype": "bfloat16", "bytes": 6, "parts": 1}
     assert found["aliases"] == {"head.weight": "words.weight"}
     assert found["optimizers"]["optimizer"]["class"] == "AdamW"
     assert found["optimizers"]["optimizer"]["groups"][0]["settings"]["lr"] == 0.25
     assert found["extra"] == {"step": 2, "worst": "inf", "order": "tensor [3] int64"}
-    assert found["files"] == {path.name: path.stat().st_size for path in (folder / "save-00000001").iterdir()}
+    assert found["files"] == {path.name: path.stat().st_size for path in (folder / "save-00000002").iterdir()}
     assert found["verified"] == sum(tensor["bytes"] for tensor in found["tensors"].values())
 
 
@@ -66,14 +66,14 @@ def test_equal_blocks_are_one_row(folder: Path, capsys: pytest.CaptureFixture[st
     assert ["model.blocks.*.weight", "3", "[4,", "4]", "float32", "192"] in rows
     assert ["optimizer.state.blocks.*.weight.exp_avg", "3", "[4,", "4]", "float32", "192"] in rows
     assert ["optimizer.state.*.step", "9", "[]", "float32", "36"] in rows
-    assert "(beside save-00000000)" in printed
+    assert "(beside save-00000001)" in printed
     assert "head.weight is words.weight" in printed
     assert "lr=0.25" in printed
     assert 'order: "tensor [3] int64"' in printed
 
 
 def test_nothing_damaged_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (folder / "save-00000001").glob("*.safetensors")
+    (file,) = (folder / "save-00000002").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
@@ -85,11 +85,11 @@ def test_nothing_damaged_is_verified(folder: Path, capsys: pytest.CaptureFixture
     file.write_bytes(content[:-4])
     assert main(["inspect", str(folder), "--verify"]) == 2
     assert str(file) in capsys.readouterr().err
-    assert main(["inspect", str(folder / "save-00000000"), "--verify"]) == 0
+    assert main(["inspect", str(folder / "save-00000001"), "--verify"]) == 0
 
 
 def test_a_header_that_differs_from_the_manifest_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (folder / "save-00000001").glob("*.safetensors")
+    (file,) = (folder / "save-00000002").glob("*.safetensors")
     file.write_bytes(file.read_bytes().replace(b"model.short", b"model.shard"))
     assert main(["inspect", str(folder), "--verify"]) == 2
     said = capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""Saves that go on beside training: what they hold, whom they keep waiting, and where their errors are raised."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_background_save import failed, trained_beside
+from ranks import run_ranks
+from same_leaves import assert_equal
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def placed(folder: Path) -> dict[str, Any]:
+    return {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": str(folder), "timeout_s": 60}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_holds_what_was_there_when_it_began(size: int, tmp_path: Path) -> None:
+    for saved, loaded, there_before, there_after in run_ranks(trained_beside, size, str(tmp_path / "saved"), placed(tmp_path)):
+        assert_equal(loaded, saved)
+        assert not there_before, "the loop goes on before the states are written"
+        assert there_after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_its_error_is_raised_once_on_all_ranks_and_costs_nothing(size: int, tmp_path: Path) -> None:
+    results = run_ranks(failed, size, str(tmp_path / "saved"), placed(tmp_path))
+    for rank, (errors, states, expected, saves) in enumerate(results):
+        assert len(errors) == 2, "at the step, and at wait_for_save"
+        for error in errors:
+            assert "Input/output error" in error
+            assert "the drive" in error
+            assert error.startswith("OSError" if rank == size - 1 else "CheckpointError: no checkpoint is saved in")
+        assert_equal(states, expected)
+        assert saves == [1]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
+
+
+SCRIPT = """
+import sys, torch, zinf_compile
+model = torch.nn.Linear(64, 64)
+options = {"compute": "fx", "optimizer": "nvme", "nvme": sys.argv[1]}
+compiled = torch.compile(model, backend="zero_infinity", options=options)
+optimizer = torch.optim.Adam(model.parameters())
+compiled(torch.randn(3, 64)).sum().backward()
+optimizer.step()
+zinf_compile.save(sys.argv[1] + "/saved", model, optimizer)
+if sys.argv[2] == "reset":
+    zinf_compile.reset()
+    sys.stdout.write(str(len(list(__import__("pathlib").Path(sys.argv[1], "saved").glob("save-*/manifest.json")))))
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "reset"])
+def test_the_end_of_the_process_and_reset_wait(end: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), end], check=True, capture_output=True, text=True)
+    assert done.stdout == ("1" if end == "reset" else "")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
+    assert (tmp_path / "saved" / "save-00000001" / "manifest.json").exists()

@@ -1,0 +1,91 @@
+"""Saves in the background on several ranks, as functions that `test_background_save.py` starts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from rank_resume import MICRO_BATCHES, Run
+
+import zinf_compile
+from zinf_compile.checkpoint import background
+from zinf_compile.checkpoint.manifest import saves_in
+from zinf_compile.checkpoint.parts_writer import PartsWriter
+
+
+def in_background(function: Any, act: Any) -> Any:
+    """Return a method that calls `act` first where it is called on the thread of a save."""
+
+    def call(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name == "zinf save":
+            act()
+        return function(self, *args)
+
+    return call
+
+
+def _grouped(size: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
+
+
+def trained_beside(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[Any, Any, bool, bool]:
+    """Train while a save stands still; return the states as they were at the save, and what a load gives."""
+    run = Run(_grouped(size, options), rank)
+    run.train(1)
+    saved, gate = run.whole(), threading.Event()
+    with mock.patch.object(PartsWriter, "_write", in_background(PartsWriter._write, gate.wait)):
+        path = zinf_compile.save(folder, run.both, run.optimizers, extra={"scheduler": run.scheduler.state_dict()})
+        run.micro_batches(MICRO_BATCHES)
+        there_before = path.exists()
+        threading.Timer(0.2, gate.set).start()
+        run.step()  # which waits until its states are read
+        run.train(1)
+        zinf_compile.wait_for_save()
+    there_after = path.exists()
+    again = Run(_grouped(size, options), rank + 5)
+    again.scheduler.load_state_dict(zinf_compile.load(path, again.both, again.optimizers)["scheduler"])
+    return saved, again.whole(), there_before, there_after
+
+
+def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[list[str], Any, Any, list[int]]:
+    """Let the last rank's drive fail during saves; return the errors, the states with and without that, and the saves."""
+    options, errors = _grouped(size, options), []
+
+    def fail() -> None:
+        if rank == size - 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), "the drive")
+
+    def raises(function: Any) -> None:
+        try:
+            function()
+        except (OSError, zinf_compile.CheckpointError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    runs = []
+    for fails in (True, False):
+        run = Run(options, rank)
+        run.train(1)
+        if fails:
+            zinf_compile.save(folder, run.both, run.optimizers, wait=True)
+        for ending in ("step", "wait_for_save"):
+            with mock.patch.object(PartsWriter, "finish", in_background(PartsWriter.finish, fail)):
+                if fails:
+                    zinf_compile.save(folder, run.both, run.optimizers)
+                run.micro_batches(MICRO_BATCHES)
+                if fails and ending == "step":
+                    if rank == size - 1:
+                        background._current[0]._thread.join()
+                    if size > 1:
+                        dist.barrier()
+                    raises(run.optimizers[0].step)
+                elif fails:
+                    raises(zinf_compile.wait_for_save)
+            zinf_compile.wait_for_save()  # it was raised
+            run.step()
+        runs.append(run.whole())
+    return errors, *runs, saves_in(Path(folder))

@@ -1,0 +1,187 @@
+"""The part of a save that goes on beside training: states on drives are read and written, files are synced, and it is committed.
+
+Note: Background save
+    `save` itself writes what forwards, backwards and user code may change: parameters, gradients, buffers, states in memory. Left
+    are states on drives, which change in nothing but a step; whoever uses them calls `finish_deferred` first, and so waits until
+    they are read. Nothing is copied to wait for the drive but what is in the staging buffers. The thread sends nothing to other
+    ranks: rank 0's waits for the files that describe the others' parts, and commits. Ranks compare how it went at the start of
+    each step until all are through, in `wait_for_save` and in the next save.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from zinf_compile.errors import CheckpointError, RankMismatchError
+from zinf_compile.optim.record import record_of
+from zinf_compile.runtime.comm.ranks import Ranks
+
+_log = logging.getLogger("zinf_compile")
+
+_POLL_S = 0.002
+_RUNNING, _DONE, _FAILED = 0.0, 1.0, 2.0
+
+_current: list[BackgroundSave] = []
+"""The save under way, if there is one."""
+
+
+class PartMissingError(CheckpointError):
+    """Rank 0 gave up waiting for what another rank saves."""
+
+
+class BackgroundSave:
+    """A save that goes on in a thread: `write` reads and writes what is left on this rank, `commit` makes the whole one of it.
+
+    `commit`, on rank 0 only, is given a function that says whether to give up, which it asks while it waits for other ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks | None,
+        optimizers: Sequence[Optimizer],
+        *,
+        read_and_write: Callable[[], None],
+        finish: Callable[[], None],
+        commit: Callable[[Callable[[], bool]], None] | None,
+        close: Callable[[], None],
+        name: str,
+    ) -> None:
+        self._name = name
+        self._folder, self._ranks, self._optimizers = folder, ranks, list(optimizers)
+        self._parts = read_and_write, finish, commit, close
+        self._has_read = self._has_written = self._given_up = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="zinf save", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        _current.append(self)
+        for optimizer in self._optimizers:
+            record_of(optimizer).saving = self
+        atexit.unregister(_end)
+        atexit.register(_end)  # the last one registered is called first: before lanes and engines are closed
+        self._thread.start()
+
+    def wait_read(self) -> None:
+        """See `StatesSave.wait_read`."""
+        _poll(lambda: self._has_read)
+
+    def tell(self) -> None:
+        """See `StatesSave.tell`."""
+        status = _FAILED if self._error is not None else _RUNNING if self._thread.is_alive() else _DONE
+        if self._of_ranks(status) != _RUNNING:
+            self.end()
+
+    def end(self) -> None:
+        """Wait until it is committed on all ranks; raise the error of any of them on all. A collective operation."""
+        _poll(lambda: self._has_written)
+        self._given_up |= self._of_ranks(_FAILED if self._error is not None else _DONE) == _FAILED
+        _poll(lambda: not self._thread.is_alive())
+        self._forget()
+        error, self._error = self._error, None
+        with _together(self._ranks, self._folder):
+            if error is not None and not isinstance(error, PartMissingError):  # that rank says why
+                raise error
+        for optimizer in self._optimizers:
+            record_of(optimizer).checkpoint = str(self._folder / self._name)
+
+    def end_alone(self, within_s: float) -> None:
+        """Wait for it without the other ranks, on rank 0 for at most so many seconds after its own part; log its error."""
+        _poll(lambda: self._has_written)
+        deadline = time.monotonic() + within_s
+        _poll(lambda: not self._thread.is_alive() or time.monotonic() > deadline)
+        self._given_up = True
+        _poll(lambda: not self._thread.is_alive())
+        self._forget()
+        if self._error is not None:
+            _log.error("no checkpoint was saved in %s: %s", self._folder, self._error)
+
+    def abandon(self) -> None:
+        """Let go of it in a forked process, where its thread doesn't exist."""
+        self._has_read = self._has_written = True
+        self._forget()
+
+    def _forget(self) -> None:
+        for optimizer in self._optimizers:
+            record_of(optimizer).saving = None
+        if self in _current:
+            _current.remove(self)
+
+    def _of_ranks(self, mine: float) -> float:
+        """Return `_FAILED` if any rank is that, else `_RUNNING` if any is."""
+        try:
+            found = [mine] if self._ranks is None else self._ranks.agree(["a checkpoint"], what="ending a save", value=mine)
+        except RankMismatchError:  # a rank has died: its part may never come
+            self._given_up = True
+            raise
+        return _FAILED if _FAILED in found else min(found)
+
+    def _run(self) -> None:
+        read_and_write, finish, commit, close = self._parts
+        try:
+            try:
+                read_and_write()
+            finally:
+                self._has_read = True
+            finish()
+            self._has_written = True
+            if commit is not None:
+                commit(lambda: self._given_up)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._has_written = True
+            close()
+
+
+def wait_for_save() -> None:
+    """Wait until the last `save` is on the drive; raise its error, unless that was raised before. A collective operation.
+
+    The next save and the end of the process wait, too. The error is raised on all ranks, once, here or at the start of the next
+    step; training goes on as if nothing had been saved, and the checkpoint before stands.
+    """
+    while _current:
+        _current[0].end()
+
+
+def wait_alone() -> None:
+    """Wait for a save under way without the other ranks: its error is only logged."""
+    while _current:
+        save = _current[0]
+        save.end_alone(60.0 if save._ranks is None else save._ranks.timeout_s)
+
+
+def _end() -> None:
+    wait_alone()
+
+
+def _poll(done: Callable[[], bool]) -> None:
+    """Wait without a lock that Ctrl-C may leave locked."""
+    while not done():
+        time.sleep(_POLL_S)
+
+
+def _together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+    if ranks is None:
+        return contextlib.nullcontext()
+    return ranks.fail_together(
+        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {folder}: {told}")
+    )
+
+
+def _forked() -> None:
+    for save in list(_current):
+        save.abandon()
+
+
+os.register_at_fork(after_in_child=_forked)

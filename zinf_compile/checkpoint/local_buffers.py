@@ -1,0 +1,68 @@
+"""Buffers that differ from rank to rank, such as running means of each rank's own batches, in a checkpoint: each rank's own.
+
+Called by `save` and `load`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.storage.engine import crc32c
+from zinf_compile.sharded.tensor import ShardedTensor
+
+from .random_states import number_of_this_rank
+from .rank_contents import RankContents
+
+if TYPE_CHECKING:
+    from .saved_files import SavedFiles
+
+
+def add_local_buffers(contents: RankContents, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
+    """Add those buffers by name that are not the same on all ranks. A collective operation."""
+    buffers = _buffers(names)
+    if ranks is None or ranks.size == 1 or not buffers:
+        return
+    mine = [crc32c(buffer.detach().reshape(-1).cpu().contiguous().view(torch.uint8)) for buffer in buffers.values()]
+    everyone = ranks.exchange(torch.tensor(mine, dtype=torch.float64), what="comparing buffers")
+    for number, (name, buffer) in enumerate(buffers.items()):
+        if (everyone[:, number] != everyone[0, number]).any():
+            for rank in range(ranks.size):
+                contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
+
+
+def local_buffers_of(files: SavedFiles, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> dict[str, torch.Tensor]:
+    """Return this rank's buffers by the keys of their own values in a checkpoint, where it has such.
+
+    Raises `CheckpointError` where those are of other shapes.
+    """
+    rank, aliases = number_of_this_rank(ranks), files.settings.get("aliases", {})
+    found = {f"buffer.{rank}.{aliases.get(name, name)}": buffer for name, buffer in _buffers(names).items()}
+    found = {key: buffer for key, buffer in found.items() if key in files.tensors}
+    problems = [
+        f"{key}: {list(files.tensors[key].shape)} in the checkpoint, {list(buffer.shape)} in the model"
+        for key, buffer in found.items()
+        if files.tensors[key].shape != tuple(buffer.shape)
+    ]
+    if problems:
+        raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
+    return found
+
+
+def load_local_buffers(files: SavedFiles, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Replace buffers by this rank's own, where the checkpoint has them; other ranks keep what is in the model's state."""
+    for key, buffer in buffers.items():
+        buffer.copy_(files.whole(key))
+
+
+def _buffers(names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in names.items():
+        if not isinstance(tensor, nn.Parameter | ShardedTensor):
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())

@@ -1,0 +1,134 @@
+"""Random generators of each rank in a checkpoint: PyTorch's on the host and on the accelerator, and Python's.
+
+The same number of ranks gets them back. Another keeps those of the ranks that exist, and seeds the rest from (seed, rank).
+Called by `save` and `load`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import struct
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.comm.ranks import Ranks
+
+from .rank_contents import RankContents
+
+if TYPE_CHECKING:
+    from .saved_files import SavedFiles
+
+_log = logging.getLogger("zinf_compile")
+
+
+def add_random_states(contents: RankContents, size: int, devices: Collection[str]) -> None:
+    """Add the generators of this rank, and the seed of rank 0 for ranks that there will be more of.
+
+    `devices`: types of those that the model is on, the same on all ranks; an accelerator that is none of them is left alone.
+    """
+    kinds = {"host": torch.get_rng_state(), "python": _python_state()}
+    accelerator = _accelerator()
+    if accelerator is not None and accelerator in devices:
+        kinds[accelerator] = torch.get_device_module(accelerator).get_rng_state()
+    for number in range(size):
+        for kind, state in kinds.items():  # of equal shape on all ranks, but for the values
+            contents.add_whole(f"random.{number}.{kind}", state, rank=number)
+    contents.settings["random"] = {"seed": torch.initial_seed(), "ranks": size, "kinds": list(kinds)}
+
+
+def check_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
+    """Raise `CheckpointError` for generators that no save has written, or whose bytes are damaged; see `load_random_states`."""
+    settings = files.settings.get("random")
+    if settings is None:
+        return
+    seed, size, kinds = (settings.get(name) if isinstance(settings, dict) else None for name in ("seed", "ranks", "kinds"))
+    right = type(seed) is int and type(size) is int and size > 0
+    if not right or not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise CheckpointError(
+            f"{files.folder} says of random generators {str(settings)[:80]!r}, which no save has written: was it edited?"
+        )
+    keys = _keys(settings, ranks)
+    missing = [key for key in keys.values() if key not in files.tensors]
+    if missing:
+        raise CheckpointError(f"{files.folder} lacks the random generators {', '.join(missing)}: was it edited?")
+    for kind, key in keys.items():
+        state = files.whole(key)
+        try:
+            if kind == "host":
+                torch.Generator().set_state(state)
+            elif kind == "python":
+                random.Random().setstate(_python_state_of(state))
+        except (TypeError, ValueError, RuntimeError, OverflowError, struct.error) as error:
+            raise CheckpointError(f"{files.folder}: {key} is the state of no random generator known here: {error}") from error
+
+
+def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
+    """Restore the generators of this rank or, where the checkpoint has none of it, seed them; a checkpoint without any: nothing.
+
+    `ranks`: those that share the model; None where it is whole, as before the first compiled call.
+    """
+    settings = files.settings.get("random")
+    if settings is None:
+        return
+    rank = number_of_this_rank(ranks)
+    if rank >= settings["ranks"]:
+        seed = seed_of(settings["seed"], rank)
+        _log.info(
+            "rank %d: the checkpoint is of %d ranks; random generators are seeded with %d, from the seed %d and the rank",
+            rank, settings["ranks"], seed, settings["seed"],
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return
+    for kind, key in _keys(settings, ranks).items():
+        if kind == "host":
+            torch.set_rng_state(files.whole(key))
+        elif kind == "python":
+            random.setstate(_python_state_of(files.whole(key)))
+        elif kind == _accelerator():
+            torch.get_device_module(kind).set_rng_state(files.whole(key))
+        else:
+            _log.info("rank %d: the random generator of %s in the checkpoint is left out: there is none here", rank, kind)
+
+
+def _keys(settings: dict[str, Any], ranks: Ranks | None) -> dict[str, str]:
+    """Return the keys of this rank's generators by kind; none where the checkpoint has none of it."""
+    rank = number_of_this_rank(ranks)
+    return {kind: f"random.{rank}.{kind}" for kind in settings["kinds"]} if rank < settings["ranks"] else {}
+
+
+def number_of_this_rank(ranks: Ranks | None) -> int:
+    """Return the number among those that share the model or, before it is partitioned, among all."""
+    if ranks is not None:
+        return ranks.rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def seed_of(seed: int, rank: int) -> int:
+    """Return the seed of a rank that a checkpoint has no generators of."""
+    digest = hashlib.sha256(f"{seed} {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _accelerator() -> str | None:
+    """Return the type of the accelerator, if there is one."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
+def _python_state() -> torch.Tensor:
+    """Return Python's generator: its version, its numbers, and whether a second normal number is at hand, with its bits."""
+    version, numbers, gauss = random.getstate()
+    bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
+    return torch.tensor([version, *numbers, gauss is not None, bits], dtype=torch.int64)
+
+
+def _python_state_of(state: torch.Tensor) -> tuple[Any, ...]:
+    version, *numbers, there, bits = state.tolist()
+    return version, tuple(numbers), struct.unpack("<d", struct.pack("<q", bits))[0] if there else None

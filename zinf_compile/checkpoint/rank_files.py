@@ -1,0 +1,114 @@
+"""The files of a checkpoint that one rank writes: allocated before the first byte, filled, synced, and described beside them.
+
+Called by `save`; sends nothing to other ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zinf_compile.runtime.storage.engine import Engine
+
+from .file_layout import Part, lay_out
+from .manifest import rank_manifest, write_json
+from .parts_writer import PartsWriter, StagingBuffers
+from .rank_contents import RankContents, Values
+from .shard_parts import ShardPart
+
+_STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
+
+_SPARE_BYTES = 1 << 20
+"""For manifests, and what a filesystem needs for itself."""
+
+
+class RankFiles:
+    """The files of one rank: `allocate`, `write`; `close` in any case."""
+
+    def __init__(self, folder: Path, contents: RankContents, rank: int) -> None:
+        self._folder, self._contents, self._rank = folder, contents, rank
+        self._layouts = lay_out({key: (t.dtype, [part.rectangle for part in t.parts]) for key, t in contents.tensors.items()})
+        self.bytes = sum(layout.size for layout in self._layouts)
+        """Of all files but the manifest."""
+        self._names = [f"rank-{rank:05}-{number:04}.safetensors" for number in range(len(self._layouts))]
+        self._engine: Engine | None = None
+        self._writers: list[PartsWriter] = []
+        self._places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
+        """Of each tensor the parts, where each is in its shard and in which file."""
+
+    def allocate(self) -> None:
+        """Make the files, with all their space. Raises `OSError` with errno and path where there is too little, or a quota."""
+        engine = self._engine = Engine()
+        staging = StagingBuffers(_STAGING_COUNT, _STAGING_BYTES)
+        for name, layout in zip(self._names, self._layouts, strict=True):
+            writer = PartsWriter(self._folder / name, layout, engine, staging)
+            self._writers.append(writer)
+            for part in layout.parts:
+                places = self._places[part.key]
+                places.append((self._contents.tensors[part.key].parts[len(places)], writer, part))
+
+    def write(self) -> None:
+        """Write the values that may change in anything but a step. Raises `OSError`."""
+        self._write(self._contents.values())
+
+    def write_later(self) -> None:
+        """Write the others, see `RankContents.later_values`."""
+        self._write(self._contents.later_values())
+
+    def finish(self) -> None:
+        """Sync the files, and describe them in a manifest, which is there as a whole or not at all. Raises `OSError`."""
+        described = {}
+        for name, writer in zip(self._names, self._writers, strict=True):
+            checksums = writer.finish()
+            described[name] = {part.key: _described(part, checksums[part.key]) for part in writer.layout.parts}
+        draft = self._folder / f".{rank_manifest(self._rank)}"
+        write_json(draft, described)
+        draft.rename(self._folder / rank_manifest(self._rank))
+
+    def _write(self, values_to_write: Values) -> None:
+        collected: dict[str, list[torch.Tensor]] = {}
+        """Of parts whose elements are written in another order than they come in."""
+        for key, start, values in values_to_write:
+            for shard_part, writer, part in self._places[key]:
+                first = max(start, shard_part.start)
+                last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
+                if first >= last:
+                    continue
+                piece = values[first - start : last - start]
+                if shard_part.order is None:
+                    writer.write(part, first - shard_part.start, piece)
+                    continue
+                kept = collected.setdefault(key, [])
+                kept.append(piece.clone())
+                if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
+                    writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
+
+    def close(self) -> None:
+        """Wait for what is under way and close the files."""
+        while self._writers:
+            self._writers.pop().abandon()
+        if self._engine is not None:
+            self._engine.close()
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raise `OSError`, naming the folder, where its drive has less than `size` bytes left, and those of manifests."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < size + _SPARE_BYTES:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: a checkpoint of {size:,} bytes, and {free:,} are free. Nothing was written; free "
+            f"{size + _SPARE_BYTES - free:,} bytes more, keep fewer checkpoints, or save elsewhere",
+            os.fspath(folder),
+        )
+
+
+def _described(part: Part, checksums: Sequence[int]) -> dict[str, Any]:
+    rectangle = part.rectangle
+    return {"offsets": rectangle.offsets, "sizes": rectangle.sizes, "begin": part.begin, "crc32c": checksums}

@@ -1,0 +1,151 @@
+"""The folder that checkpoints are saved in: one job at a time, each checkpoint whole or absent, whenever the job is killed.
+
+A checkpoint is written in a folder with a hidden name, synced and renamed; one that goes is renamed first, too. The job's rank 0
+holds a lock on the folder until its process ends, or until `zinf_compile.reset()`: so whatever has a hidden name is a dead job's,
+and the next save removes it. Called by `save` on rank 0; knows no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import weakref
+from pathlib import Path
+
+from zinf_compile.errors import CheckpointError
+from zinf_compile.runtime.system.process_wide import process_wide
+
+from .manifest import partial_name, saved_name, saves_in
+
+_log = logging.getLogger("zinf_compile")
+
+_PARTIAL = re.compile(r"\.save-\d{8}-[0-9a-f]{16}\.partial")
+
+
+class _Lock:
+    """The lock of this process on a folder; the kernel ends it with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.close = weakref.finalize(self, os.close, self._fd)
+        self.close.atexit = False
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise CheckpointError(
+                f"another process saves its checkpoints in {folder}; accepted: one job for each folder. End that job, or save to "
+                "another folder"
+            ) from None
+        except OSError as error:  # some network filesystems have no locks
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                self.close()
+                raise
+
+
+class _Locks(dict[tuple[int, int], _Lock]):
+    """Locks by device and inode of their folders."""
+
+    def clear(self) -> None:
+        for lock in self.values():
+            lock.close()
+        super().clear()
+
+
+_locks: _Locks = process_wide(_Locks())
+
+
+def is_locked_here(folder: Path) -> bool:
+    """Return whether this process holds the lock on an existing folder."""
+    found = folder.stat()
+    return (found.st_dev, found.st_ino) in _locks
+
+
+def _forked() -> None:
+    """Give up, in a child process, the copies of descriptors that would hold its parent's locks longer than the parent."""
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class SaveFolder:
+    """One save into a folder: `begin`, write into `staging`, `commit`; `abandon` where that fails."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep={keep!r}; accepted: the number of checkpoints to keep, 1 or more")
+        self.folder, self.keep = folder, keep
+        self._number = 0
+        self.staging = folder
+
+    def begin(self) -> tuple[str, str]:
+        """Make the folder and a new one inside it; remove what dead jobs have left there.
+
+        Returns the name of the new folder, and the one that it has when it is whole.
+
+        Raises `CheckpointError` where another job saves there, `OSError` with errno and path.
+        """
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
+        found = self.folder.stat()
+        key = found.st_dev, found.st_ino
+        if key not in _locks:
+            _locks[key] = _Lock(self.folder)
+        self.remove_partial()
+        self._number = 1 + max(saves_in(self.folder), default=0)
+        self.staging = self.folder / partial_name(self._number, secrets.token_hex(8))
+        self.staging.mkdir()
+        return self.staging.name, saved_name(self._number)
+
+    def commit(self) -> None:
+        """Give the staged checkpoint its name, once everything in it is synced, and remove those that are not kept."""
+        final = self.folder / saved_name(self._number)
+        sync_folder(self.staging)
+        self.staging.rename(final)
+        self.staging = self.folder
+        sync_folder(self.folder)
+        try:
+            self._remove_older()
+        except OSError as error:  # it is saved
+            _log.warning("older checkpoints in %s stay until the next save: %s", self.folder, error)
+
+    def _remove_older(self) -> None:
+        going = []
+        for older in saves_in(self.folder)[: -self.keep]:
+            going.append(self.folder / partial_name(older, secrets.token_hex(8)))
+            (self.folder / saved_name(older)).rename(going[-1])
+        for path in going:
+            shutil.rmtree(path)
+        if going:
+            sync_folder(self.folder)
+
+    def abandon(self) -> None:
+        """Remove what is staged, unless it has its name."""
+        if self.staging != self.folder:
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    def remove_partial(self) -> None:
+        """Remove the hidden folders of saves that never ended."""
+        for entry in list(self.folder.iterdir()):
+            if _PARTIAL.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the filesystem
+            raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(folder)) from error
+    finally:
+        os.close(fd)
