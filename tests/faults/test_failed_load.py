@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damaged_saves import damage_a_state
 from faults import failing, offloaded_of
 from tier_twins import check_same, compare, twins
 from tiers import Placement, context_of, words
@@ -37,12 +38,9 @@ def assert_refused(model: Any, optimizer: Any, said: str) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_load_that_finds_a_damaged_file(placement: Placement, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path, placement)
-    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer, extra={"step": 2})
+    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer, extra={"step": 2}, wait=True)
     good = shutil.copytree(folder, tmp_path / "good")
-    for path in folder.glob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+    damage_a_state(folder)
     with pytest.raises(CheckpointError, match=r"is damaged: the checksum of \S+ differs"):
         zinf_compile.load(folder, ours, optimizer)
     assert_refused(ours, optimizer, r"loading \S+ ended in its middle.*by zinf_compile\.load, and go on from there")
@@ -55,7 +53,7 @@ def test_a_load_that_finds_a_damaged_file(placement: Placement, tmp_path: Path) 
 @pytest.mark.parametrize("number", [1, 5, 12])
 def test_a_drive_that_fails_during_a_load(number: int, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
-    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer)
+    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer, wait=True)
     with failing(context_of(ours).engine, "write", number), pytest.raises(StoreError):
         zinf_compile.load(folder, ours, optimizer)
     assert_refused(ours, optimizer, "ended in its middle")
@@ -67,9 +65,9 @@ def test_a_drive_that_fails_during_a_load(number: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_step_that_failed_names_the_last_checkpoint(late: bool, loaded: bool, tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
-    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer)
+    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer, wait=True)
     if loaded:
-        zinf_compile.save(tmp_path / "other", ours, optimizer)
+        zinf_compile.save(tmp_path / "other", ours, optimizer, wait=True)
         zinf_compile.load(folder, ours, optimizer)
     way_out = re.escape(f"go on from there: zinf_compile.load({str(folder)!r}, model, optimizer)")
     for _ in range(2):
@@ -94,7 +92,7 @@ def test_a_step_that_failed_names_the_last_checkpoint(late: bool, loaded: bool, 
 
 def test_an_update_that_did_not_reach_the_drive(tmp_path: Path) -> None:
     ours, optimizer, _, _ = trained = twins(tmp_path)
-    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer)
+    folder = zinf_compile.save(tmp_path / "saved", ours, optimizer, wait=True)
     (states,) = offloaded_of(optimizer)
     states._defers, states._forward = False, True
     backward(ours, 2)

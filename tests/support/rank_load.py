@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from damaged_saves import damage_a_state
 from faults import failing, offloaded_of
 from rank_save import Uneven, build, full, train
 from tiers import context_of
@@ -17,8 +18,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.checkpoint import load as load_module
-from zinf_compile.checkpoint import parts_writer, saved_files, saved_tensors
+from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors
 from zinf_compile.checkpoint.saved_files import SavedFiles
 from zinf_compile.errors import CheckpointError, RankMismatchError, StepFailedError, StoreError
 
@@ -40,7 +40,7 @@ def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
     torch.compiler.reset()
     compiled, model, optimizer = build(placed(options, size))
     train(compiled, optimizer, range(2))
-    saved = zinf_compile.save(f"{folder}/saved", model, optimizer)
+    saved = zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
     before = full(model, optimizer)
     after = train(compiled, optimizer, range(2, 4))
 
@@ -48,9 +48,7 @@ def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
     shutil.copytree(saved, own)
     largest = max(own.glob("rank-*.safetensors"), key=lambda path: path.stat().st_size)
     if rank == size - 1:
-        for path in own.glob("*.safetensors"):
-            content = path.read_bytes()
-            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        damage_a_state(own)
     with pytest.raises(CheckpointError, match=rf"(named on rank {size - 1}: )?.*is damaged: the checksum of"):
         zinf_compile.load(own.parent, model, optimizer)
     if "params" in options:  # what is whole on each rank was not touched; shards may be
@@ -87,7 +85,7 @@ def stepped(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
     torch.compiler.reset()
     compiled, model, optimizer = build(placed(options, size))
     train(compiled, optimizer, range(2))
-    saved = zinf_compile.save(f"{folder}/saved", model, optimizer)
+    saved = zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
     after = train(compiled, optimizer, range(2, 4))
     for late in (False, True):
         zinf_compile.load(saved, model, optimizer)
@@ -122,11 +120,11 @@ def read_bytes(rank: int, size: int, folder: str, options: dict[str, Any]) -> tu
     with pytest.MonkeyPatch.context() as patch:
         for module in (parts_writer, saved_files, saved_tensors):
             patch.setattr(module, "CHECKED_BYTES", 64)
-        patch.setattr(load_module, "SavedFiles", Noted)
+        patch.setattr(open_files, "SavedFiles", Noted)
         torch.compiler.reset()
         compiled, model, optimizer = build(placed(options, size))
         train(compiled, optimizer, range(1))
-        saved = zinf_compile.save(f"{folder}/saved-by-{size}", model, optimizer)
+        saved = zinf_compile.save(f"{folder}/saved-by-{size}", model, optimizer, wait=True)
         dist.barrier()
         torch.compiler.reset()
         found = sorted(Path(folder).glob("saved-by-*"))[0]
@@ -158,7 +156,7 @@ def saved_kinds(rank: int, size: int, folder: str, options: dict[str, Any]) -> N
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     compiled = torch.compile(model, backend=BACKEND, options=placed(options, size))
     train(compiled, optimizer, range(2))
-    zinf_compile.save(f"{folder}/saved", model, optimizer)
+    zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
     values, states = full(model, optimizer)
     if rank == 0:
         names = [name for name, p in model.named_parameters() if p.requires_grad]

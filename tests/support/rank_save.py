@@ -68,7 +68,7 @@ def saved(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
     compiled, model, optimizer = build(options)
     train(compiled, optimizer, range(3))
     found = full(model, optimizer)
-    save(folder, model, optimizer, extra={"step": 3, "names": ("a", torch.arange(3))})
+    save(folder, model, optimizer, extra={"step": 3, "names": ("a", torch.arange(3))}, wait=True)
     return found
 
 

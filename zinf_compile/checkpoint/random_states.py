@@ -47,16 +47,11 @@ def check_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
     settings = files.settings.get("random")
     if settings is None:
         return
-    seed, size, kinds = (settings.get(name) if isinstance(settings, dict) else None for name in ("seed", "ranks", "kinds"))
-    right = type(seed) is int and type(size) is int and size > 0
-    if not right or not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+    if not _is_complete(settings, files):
         raise CheckpointError(
             f"{files.folder} says of random generators {str(settings)[:80]!r}, which no save has written: was it edited?"
         )
     keys = _keys(settings, ranks)
-    missing = [key for key in keys.values() if key not in files.tensors]
-    if missing:
-        raise CheckpointError(f"{files.folder} lacks the random generators {', '.join(missing)}: was it edited?")
     for kind, key in keys.items():
         state = files.whole(key)
         try:
@@ -95,6 +90,15 @@ def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
             torch.get_device_module(kind).set_rng_state(files.whole(key))
         else:
             _log.info("rank %d: the random generator of %s in the checkpoint is left out: there is none here", rank, kind)
+
+
+def _is_complete(settings: Any, files: SavedFiles) -> bool:
+    """Return whether all generators of all ranks that saved are there."""
+    seed, size, kinds = (settings.get(name) if isinstance(settings, dict) else None for name in ("seed", "ranks", "kinds"))
+    if type(seed) is not int or type(size) is not int or size < 1 or not isinstance(kinds, list):
+        return False
+    keys = [f"random.{rank}.{kind}" for rank in range(min(size, len(files.tensors))) for kind in kinds]
+    return all(isinstance(kind, str) for kind in kinds) and all(key in files.tensors for key in keys)
 
 
 def _keys(settings: dict[str, Any], ranks: Ranks | None) -> dict[str, str]:

@@ -107,7 +107,7 @@ def save_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]
     """
     context = units_of(optimizer)[1]
     if drive_bytes(optimizer):
-        save(states_folder(file), together(models), optimizer)
+        save(states_folder(file), together(models), optimizer, wait=True)
         return
     state = full_optimizer_state_dict(optimizer)
     if context is None:

@@ -42,7 +42,7 @@ class _Adopted:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Save the states before the checkpoint that they belong to."""
         if "optimizer_states" in checkpoint and self._on_drives():
-            save(states_beside(filepath), self._strategy.lightning_module, self._strategy.optimizers)
+            save(states_beside(filepath), self._strategy.lightning_module, self._strategy.optimizers, wait=True)
         self._save(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
