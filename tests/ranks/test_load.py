@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rank_checkpoint import Uneven, loaded, saved
 from rank_load import failed, read_bytes, saved_kinds, stepped
-from rank_save import Uneven, loaded, saved
 from ranks import run_ranks
 
 import zinf_compile

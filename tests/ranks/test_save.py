@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rank_save import loaded, saved
+from rank_checkpoint import loaded, saved
 from ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_save import build, train
+from rank_checkpoint import build, train
 from training import BACKEND
 from transformer_models import causal, qwen2
 

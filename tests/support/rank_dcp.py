@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rank_checkpoint import build, full, train
 from rank_load import placed
-from rank_save import build, full, train
 from torch import nn
 from training import BACKEND
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from damaged_saves import damage_a_state
 from faults import failing, offloaded_of
-from rank_save import Uneven, build, full, train
+from rank_checkpoint import Uneven, build, full, train
 from tiers import context_of
 from torch import nn
 from training import BACKEND

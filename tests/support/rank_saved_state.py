@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_save import Uneven
+from rank_checkpoint import Uneven
 from training import BACKEND
 
 import zinf_compile
