@@ -196,7 +196,7 @@ def test_generators_come_back(tmp_path: Path) -> None:
     [
         ({"seed": "3"}, "says of random generators"),
         ({"ranks": 1 << 60}, "says of random generators"),
-        ({"kinds": ["host", "other"]}, "says of random generators"),
+        ({"kinds": ["cpu", "other"]}, "says of random generators"),
     ],
 )
 def test_edited_manifests_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

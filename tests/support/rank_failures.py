@@ -163,6 +163,8 @@ def breaking_in_backward(rank: int, size: int) -> str:
     model, x = Beside(), torch.randn(3, 16)
     compiled = torch.compile(model, backend=BACKEND, options={"timeout_s": TIMEOUT_S, "bucket": 1024})
     compiled(x).backward()
+    for parameter in model.parameters():
+        parameter.grad.local()  # type: ignore[union-attr, operator]  # this backward's reductions have ended
     model.zero_grad()
     context = model.layers[0].weight._zinf_unit.context  # type: ignore[union-attr]
     errors: list[str] = []

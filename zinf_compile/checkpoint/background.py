@@ -24,13 +24,14 @@ from torch.optim import Optimizer
 from zinf_compile.errors import CheckpointError, RankMismatchError
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.system.process_wide import process_wide
 
 _log = logging.getLogger("zinf_compile")
 
 _POLL_S = 0.002
 _RUNNING, _DONE, _FAILED = 0.0, 1.0, 2.0
 
-_current: list[BackgroundSave] = []
+_current: list[BackgroundSave] = process_wide([])
 """The save under way, if there is one."""
 
 

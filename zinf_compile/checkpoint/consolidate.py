@@ -17,6 +17,7 @@ import torch
 
 from zinf_compile.config import parse_bytes
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 
 from .folder_update import FolderUpdate
 from .safetensors_writer import write_file
@@ -70,7 +71,7 @@ def consolidate(files: SavedFiles, out: str | os.PathLike[str], *, file_bytes: i
 def _write(files: SavedFiles, path: Path, described: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
     def values(name: str) -> Iterator[torch.Tensor]:
         dtype, shape = described[name]
-        numel, step = math.prod(shape), max(1, PIECE_BYTES // dtype.itemsize)
+        numel, step = math.prod(shape), max(1, format_of(dtype).numel_within(PIECE_BYTES))
         for start in range(0, numel, step):
             piece = torch.empty(min(step, numel - start), dtype=dtype)
             files.read(f"model.{name}", start, piece)

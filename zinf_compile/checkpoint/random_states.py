@@ -32,7 +32,7 @@ def add_random_states(contents: RankContents, size: int, devices: Collection[str
 
     `devices`: types of those that the model is on, the same on all ranks; an accelerator that is none of them is left alone.
     """
-    kinds = {"host": torch.get_rng_state(), "python": _python_state()}
+    kinds = {"cpu": torch.get_rng_state(), "python": _python_state()}
     accelerator = _accelerator()
     if accelerator is not None and accelerator in devices:
         kinds[accelerator] = torch.get_device_module(accelerator).get_rng_state()
@@ -55,7 +55,7 @@ def check_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
     for kind, key in keys.items():
         state = files.whole(key)
         try:
-            if kind == "host":
+            if kind == "cpu":
                 torch.Generator().set_state(state)
             elif kind == "python":
                 random.Random().setstate(_python_state_of(state))
@@ -82,7 +82,7 @@ def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
         random.seed(seed)
         return
     for kind, key in _keys(settings, ranks).items():
-        if kind == "host":
+        if kind == "cpu":
             torch.set_rng_state(files.whole(key))
         elif kind == "python":
             random.setstate(_python_state_of(files.whole(key)))

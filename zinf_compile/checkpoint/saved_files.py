@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.storage.engine import crc32c
 
 from .manifest import MANIFEST, rank_manifest, saved_name, saves_in
@@ -104,7 +105,7 @@ class SavedFiles:
     def check(self, key: str) -> None:
         """Read a tensor and compare its checksums, piece by piece. Raises `CheckpointError` where one differs."""
         tensor = self.tensors[key]
-        size = CHECKED_BYTES // tensor.dtype.itemsize
+        size = format_of(tensor.dtype).numel_within(CHECKED_BYTES)
         for part in tensor.parts:
             for start in range(0, part.numel, size):
                 with self._lock:
@@ -122,7 +123,7 @@ class SavedFiles:
             os.close(self._fds.popitem()[1])
 
     def _read(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
-        size = into.element_size()
+        size = format_of(into.dtype).bytes(1)
         begin, end = first * size, (first + into.numel()) * size
         data = into.view(torch.uint8)
         for number in range(begin // CHECKED_BYTES, -(-end // CHECKED_BYTES)):

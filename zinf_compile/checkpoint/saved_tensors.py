@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 
 from .parts_writer import CHECKED_BYTES
 from .rectangles import Rectangle
@@ -103,7 +104,7 @@ def add_parts(path: Path, content: dict[str, Any], tensors: dict[str, Saved]) ->
                 _refuse(path, f"{file} has a part of {_short(key)}, which the checkpoint has not")
             part = _part(path, file, key, described, tensors[key])
             tensors[key].parts.append(part)
-            ends[file] = max(ends[file], part.begin + part.numel * tensors[key].dtype.itemsize)
+            ends[file] = max(ends[file], part.begin + format_of(tensors[key].dtype).bytes(part.numel))
     return ends
 
 
@@ -131,7 +132,7 @@ def _tensor(path: Path, key: str, described: Any) -> Saved:
     if not isinstance(name, str) or name not in _DTYPES:
         _refuse(path, f"{_short(key)} is of type {_short(name)}; accepted: {', '.join(_DTYPES)}")
     found = Saved(tuple(shape), _DTYPES[name])
-    if found.numel * found.dtype.itemsize > _MOST_BYTES:
+    if format_of(found.dtype).bytes(found.numel) > _MOST_BYTES:
         _refuse(path, f"{_short(key)} has the shape {_short(shape)}, which no memory holds")
     return found
 
@@ -150,7 +151,7 @@ def _part(path: Path, file: str, key: str, described: Any, tensor: Saved) -> Sav
     rectangle, first = Rectangle(tuple(offsets), tuple(sizes)), 0
     for offset, size in zip(offsets, tensor.shape, strict=True):
         first = first * size + offset
-    if len(checksums) != -(-rectangle.numel * tensor.dtype.itemsize // CHECKED_BYTES):
+    if len(checksums) != -(-format_of(tensor.dtype).bytes(rectangle.numel) // CHECKED_BYTES):
         _refuse(path, f"the part of {key} in {file} has {len(checksums)} checksums")
     return SavedPart(file, rectangle, first, rectangle.numel, begin, tuple(checksums))
 

@@ -10,6 +10,7 @@ import os
 import torch
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 
 from .parts_writer import CHECKED_BYTES
 from .regular_file import open_regular
@@ -22,7 +23,7 @@ def verify(files: SavedFiles) -> tuple[int, list[str]]:
     problems = _header_problems(files)
     done = 0
     for key, tensor in files.tensors.items():
-        most = max(1, CHECKED_BYTES // tensor.dtype.itemsize)
+        most = max(1, format_of(tensor.dtype).numel_within(CHECKED_BYTES))
         for part in tensor.parts:
             for first in range(0, part.numel, most):
                 values = torch.empty(min(most, part.numel - first), dtype=tensor.dtype)

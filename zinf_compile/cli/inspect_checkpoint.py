@@ -19,6 +19,7 @@ from zinf_compile.checkpoint.saved_files import Saved, SavedFiles
 from zinf_compile.checkpoint.saved_tensors import VERSION
 from zinf_compile.checkpoint.verify import verify
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 
 from .colors import colored
 
@@ -186,4 +187,4 @@ def _numel(tensor: Saved) -> int:
 
 
 def _bytes(tensor: Saved) -> int:
-    return _numel(tensor) * tensor.dtype.itemsize
+    return format_of(tensor.dtype).bytes(_numel(tensor))

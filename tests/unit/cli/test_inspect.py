@@ -81,7 +81,7 @@ def test_nothing_damaged_is_verified(folder: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", str(folder), "--verify"]) == 2
     said = capsys.readouterr().err
     assert "is damaged (1 problems)" in said
-    assert "the checksum of random.0.host differs" in said
+    assert "the checksum of random.0.cpu differs" in said
     file.write_bytes(content[:-4])
     assert main(["inspect", str(folder), "--verify"]) == 2
     assert str(file) in capsys.readouterr().err
