@@ -60,8 +60,7 @@ def _pieces(key: str, grad: ShardedGradient) -> Values:
 
 def check_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` naming saved gradients that are of no parameter here, or of another shape."""
-    aliases = files.settings.get("aliases", {})
-    shapes = {f"gradient.{aliases.get(name, name)}": tuple(parameter.shape) for name, parameter in names.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in _by_key(files, names).items()}
     problems = [
         f"{key}, {list(saved.shape)}"
         for key, saved in files.tensors.items()
@@ -76,19 +75,17 @@ def check_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> Non
 
 def whole_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the keys of saved gradients of parameters that are whole on each rank."""
-    aliases = files.settings.get("aliases", {})
-    keys = {f"gradient.{aliases.get(name, name)}" for name, tensor in names.items() if not isinstance(tensor, ShardedParameter)}
-    return sorted(keys & files.tensors.keys())
+    whole = [key for key, tensor in _by_key(files, names).items() if not isinstance(tensor, ShardedParameter)]
+    return [key for key in whole if key in files.tensors]
 
 
 def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
     """Replace the gradients of parameters by name: by those of a checkpoint, by none where it has none."""
-    aliases, done = files.settings.get("aliases", {}), set[int]()
-    for name, parameter in names.items():
+    done: set[int] = set()
+    for key, parameter in _by_key(files, names).items():
         if id(parameter) in done or not isinstance(parameter, torch.nn.Parameter):
             continue
         done.add(id(parameter))
-        key = f"gradient.{aliases.get(name, name)}"
         with no_torch_function():
             parameter.grad = None
             if key not in files.tensors:
@@ -98,6 +95,12 @@ def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None
                 parameter.grad = _restored(unit, ShardReader(files, key, unit))
             else:
                 parameter.grad = torch.empty_like(parameter).copy_(files.whole(key))  # with the strides that autograd expects
+
+
+def _by_key(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what may have a gradient by the key that this has in a checkpoint; tied ones by one key or by each of theirs."""
+    aliases = files.settings.get("aliases", {})
+    return {f"gradient.{aliases.get(name, name)}": tensor for name, tensor in names.items()}
 
 
 def _restored(unit: Unit, reader: ShardReader) -> ShardedGradient:

@@ -90,7 +90,7 @@ class BackgroundSave:
         _poll(lambda: not self._thread.is_alive())
         self._forget()
         error, self._error = self._error, None
-        with _together(self._ranks, self._folder):
+        with saving_together(self._ranks, self._folder):
             if error is not None and not isinstance(error, PartMissingError):  # that rank says why
                 raise error
         for optimizer in self._optimizers:
@@ -172,7 +172,8 @@ def _poll(done: Callable[[], bool]) -> None:
         time.sleep(_POLL_S)
 
 
-def _together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+def saving_together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Context whose errors are raised on all ranks; the others name the folder and the first rank that failed."""
     if ranks is None:
         return contextlib.nullcontext()
     return ranks.fail_together(

@@ -13,7 +13,7 @@ import torch
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.sharded.tensor import ShardedTensor
 
-from .shard_reader import ShardReader
+from .shard_reader import ShardReader, fill_shard
 
 if TYPE_CHECKING:
     from .saved_files import SavedFiles
@@ -27,8 +27,7 @@ def companion_pieces(key: str, tensor: ShardedTensor) -> Iterator[tuple[str, int
 
 def load_companion(files: SavedFiles, key: str, tensor: ShardedTensor) -> None:
     """Replace this rank's elements by those of a checkpoint."""
-    values, reader = tensor.shard_values, ShardReader(files, key, tensor.unit, tensor.stride())
-    for start, end in pieces_of(tensor.unit):
-        values.write(start, reader.read(start, end)).wait()
+    values = tensor.shard_values
+    fill_shard(ShardReader(files, key, tensor.unit, tensor.stride()), tensor.unit, values.write)
     values.restored()
     values.changed("zinf_compile.load")

@@ -80,9 +80,7 @@ def fit(files: SavedFiles, targets: Mapping[str, torch.Tensor], optimizers: Sequ
     if problems:
         raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
     aliases = files.settings.get("aliases", {})
-    first: dict[int, str] = {}
-    for name, tensor in targets.items():
-        first.setdefault(id(tensor), f"model.{aliases.get(name, name)}")
+    first = {number: f"model.{aliases.get(name, name)}" for number, name in _first_names(targets).items()}
     found = [_optimizer(files, prefix, each, targets) for prefix, each in optimizers]
     extra = decode(files.settings.get("extra", {"dict": []}), "extra", SavedTensors(files))
     if not isinstance(extra, dict):

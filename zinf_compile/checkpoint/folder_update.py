@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .save_folder import is_locked_here
+from .save_folder import is_locked_here, sync_folder
 
 _STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
 _LOCK_TIMEOUT_S = 60.0
@@ -42,7 +42,7 @@ class FolderUpdate:
         with self._explained():
             if not self.folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _sync(self.folder.parent)
+                sync_folder(self.folder.parent)
             with _locked(self.folder) as locked:
                 if locked:
                     self._remove_dead_staging()
@@ -73,17 +73,17 @@ class FolderUpdate:
                     self._uncommitted.append(self.folder / name)
                     os.rename(self._staging / name, self.folder / name)
             if self._uncommitted:
-                _sync(self.folder)
+                sync_folder(self.folder)
             os.rename(self._staging / last, self.folder / last)
             if stale_wins and os.path.lexists(self.folder / stale):
                 self._uncommitted.append(self.folder / last)
             else:
                 self._commit()
-            _sync(self.folder)
+            sync_folder(self.folder)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.folder / stale)
                 self._commit()
-                _sync(self.folder)
+                sync_folder(self.folder)
             kept = {*names, last}
             for name in os.listdir(self.folder):
                 if old.fullmatch(name) and name not in kept:
@@ -138,18 +138,6 @@ def _remove(staging: Path, fd: int) -> None:
         for name in os.listdir(fd):
             os.unlink(name, dir_fd=fd)
         os.rmdir(staging)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # unsupported by the filesystem
-            raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(folder)) from error
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

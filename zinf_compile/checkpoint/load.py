@@ -69,9 +69,9 @@ def load(
             name = find_checkpoint(folder) if ranks is None or ranks.rank == 0 else ""
         with _together(ranks, "opening a checkpoint", folder):
             path = Path(folder) / _share(ranks, name)
-            files = open_files(path, state_names(model), optimizers, dtype=dtype, rename=rename)
-            closing.callback(files.close)
             targets = state_names(model)
+            files = open_files(path, targets, optimizers, dtype=dtype, rename=rename)
+            closing.callback(files.close)
             fitting = fit(files, targets, optimizers)
             check_gradients(files, targets)
             buffers = local_buffers_of(files, targets, ranks)
@@ -129,7 +129,7 @@ def _load_model(files: SavedFiles, fitting: Fitting) -> None:
             unit = tensor._zinf_unit
             if unit.updates is not None:
                 unit.updates.replace(unit)
-            fill_shard(files, key, unit, ParameterShard(unit).write)
+            fill_shard(ShardReader(files, key, unit), unit, ParameterShard(unit).write)
             unit.restored()
             torch.autograd.graph.increment_version(tensor)
         elif isinstance(tensor, ShardedTensor):

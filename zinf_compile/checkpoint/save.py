@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
 
 from .accumulated_gradients import add_gradients
-from .background import BackgroundSave, PartMissingError, wait_for_save
+from .background import BackgroundSave, PartMissingError, saving_together, wait_for_save
+from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, rank_manifest, write_json
@@ -61,33 +61,33 @@ def save(
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     place = SaveFolder(Path(folder), keep=keep)
     contents = RankContents(rank, size)
-    with _together(ranks, place.folder):
+    with saving_together(ranks, place.folder):
         names = contents.add_model(model)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        for number, each in enumerate(optimizers):
-            contents.add_optimizer("optimizer" if len(optimizers) == 1 else f"optimizer.{number}", each, names)
+        optimizers = named_optimizers(optimizer)
+        for prefix, each in optimizers:
+            contents.add_optimizer(prefix, each, names)
         add_gradients(contents, state_names(model))
     add_local_buffers(contents, state_names(model), ranks)
     add_random_states(contents, size, {tensor.device.type for tensor in state_names(model).values()})
-    with _together(ranks, place.folder):
+    with saving_together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
     if ranks is not None:
         ranks.agree(_lines(contents), what="saving a checkpoint")
     with contextlib.ExitStack() as ending:
         if rank == 0:
             ending.callback(place.abandon)
-        with _together(ranks, place.folder):
+        with saving_together(ranks, place.folder):
             begun = place.begin() if rank == 0 else ("", "")
         partial, final = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
         files = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
         size_of_all = _sum(ranks, files.bytes)
-        with _together(ranks, place.folder):
+        with saving_together(ranks, place.folder):
             if rank == 0:
                 check_space(place.folder, size_of_all)
-        with _together(ranks, place.folder):
+        with saving_together(ranks, place.folder):
             files.allocate()  # nothing is written where there is too little space on any rank's drive
-        with _together(ranks, place.folder):
+        with saving_together(ranks, place.folder):
             files.write()
 
         def commit(given_up: Callable[[], bool]) -> None:
@@ -99,7 +99,7 @@ def save(
         save = BackgroundSave(
             place.folder,
             ranks,
-            optimizers,
+            [each for _, each in optimizers],
             read_and_write=files.write_later,
             finish=files.finish,
             commit=commit if rank == 0 else None,
@@ -147,12 +147,3 @@ def _sum(ranks: Ranks | None, value: int) -> int:
     if ranks is None:
         return value
     return int(ranks.exchange(torch.tensor([value], dtype=torch.float64), what="space for a checkpoint").sum())
-
-
-def _together(ranks: Ranks | None, folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Context whose errors are raised on all ranks; the others name the folder and the first rank that failed."""
-    if ranks is None:
-        return contextlib.nullcontext()
-    return ranks.fail_together(
-        "saving a checkpoint", elsewhere=lambda told: CheckpointError(f"no checkpoint is saved in {folder}: {told}")
-    )

@@ -50,8 +50,7 @@ class ShardReader:
             done += rectangle.numel
 
 
-def fill_shard(files: SavedFiles, key: str, unit: Unit, write: Callable[[int, torch.Tensor], Pending]) -> None:
+def fill_shard(reader: ShardReader, unit: Unit, write: Callable[[int, torch.Tensor], Pending]) -> None:
     """Read this rank's elements of a tensor and give them to `write` piece by piece."""
-    reader = ShardReader(files, key, unit)
     for start, end in pieces_of(unit):
         write(start, reader.read(start, end)).wait()
