@@ -19,7 +19,7 @@ from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.steps_done import StepDone
-from zinf_compile.runtime.device.link import CudaLink, DeviceLink, HostIsDevice
+from zinf_compile.runtime.device.link import AcceleratorLink, DeviceLink, HostIsDevice
 from zinf_compile.runtime.device.simulated import simulated_link
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.rank_lanes import Lanes
@@ -45,7 +45,7 @@ class Context:
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
         gather_memory = GatherMemory()
-        self.link: DeviceLink = link or (HostIsDevice(gather_memory) if device.type == "cpu" else CudaLink(device))
+        self.link: DeviceLink = link or (HostIsDevice(gather_memory) if device.type == "cpu" else AcceleratorLink(device))
         self.link.attach(self.lanes.meter)
         self._engine: Engine | None = None
         self.memory = Memory(

@@ -69,8 +69,8 @@ class HostIsDevice:
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
 
 
-class CudaLink:
-    """A GPU: pinned host memory, and a stream for each direction."""
+class AcceleratorLink:
+    """An accelerator: pinned host memory, and a stream for each direction."""
 
     topology = Topology(host_apart=True)
 
@@ -79,7 +79,7 @@ class CudaLink:
         self._meters: list[Meter] = []
         self._host_memory = GatherMemory(pinned=True)
         self._lanes: dict[str, ThreadLane] = {}
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, torch.Stream] = {}
 
     def attach(self, meter: Meter) -> None:
         """See `DeviceLink.attach`."""
@@ -112,14 +112,14 @@ class CudaLink:
     def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         if way not in self._lanes:
             self._lanes[way] = ThreadLane(f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
-            self._streams[way] = torch.cuda.Stream(self._device)
+            self._streams[way] = torch.Stream(self._device)
         stream = self._streams[way]
         for meter in self._meters:
             meter.moved(way, source.nbytes)
-        issued = torch.cuda.current_stream(self._device).record_event()  # memory from the allocator is free from then on
+        issued = torch.accelerator.current_stream(self._device).record_event()  # memory from the allocator is free from then on
 
         def copy() -> None:
-            with torch.cuda.stream(stream):
+            with stream:
                 stream.wait_event(issued)
                 if after is not None:
                     after.wait()

@@ -176,7 +176,7 @@ class InlineLane:
 
 
 class StreamLane:
-    """A CUDA stream. Ordered after the compute issued before `submit`, which makes buffers from its allocator safe to fill.
+    """A stream of an accelerator, ordered after the compute issued before `submit`: buffers from its allocator are safe to fill.
 
     Buffers are allocated and freed on the compute stream, the lane's stream waits for it before it writes, and compute waits
     for the lane's event before it reads. A transfer's closure holds the buffers it works on until compute has waited for it: so
@@ -187,16 +187,16 @@ class StreamLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.Stream(device)
         self._under_way: collections.deque[_Event] = collections.deque()
 
     def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
         """Issue `transfer` on the lane's stream; `ended` is called once it is issued."""
-        compute = torch.cuda.current_stream(self._device)
+        compute = torch.accelerator.current_stream(self._device)
         while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].over()):
             self._under_way.popleft().wait()
         self._stream.wait_stream(compute)
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             try:
                 transfer()
             finally:
@@ -210,7 +210,7 @@ class StreamLane:
 class _Event:
     """A transfer on a stream; holds the buffers it works on, in its closure, until compute has waited for it."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, transfer: Callable[[], None]) -> None:
+    def __init__(self, event: torch.Event, device: torch.device, transfer: Callable[[], None]) -> None:
         self._event = event
         self._device = device
         self._transfer: Callable[[], None] | None = transfer
@@ -219,5 +219,5 @@ class _Event:
         return self._transfer is None or self._event.query()
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
         self._transfer = None

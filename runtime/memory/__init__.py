@@ -1,6 +1,6 @@
 """Arenas, the ledger of what is held, and what graphs have reserved.
 
-aligned_buffers — Aligned host memory for direct I/O: pinned where a GPU copies from it, reused, counted and capped.
+aligned_buffers — Aligned host memory for direct I/O: pinned where an accelerator copies from it, reused, counted and capped.
 arena — An arena of host memory for gathered units.
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.

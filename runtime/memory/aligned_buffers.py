@@ -1,15 +1,16 @@
-"""Aligned host memory for direct I/O: pinned where a GPU copies from it, reused, counted and capped."""
+"""Aligned host memory for direct I/O: pinned where an accelerator copies from it, reused, counted and capped."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from zinf_compile.runtime.system.page_locked import lock, locked_memory
 
 _HUGE_PAGE = 2 << 20
 
@@ -22,34 +23,26 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     """
     length = max(mmap.PAGESIZE, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     huge = length >= _HUGE_PAGE
-    memory = private_memory(length + (_HUGE_PAGE if huge else 0))
+    memory = private_memory(length + (_HUGE_PAGE if huge else 0), pinned=pinned)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
-    buffer = whole[start : start + size]
-    if pinned:
-        _pin(memory, buffer.data_ptr(), length)
-    return buffer
+    return whole[start : start + size]
 
 
-def private_memory(length: int, *, pinned: bool = False) -> mmap.mmap:
-    """Map fresh memory of `length` bytes; of huge pages where the kernel has them and they fit."""
+def private_memory(length: int, *, pinned: bool = False) -> memoryview:
+    """Map fresh memory of `length` bytes, zeroed; of huge pages where the kernel has them and they fit.
+
+    `pinned`: locked, where the system allows it, so that the accelerator copies from and to it by itself.
+    """
+    if pinned and (locked := locked_memory(length)) is not None:
+        return locked
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if length >= _HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     if pinned:
-        _pin(memory, torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), length)
-    return memory
-
-
-def _pin(memory: mmap.mmap, address: int, length: int) -> None:
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, length, 0))
-    if code:
-        raise MemoryError(
-            f"cudaHostRegister refused to pin {length:,} bytes (error {code}); see `ulimit -l` and the memory limit"
-        )
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # runs before the memory is unmapped
+        lock(memory)
+    return memoryview(memory)
 
 
 class Holder(Protocol):

@@ -29,7 +29,7 @@ class GatherMemory:
         self._pinned = pinned
         self._lock = threading.RLock()  # a tensor may be dropped inside any allocation, also one made under this lock
         self._size = 0
-        self._arena: mmap.mmap | None = None
+        self._arena: memoryview | None = None
         self._free: list[tuple[int, int]] = []
         """Ranges (start, end) of the arena that are not lent, in order, none next to another."""
         self._leases: dict[int, weakref.ref[memoryview]] = {}
@@ -67,10 +67,10 @@ class GatherMemory:
             if start is None and not fresh:
                 return None
             if start is None:
-                view = memoryview(private_memory(length))
+                view = private_memory(length)
             else:
                 assert self._arena is not None
-                view = memoryview(self._arena)[start : start + length]
+                view = self._arena[start : start + length]
             number = next(self._numbers)
             self._leases[number] = weakref.ref(view, lambda _: self._come_back(number, start, length))
             self._lent_bytes += length

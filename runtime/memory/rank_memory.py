@@ -48,7 +48,7 @@ class Memory:
         self.inflight_gradients = InflightLimit()
         """Bounds the full gradients on their way to other ranks or to their tier."""
         self.staging = BufferPool(
-            staging_bytes, pinned=device.type == "cuda", account=functools.partial(self.host_ledger.add, "bounce")
+            staging_bytes, pinned=device.type != "cpu", account=functools.partial(self.host_ledger.add, "bounce")
         )
         """Staging for blocks whose memory is not aligned."""
         self._host_buffer, self._waiting, self._drives_used = host_buffer, waiting, drives_used

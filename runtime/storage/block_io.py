@@ -33,7 +33,7 @@ class Piece:
         self.write = write
         self.error: Exception | None = None
         self._io = io
-        self._stream = torch.cuda.current_stream(data.device) if data.is_cuda else None
+        self._stream = torch.accelerator.current_stream(data.device) if data.device.type != "cpu" else None
         self._request: Request | None = None
         self._over = False
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Piece:
         try:
             self._io.check(self, self._request.wait())
             if not self.write and self.staging is not None:
-                with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+                with self._stream or contextlib.nullcontext():
                     self.data.copy_(self.staging[: self.data.numel()])
         except Exception as error:
             if not self._request.done():  # it was given up, and the drive may still write to the staging buffer

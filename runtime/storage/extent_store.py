@@ -17,6 +17,7 @@ import torch
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
 from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
+from zinf_compile.runtime.system.accelerator import is_initialized
 from zinf_compile.runtime.system.filesystem import look_up
 
 from .block_checksums import BlockChecks
@@ -123,7 +124,7 @@ class Store:
             raise
         self.block_bytes = block_bytes
         self.staging = staging or BufferPool(
-            max(staging_bytes, block_bytes), pinned=torch.cuda.is_initialized() if pinned is None else pinned
+            max(staging_bytes, block_bytes), pinned=is_initialized() if pinned is None else pinned
         )
         self.checks = BlockChecks(self.layout.blocks, describe=self._describe, folder=self._folder)
         self._io = BlockIO(
@@ -218,9 +219,11 @@ class Store:
 
 def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
     """View a tensor's memory as bytes."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.device.type == "meta":
         found = f"a {tensor.layout} tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise StoreRequestError(f"extent {key!r} cannot move to or from {found}; accepted: a dense tensor on the CPU or a GPU")
+        raise StoreRequestError(
+            f"extent {key!r} cannot move to or from {found}; accepted: a dense tensor on the CPU or an accelerator"
+        )
     if not tensor.is_contiguous():
         raise StoreRequestError(
             f"extent {key!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "

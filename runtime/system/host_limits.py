@@ -11,6 +11,7 @@ import torch
 
 from zinf_compile.config import Config, parse_bytes
 
+from .accelerator import free_and_total_bytes
 from .cgroups import available_memory_bytes, find_limits, memory_limit_bytes
 from .process_wide import process_wide
 
@@ -45,9 +46,7 @@ def usable_bytes(device: torch.device) -> tuple[int, int]:
     host = usable_host_bytes()
     if device.type == "cpu":
         return host, host
-    free, _ = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int((free + idle) * (1 - RESERVE)), host
+    return int(free_and_total_bytes(device)[0] * (1 - RESERVE)), host
 
 
 def most_host_bytes() -> tuple[int, str]:
@@ -69,7 +68,7 @@ def most_device_bytes(device: torch.device) -> tuple[int, str]:
     """Return the memory of a device that this process could ever have, and what limits it."""
     if device.type == "cpu":
         return most_host_bytes()
-    return torch.cuda.mem_get_info(device)[1], f"the memory of {device}"
+    return free_and_total_bytes(device)[1], f"the memory of {device}"
 
 
 def warn_of_caps(config: Config, device: torch.device) -> None:

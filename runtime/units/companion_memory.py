@@ -56,7 +56,7 @@ def backing_like(unit: Unit, dtype: torch.dtype, kind: Kind) -> ShardBacking:
     assert unit.backing is not None, "on the device a shard needs no backing"
     if unit.backing.tier.in_memory:
         check_room(unit, dtype, on_host=True)
-        buffer = aligned_buffer(format_of(dtype).bytes(unit.shard_numel), pinned=unit.device.type == "cuda").view(dtype)
+        buffer = aligned_buffer(format_of(dtype).bytes(unit.shard_numel), pinned=unit.device.type != "cpu").view(dtype)
         unit.context.memory.host_ledger.track(kind, buffer)
         return HostBacking(buffer)
     pool, numbers = _pool_of(unit, dtype)

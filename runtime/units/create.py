@@ -80,7 +80,7 @@ def _make_backings(specs: Sequence[ShardSpec], context: Context, placement: Plac
         )
         return [NvmeBacking(shards, index) for index in range(len(specs))]
     if context.link.topology.is_offloaded(placement.params):
-        pinned = context.device.type == "cuda"
+        pinned = context.device.type != "cpu"
         kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in specs]
         for shard in kept:
             context.memory.host_ledger.track("params", shard)

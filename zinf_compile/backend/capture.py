@@ -27,11 +27,9 @@ from zinf_compile.ir.tiers import Placement
 from zinf_compile.ir.tiling import cut_parameter
 from zinf_compile.passes.graph.node_facts import mark_buffer, mark_name, mark_slot, user_line
 from zinf_compile.runtime.comm.shard_group import ShardGroup
+from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
-
-_CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "half", "double", "bfloat16"})
-"""Methods that return the tensor itself if it needs no conversion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ def reject_assignments(gm: fx.GraphModule, captured: Captured) -> None:
 def _assigns_itself(assignment: fx.Node, slot: ParameterSlot) -> bool:
     """Return whether the value is the parameter in its own type and on its own device: `parameter.data = parameter.to(...)`."""
     parameter, value = assignment.args[:2]
-    if not isinstance(value, fx.Node) or value.target not in _CONVERSIONS or value.args[0] is not parameter:
+    if not isinstance(value, fx.Node) or value.target not in converting_methods() or value.args[0] is not parameter:
         return False
     found = value.meta["example_value"]
     unchanged = (found.dtype, found.device, found.stride()) == (slot.dtype, slot.device, slot.stride)

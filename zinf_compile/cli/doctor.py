@@ -16,6 +16,7 @@ from zinf_compile.errors import StoreError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.system.accelerator import device_names
 from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
 from zinf_compile.runtime.system.filesystem import look_up
 
@@ -52,7 +53,7 @@ def examine(nvme: str | None) -> dict[str, Any]:
 
     Keys are added in later versions, never renamed. All sizes are in bytes; null: no limit, or not known.
 
-        torch       version, cuda (the devices' names)
+        torch       version, devices (the accelerators' names), cuda (the same, where that is what they are)
         engine      name, reason (why not io_uring; empty if it is)
         limits      memlock, file_size, open_files, cpus, memory (by cgroup), cgroups (each limit by the file that sets it)
         nvme        of the folder given: path, filesystem, source, mount_point, free, total, direct, alignment, preallocates,
@@ -67,8 +68,8 @@ def examine(nvme: str | None) -> dict[str, Any]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return {"version": torch.__version__, "cuda": devices}
+    names = device_names()
+    return {"version": torch.__version__, "cuda": names if torch.cuda.is_available() else [], "devices": names}
 
 
 def _examine_engine(concerns: list[str]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _examine_engine(concerns: list[str]) -> dict[str, Any]:
 
 def _examine_limits(concerns: list[str]) -> dict[str, Any]:
     memlock, cgroups = _limit(resource.RLIMIT_MEMLOCK), find_limits()
-    if memlock is not None and torch.cuda.is_available():
+    if memlock is not None and torch.accelerator.is_available():
         concerns.append(f"{memlock:,} bytes may be locked: pinned buffers may need more (ulimit -l unlimited)")
     file_size = _limit(resource.RLIMIT_FSIZE)
     if file_size is not None:

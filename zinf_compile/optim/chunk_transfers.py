@@ -48,7 +48,7 @@ class ChunkTransfers:
         shapes = [(chunk.columns, chunk.numel) for chunk in chunks]
         most = buffers_for(shapes)
         self.store = self._lay_out(placement) if on_drive else None
-        self.buffers = ChunkBuffers(shapes, context.link, pinned=context.device.type == "cuda", most=most)
+        self.buffers = ChunkBuffers(shapes, context.link, pinned=context.device.type != "cpu", most=most)
         self._written: set[int] = set()
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
         context.memory.ledger.add("staging", self.buffers.device_bytes)

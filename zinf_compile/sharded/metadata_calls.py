@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zinf_compile._torch import never_compile_alone
+from zinf_compile.runtime.system.accelerator import moving_methods
 from zinf_compile.runtime.units.unit import Unit
 
 _METADATA = frozenset(
@@ -74,8 +75,9 @@ def converts_nothing(unit: Unit, name: str, args: Sequence[Any], kwargs: dict[st
         return False
     if name == "cpu":
         return unit.device.type == "cpu"
-    if name == "cuda":
-        return unit.device.type == "cuda" and torch.empty(0, device=unit.device).cuda(*args[1:], **kwargs).device == unit.device
+    if name in moving_methods():
+        probe = torch.empty(0, device=unit.device)
+        return unit.device.type == name and getattr(probe, name)(*args[1:], **kwargs).device == unit.device
     if name in _CONVERSIONS:
         return unit.dtype == _CONVERSIONS[name]
     probe = torch.empty(0, dtype=unit.dtype, device=unit.device)

@@ -12,6 +12,7 @@ from zinf_compile._frames import calling_methods
 from zinf_compile._torch import limited_frame, no_torch_function, packs_for_recomputation, tree_leaves, tree_map
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Unit
 
@@ -36,7 +37,7 @@ def answer_for_parameter(func: Callable[..., Any], args: Sequence[Any], kwargs: 
     name = getattr(func, "__name__", str(func))
     parameters = [p for p in tree_leaves((args, kwargs)) if isinstance(p, ShardedParameter)]
     unit = next((p._zinf_unit for p in parameters if not p._zinf_unit.at_hand), parameters[0]._zinf_unit)
-    conversion = name in ("to", "cpu", "cuda", "float", "half", "double", "bfloat16") and args[0] is parameters[0]
+    conversion = name in converting_methods() and args[0] is parameters[0]
     if conversion and converts_nothing(parameters[0]._zinf_unit, name, args, kwargs):
         return args[0]
     if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):

@@ -8,13 +8,13 @@ import torch
 
 from zinf_compile.runtime.close_context import close_context
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.device.link import CudaLink
+from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.device.simulated import SimulatedDevice
 from zinf_compile.runtime.lanes.lanes import ThreadLane
 
 
 def test_threads_that_copy_to_a_gpu_end() -> None:
-    link = CudaLink(torch.device("cuda"))
+    link = AcceleratorLink(torch.device("cuda"))
     context = Context(None, torch.device("cpu"), timeout_s=1.0, link=link)
     link._lanes["host to device"] = lane = ThreadLane("zinf test")  # as at its first copy, for which a GPU is needed
     assert lane._thread in threading.enumerate()

@@ -1,0 +1,43 @@
+"""The accelerator of this process, whichever `torch.accelerator` knows: its memory, its names, methods that move tensors.
+
+What only CUDA and ROCm have is in `page_locked`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_CONVERSIONS = ("to", "cpu", "float", "half", "double", "bfloat16")
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Return what PyTorch could take of a device's memory now, what its allocator keeps unused included, and all there is."""
+    free, total = torch.accelerator.get_memory_info(device)
+    unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free + unused, total
+
+
+def is_initialized() -> bool:
+    """Return whether this process uses an accelerator already; asking doesn't begin to."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and bool(getattr(torch.get_device_module(found), "is_initialized", lambda: True)())
+
+
+def device_names() -> list[str]:
+    """Return the names of all devices, in the order of their numbers."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return []
+    name_of = getattr(torch.get_device_module(found), "get_device_name", lambda number: f"{found.type}:{number}")
+    return [str(name_of(number)) for number in range(torch.accelerator.device_count())]
+
+
+def moving_methods() -> frozenset[str]:
+    """Return the names of the methods that copy a tensor to an accelerator: `cuda`, and this process's own, such as `xpu`."""
+    found = torch.accelerator.current_accelerator()
+    return frozenset({"cuda"} if found is None else {"cuda", found.type})
+
+
+def converting_methods() -> frozenset[str]:
+    """Return the names of the methods that return the tensor itself where it has that type and is on that device."""
+    return moving_methods().union(_CONVERSIONS)
