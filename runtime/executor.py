@@ -147,12 +147,10 @@ def _gather(step: Gather, run: Run) -> None:
     count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
     def gather() -> None:
-        for pending in before:
-            pending.wait()
         with moving([context.lanes.meter], "from ranks", count):
             gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
-    pending = context.lanes.start(context.lanes.gather, gather)
+    pending = context.lanes.start(context.lanes.gather, gather, after=before)
     context.lanes.meter.moved("from ranks", count)
     for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
         full = unit.logical(flat)

@@ -47,13 +47,14 @@ class ReduceHandle:
 class Reduction:
     """A gradient's reduction and offload; `wait` names graph and unit when it breaks."""
 
-    __slots__ = ("_context", "_pending", "_what")
+    __slots__ = ("_context", "_what", "awaited")
 
     def __init__(self, pending: Pending, context: Context, what: str) -> None:
-        self._pending = pending
+        self.awaited = pending
+        """The transfer that `wait` waits for."""
         self._context = context
         self._what = what
 
     def wait(self) -> None:
         """Return when the shard may be used."""
-        self._context.finish(self._pending, self._what)
+        self._context.finish(self.awaited, self._what)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 
 from zinf_compile.ir.tiers import Topology
-from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
-from zinf_compile.runtime.lanes.link_meter import Meter, moving
+from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.link_meter import Meter
+from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer, TransferToHost
 from zinf_compile.runtime.memory.arena import GatherMemory
+
+_TO_DEVICE: Final = "host to device"
+_TO_HOST: Final = "device to host"
 
 MOST_COPIES = 64
 """Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
@@ -38,6 +43,9 @@ class DeviceLink(Protocol):
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy the device's memory to the host, once `after` is over."""
+
+    def wait_read(self, host: torch.Tensor) -> None:
+        """Return when no copy to the device reads this host memory any more: call it before that is changed."""
 
 
 class HostIsDevice:
@@ -68,6 +76,9 @@ class HostIsDevice:
         """See `DeviceLink.to_host`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
 
+    def wait_read(self, host: torch.Tensor) -> None:
+        """See `DeviceLink.wait_read`; nothing is copied."""
+
 
 class AcceleratorLink:
     """An accelerator: pinned host memory, and a stream for each direction."""
@@ -78,8 +89,7 @@ class AcceleratorLink:
         self._device = device
         self._meters: list[Meter] = []
         self._host_memory = GatherMemory(pinned=True)
-        self._lanes: dict[str, ThreadLane] = {}
-        self._streams: dict[str, torch.Stream] = {}
+        self._lanes: dict[str, StreamLane] = {}
 
     def attach(self, meter: Meter) -> None:
         """See `DeviceLink.attach`."""
@@ -87,7 +97,7 @@ class AcceleratorLink:
 
     def detach(self, meter: Meter) -> None:
         """See `DeviceLink.detach`."""
-        self._meters = [other for other in self._meters if other is not meter]  # a copy under way goes by the list it began with
+        self._meters = [other for other in self._meters if other is not meter]
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():
             lane.close()
@@ -103,28 +113,31 @@ class AcceleratorLink:
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
-        return self._copy("host to device", source, into, after)
+        return self._copy(_TO_DEVICE, source, into, [] if after is None else [after], host=source)
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
-        return self._copy("device to host", source, into, after)
+        before: list[Pending] = [] if after is None else [after]
+        return TransferToHost(self._copy(_TO_HOST, source, into, [*before, *self._readers(into)], host=into))
 
-    def _copy(self, way: str, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
+    def wait_read(self, host: torch.Tensor) -> None:
+        """See `DeviceLink.wait_read`."""
+        for reader in self._readers(host):
+            reader.synchronize()
+
+    def _copy(
+        self, way: str, source: torch.Tensor, into: torch.Tensor, after: Sequence[Pending], *, host: torch.Tensor
+    ) -> StreamTransfer:
         if way not in self._lanes:
-            self._lanes[way] = ThreadLane(f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
-            self._streams[way] = torch.Stream(self._device)
-        stream = self._streams[way]
+            self._lanes[way] = StreamLane(self._device, f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
         for meter in self._meters:
             meter.moved(way, source.nbytes)
-        issued = torch.accelerator.current_stream(self._device).record_event()  # memory from the allocator is free from then on
+        return self._lanes[way].submit(lambda: _copy(source, into), after=after, host_memory=[host])
 
-        def copy() -> None:
-            with stream:
-                stream.wait_event(issued)
-                if after is not None:
-                    after.wait()
-                with moving(self._meters, way, source.nbytes):
-                    into.copy_(source, non_blocking=True)
-                    stream.record_event().synchronize()
+    def _readers(self, host: torch.Tensor) -> list[StreamTransfer]:
+        lane = self._lanes.get(_TO_DEVICE)
+        return [] if lane is None else lane.readers(host)
 
-        return self._lanes[way].submit(copy)
+
+def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(source, non_blocking=True)

@@ -87,6 +87,9 @@ class SimulatedDevice:
         """See `DeviceLink.to_host`."""
         return self.links["to host"].copy(source, into, after)
 
+    def wait_read(self, host: torch.Tensor) -> None:
+        """See `DeviceLink.wait_read`; who waits for a copy here waits for its end."""
+
 
 _simulated: list[DeviceLink] = []
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -32,8 +31,10 @@ class Lane(Protocol):
     log: Spans | None
     """Log of start and end of each transfer submitted from now on, of lanes of the CPU; None: none is kept."""
 
-    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
-        """Start `transfer` after everything submitted before it.
+    def submit(
+        self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
+    ) -> Pending:
+        """Start `transfer` after everything submitted before it, and after other transfers, of any lane or drive.
 
         `ended` gives back what the transfer took: it is called once this is over, and also where it is left out, because an
         earlier one has failed.
@@ -60,8 +61,11 @@ class Done:
 
 
 class _Job:
-    def __init__(self, transfer: Callable[[], None], waits: WorkerWaits, ended: Callable[[], None] | None) -> None:
+    def __init__(
+        self, transfer: Callable[[], None], after: Sequence[Pending], waits: WorkerWaits, ended: Callable[[], None] | None
+    ) -> None:
         self._transfer: Callable[[], None] | None = transfer
+        self._after = after
         self._ended = ended
         self._waits = waits
         self._running = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
@@ -73,11 +77,13 @@ class _Job:
             if earlier is not None:
                 raise earlier
             assert self._transfer is not None
+            for pending in self._after:
+                pending.wait()
             self._transfer()
         except BaseException as error:  # handed to whoever waits
             self._error = error
         finally:
-            self._transfer = None
+            self._transfer, self._after = None, ()
             ended, self._ended = self._ended, None
             try:
                 if ended is not None:
@@ -123,11 +129,13 @@ class ThreadLane:
         self._thread.start()
         atexit.register(self.close)  # a daemon inside a transfer while the interpreter ends would abort the process
 
-    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
-        """Queue `transfer`."""
+    def submit(
+        self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
+    ) -> Pending:
+        """Queue `transfer`; the worker waits for what it comes after."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
-        job = _Job(transfer if self.log is None else timed(transfer, self.log), self._waits, ended)
+        job = _Job(transfer if self.log is None else timed(transfer, self.log), after, self._waits, ended)
         with self._lock:
             if self._unfinished >= self._most:
                 start = time.perf_counter()
@@ -164,60 +172,16 @@ class InlineLane:
 
     log: Spans | None = None
 
-    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
+    def submit(
+        self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
+    ) -> Pending:
         """Perform `transfer` now."""
         run = transfer if self.log is None else timed(transfer, self.log)
         try:
+            for pending in after:
+                pending.wait()
             run()
         finally:
             if ended is not None:
                 ended()
         return Done()
-
-
-class StreamLane:
-    """A stream of an accelerator, ordered after the compute issued before `submit`: buffers from its allocator are safe to fill.
-
-    Buffers are allocated and freed on the compute stream, the lane's stream waits for it before it writes, and compute waits
-    for the lane's event before it reads. A transfer's closure holds the buffers it works on until compute has waited for it: so
-    no memory is handed out anew under a transfer, without `record_stream`.
-    """
-
-    log: Spans | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-        self._under_way: collections.deque[_Event] = collections.deque()
-
-    def submit(self, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
-        """Issue `transfer` on the lane's stream; `ended` is called once it is issued."""
-        compute = torch.accelerator.current_stream(self._device)
-        while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].over()):
-            self._under_way.popleft().wait()
-        self._stream.wait_stream(compute)
-        with self._stream:
-            try:
-                transfer()
-            finally:
-                if ended is not None:
-                    ended()
-            job = _Event(self._stream.record_event(), self._device, transfer)
-        self._under_way.append(job)
-        return job
-
-
-class _Event:
-    """A transfer on a stream; holds the buffers it works on, in its closure, until compute has waited for it."""
-
-    def __init__(self, event: torch.Event, device: torch.device, transfer: Callable[[], None]) -> None:
-        self._event = event
-        self._device = device
-        self._transfer: Callable[[], None] | None = transfer
-
-    def over(self) -> bool:
-        return self._transfer is None or self._event.query()
-
-    def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
-        self._transfer = None

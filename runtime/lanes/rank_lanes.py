@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .lanes import InlineLane, Lane, Pending, StreamLane, ThreadLane
+from .lanes import InlineLane, Lane, Pending, ThreadLane
 from .link_meter import WRITTEN, Meter
 from .overlap_log import Spans, Timed
+from .stream_lane import StreamLane
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -31,7 +32,8 @@ class Lanes:
         if device.type == "cpu":
             self.gather, self.reduce = ThreadLane("zinf-gather", link="from ranks"), ThreadLane("zinf-reduce", link="to ranks")
         else:
-            self.gather, self.reduce = StreamLane(device), StreamLane(device)
+            self.gather = StreamLane(device, "zinf-gather", link="from ranks")
+            self.reduce = StreamLane(device, "zinf-reduce", link="to ranks")
 
     @property
     def swap(self) -> Lane:
@@ -47,9 +49,10 @@ class Lanes:
             self._update = ThreadLane("zinf-update", forgiving=True)
         return self._update
 
-    def threads(self) -> list[ThreadLane]:
-        """Return the lanes that have a thread of their own."""
-        return [lane for lane in (self.gather, self.reduce, self._swap, self._update) if isinstance(lane, ThreadLane)]
+    def threads(self) -> list[ThreadLane | StreamLane]:
+        """Return the lanes that have, or may have, a thread of their own."""
+        lanes = (self.gather, self.reduce, self._swap, self._update)
+        return [lane for lane in lanes if isinstance(lane, ThreadLane | StreamLane)]
 
     def stop_updates(self) -> None:
         """Return when no step is worked on any more; the process ends."""
@@ -60,7 +63,14 @@ class Lanes:
         """Return a context in which compute waits for other ranks."""
         return _UNTIMED if self.waits is None else Timed(self.waits)
 
-    def start(self, lane: Lane, transfer: Callable[[], None], *, ended: Callable[[], None] | None = None) -> Pending:
+    def start(
+        self,
+        lane: Lane,
+        transfer: Callable[[], None],
+        *,
+        after: Sequence[Pending] = (),
+        ended: Callable[[], None] | None = None,
+    ) -> Pending:
         """Submit a transfer of a graph to a lane, see `Lane.submit`; what time that takes, compute stands still."""
         with self.waiting(), self.meter.waiting():
-            return lane.submit(transfer, ended=ended)
+            return lane.submit(transfer, after=after, ended=ended)

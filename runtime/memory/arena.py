@@ -44,7 +44,7 @@ class GatherMemory:
 
     def _lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = format_of(dtype).bytes(numel)
-        if size < mmap.PAGESIZE:
+        if size < mmap.PAGESIZE and not (self._pinned and size):
             return torch.empty(numel, dtype=dtype)
         view = self.lend_view(size)
         assert view is not None, "there is always new memory"

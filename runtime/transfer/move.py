@@ -67,6 +67,8 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
     source = src.tensor if src.tensor is not None else dst.tensor
     assert source is not None, "one end is memory"
     if src.tensor is not None and dst.tensor is not None and not crosses(src, dst, by.link):
+        if not dst.on_device:
+            by.link.wait_read(dst.tensor)
         return _copy(src.tensor, dst.tensor, after)
     size = source.nbytes
     if room is not None:
@@ -75,6 +77,7 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
         if src.read is not None:
             assert after is None, "what is on a drive is there"
             assert room is None, "reads are bounded by the memory that they go to"
+            by.link.wait_read(source)
             return src.read(source)
         if dst.write is not None:
             if after is None and room is None:
@@ -160,6 +163,7 @@ class UpdateRoute:
         """Start to bring a piece; return where it will be, and what to wait for."""
         if place.tensor is not None:
             if not crosses(place, self._updated, self.link):
+                self.link.wait_read(place.tensor)
                 return place.tensor, None
             buffer = staging.device if self.update_on_device else staging.host
             assert buffer is not None

@@ -49,6 +49,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
     if not context.link.topology.host_apart:
         return fetch(unit)
     if unit.resident is not None:
+        context.link.wait_read(unit.resident)
         return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
     _reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)

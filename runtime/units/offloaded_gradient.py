@@ -93,6 +93,7 @@ class OffloadedGradient:
         self.wait_written()
         resident = self.backing.resident
         if resident is not None:
+            self.unit.context.link.wait_read(resident)
             return resident[start:end]
         buffer = self.unit.context.memory.staged_buffer(end - start, self.dtype)
         self._read(buffer, start).wait()
@@ -126,6 +127,7 @@ class OffloadedGradient:
             self._changes.append(change)
         else:
             self.wait_written()
+            self.unit.context.link.wait_read(resident)
             change(resident)
 
     def apply(self, part: torch.Tensor) -> None:

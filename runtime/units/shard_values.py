@@ -125,6 +125,7 @@ class BackedShard(_Counted):
         self.check_whole()
         if self.backing.resident is not None:
             piece = self.backing.resident[start:end]
+            self.unit.context.link.wait_read(piece)
             return lambda: piece
         return _brought(self.unit, self.backing.location(start, end), end - start, self.dtype)
 

@@ -14,7 +14,8 @@ from torch import nn
 import zinf_compile
 from zinf_compile.cli.models import GPT
 from zinf_compile.runtime.comm.collectives import DeviceCollectives
-from zinf_compile.runtime.lanes.lanes import MOST_UNDER_WAY, StreamLane
+from zinf_compile.runtime.lanes.lanes import MOST_UNDER_WAY
+from zinf_compile.runtime.lanes.stream_lane import StreamLane
 from zinf_compile.sharded.gradient import ShardedGradient
 
 pytestmark = [
@@ -90,7 +91,7 @@ def test_collectives_fill_padded_buffers(nccl_group: dist.ProcessGroup) -> None:
 
 def test_memory_is_not_handed_out_under_a_transfer() -> None:
     device = torch.device("cuda")
-    lane = StreamLane(device)
+    lane = StreamLane(device, "test")
     size = 1 << 22
     for round_ in range(4 * MOST_UNDER_WAY):
         source = torch.full((size,), float(round_), device=device)
