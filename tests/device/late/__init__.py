@@ -1,0 +1,66 @@
+"""`late`: a device for tests, on the CPU, that is never earlier than it has to be.
+
+Memory that host code can't touch; streams that only events order, each work of them after a random delay; an allocator that poisons what
+is freed; counters of what the host waits for; a detector of accesses that nothing orders. Import it before anything runs backward:
+PyTorch starts autograd's threads once, one for each device that it knows then.
+
+    build.py          compiles csrc/ once and keeps it
+    library.py        the compiled functions
+    torch_module.py   torch.late, what torch.get_device_module finds
+    controls.py       what tests set and read: delays, held streams, counters, logs, the account of memory
+    checks.py         waiting for events that were never recorded, on PyTorch's own Event and Stream
+    dynamo.py         torch.compile's view of the device
+    process_group.py  collectives over gloo, in the order of a stream
+    csrc/             memory, order, streams, pinned: the device; guard, tensors, fallback, operators, generator, autocast: PyTorch's side;
+                      controls: the functions of library.py
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import library  # noqa: F401  first: it registers the device
+
+torch.utils.rename_privateuse1_backend("late")
+
+from . import torch_module  # noqa: E402
+
+torch._register_device_module("late", torch_module)
+torch.utils.generate_methods_for_privateuse1_backend()
+
+from . import checks, dynamo  # noqa: E402, F401
+from .controls import (  # noqa: E402
+    Account,
+    account,
+    clear,
+    counters,
+    defects,
+    delays,
+    detection,
+    held,
+    log,
+    memory_limit,
+    overlap,
+    pinned_limit,
+    reset_peak,
+    run_on_stream,
+    waits_forbidden,
+)
+
+__all__ = [
+    "Account",
+    "account",
+    "clear",
+    "counters",
+    "defects",
+    "delays",
+    "detection",
+    "held",
+    "log",
+    "memory_limit",
+    "overlap",
+    "pinned_limit",
+    "reset_peak",
+    "run_on_stream",
+    "waits_forbidden",
+]

@@ -1,0 +1,220 @@
+"""Collectives of the device, over gloo: in the order of a stream of their own, as NCCL's are. `Work.wait` orders streams, not the host.
+
+    torch.distributed.init_process_group("late", rank=..., world_size=..., store=...)
+
+registers itself with PyTorch where `late.process_group` is imported. Tensors of the host go through a second gloo group at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import controls
+
+_DEVICE = torch.device("late", 0)
+
+
+class LateWork(dist.Work):
+    """A collective that was issued to the group's stream."""
+
+    def __init__(self, done: torch.Event, results: list[torch.Tensor], stream: torch.Stream) -> None:
+        super().__init__()
+        self._done = done
+        self._results = results
+        self._stream = stream
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the current stream wait for it. The host goes on."""
+        torch.accelerator.current_stream().wait_event(self._done)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._done.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._results
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[_DEVICE])
+        with self._stream:
+            future.set_result(self._results)
+        return future
+
+
+class LateGroup(dist.ProcessGroup):
+    """One process group: a stream, one gloo group for what runs on it, another one for tensors of the host."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._device_gloo = dist.ProcessGroupGloo(dist.PrefixStore("late device", store), rank, size, timeout)
+        self._host_gloo = dist.ProcessGroupGloo(dist.PrefixStore("late host", store), rank, size, timeout)
+        self._stream = torch.Stream(device=_DEVICE)
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._host_gloo)
+        self._register_backend(torch.device("late"), dist.ProcessGroup.BackendType.CUSTOM, self._device_gloo)
+
+    @property
+    def stream(self) -> torch.Stream:
+        """The stream that collectives run on."""
+        return self._stream
+
+    def getBackendName(self) -> str:
+        return "late"
+
+    def _run(
+        self, name: str, call: Callable[[Any, Callable[[Any], Any]], Any], into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]
+    ) -> dist.Work:
+        """Issue `call(gloo, seen)`: `seen` gives the tensors that gloo can take for those of the device."""
+        if not any(tensor.device.type == "late" for tensor in [*into, *of]):
+            return call(self._host_gloo, lambda tensors: tensors)
+        for tensor in [*into, *of]:
+            if tensor.device.type != "late" or not tensor.is_contiguous():
+                raise ValueError(f"{name}: tensors must be contiguous and all on device late, found one on {tensor.device}")
+        issued = torch.accelerator.current_stream().record_event()
+        with self._stream:
+            self._stream.wait_event(issued)
+            controls.run_on_stream(lambda: _finish(call(self._device_gloo, _seen)), name, reads=of, writes=into)
+            done = self._stream.record_event()
+        return LateWork(done, list(into), self._stream)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        opts = opts or dist.AllreduceOptions()
+        return self._run("all_reduce", lambda gloo, seen: gloo.allreduce(seen(tensors), opts), tensors, tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        one = dist.AllreduceOptions()
+        if opts is not None:
+            one.reduceOp = opts.reduceOp
+        return self._run("all_reduce", lambda gloo, seen: [gloo.allreduce([t], one) for t in seen(tensors)], tensors, tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        written, read = (tensors, []) if opts.rootRank != self.rank() else ([], tensors)
+        return self._run("broadcast", lambda gloo, seen: gloo.broadcast(seen(tensors), opts), written, read)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        return self._run("reduce", lambda gloo, seen: gloo.reduce(seen(tensors), opts), tensors, tensors)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllgatherOptions()
+        return self._run("all_gather_into_tensor", lambda gloo, seen: gloo._allgather_base(seen(output), seen(input), opts), [output], [input])
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.AllgatherOptions()
+        flat = [tensor for each in outputs for tensor in each]
+        return self._run(
+            "all_gather", lambda gloo, seen: gloo.allgather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs
+        )
+
+    def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        one = dist.AllgatherOptions()
+        return self._run(
+            "all_gather_into_tensor",
+            lambda gloo, seen: [gloo._allgather_base(seen(o), seen(i), one) for o, i in zip(outputs, inputs, strict=True)],
+            outputs,
+            inputs,
+        )
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        return self._run(
+            "reduce_scatter_tensor", lambda gloo, seen: gloo._reduce_scatter_base(seen(output), seen(input), opts), [output], [input]
+        )
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        flat = [tensor for each in inputs for tensor in each]
+        return self._run(
+            "reduce_scatter", lambda gloo, seen: gloo.reduce_scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat
+        )
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or dist.ReduceScatterOptions()
+        return self._run(
+            "reduce_scatter_tensor",
+            lambda gloo, seen: [gloo._reduce_scatter_base(seen(o), seen(i), opts) for o, i in zip(outputs, inputs, strict=True)],
+            outputs,
+            inputs,
+        )
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or dist.AllToAllOptions()
+        return self._run(
+            "all_to_all_single",
+            lambda gloo, seen: gloo.alltoall_base(seen(output), seen(input), output_splits, input_splits, opts),
+            [output],
+            [input],
+        )
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        def exchange(gloo: Any, seen: Callable[[Any], Any]) -> Any:
+            received, sent = seen(outputs), seen(inputs)
+            works = []
+            for peer in range(self.size()):
+                if peer == self.rank():
+                    received[peer].copy_(sent[peer])
+                elif sent[peer].numel():
+                    works.append(gloo.send([sent[peer]], peer, 0))
+            return [*works, *(gloo.recv([r], peer, 0) for peer, r in enumerate(received) if peer != self.rank() and r.numel())]
+
+        return self._run("all_to_all", exchange, outputs, inputs)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
+        flat = [tensor for each in outputs for tensor in each]
+        return self._run("gather", lambda gloo, seen: gloo.gather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> dist.Work:
+        flat = [tensor for each in inputs for tensor in each]
+        return self._run("scatter", lambda gloo, seen: gloo.scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        def sent(gloo: Any, seen: Callable[[Any], Any]) -> Any:
+            if gloo is self._host_gloo:
+                return gloo.send(tensors, peer, tag)
+            copy = seen(tensors)[0].clone()  # ranks that send to each other would wait forever, each for the other to receive
+            self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
+            self._sent.append((gloo.send([copy], peer, tag), copy))
+            return []
+
+        return self._run("send", sent, [], tensors)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._run("recv", lambda gloo, seen: gloo.recv(seen(tensors), peer, tag), tensors, [])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._host_gloo.barrier(opts or dist.BarrierOptions())
+
+
+def _seen(tensors: Any) -> Any:
+    if isinstance(tensors, torch.Tensor):
+        return torch.ops.late.host_view(tensors)
+    return [torch.ops.late.host_view(tensor) for tensor in tensors]
+
+
+def _finish(works: Any) -> None:
+    for work in works if isinstance(works, list) else [works]:
+        work.wait()
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LateGroup:
+    return LateGroup(store, rank, size, timeout)
+
+
+dist.Backend.register_backend("late", _create, devices=["late", "cpu"])
