@@ -12,6 +12,7 @@ from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.swap import SwapHandle, swap_in, swap_out
@@ -185,10 +186,10 @@ def _reduce(step: Reduce, run: Run) -> None:
             reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
 
     def ended() -> None:
-        if context.device.type == "cpu":  # a stream's transfer has only begun: it holds them until it is over
+        if not isinstance(context.lanes.reduce, StreamLane):  # there it has only begun: it holds them until it is over
             grads.clear()
             parts.clear()
-        context.memory.inflight_gradients.release(held)
+            context.memory.inflight_gradients.release(held)
 
     try:
         shards = [
@@ -199,6 +200,8 @@ def _reduce(step: Reduce, run: Run) -> None:
         count = (group.size - 1) * sum(shard.nbytes for shard in shards)
         with context.lanes.meter.waiting():
             pending = context.lanes.start(context.lanes.reduce, reduce, ended=ended)
+        if isinstance(pending, StreamTransfer):
+            context.memory.inflight_gradients.follow(pending, held)
     except BaseException:  # no memory, or an interrupt while the lane is busy
         context.memory.inflight_gradients.release(held)
         raise

@@ -151,7 +151,10 @@ class StreamLane:
         ended: Callable[[], None] | None = None,
         host_memory: Sequence[torch.Tensor] = (),
     ) -> StreamTransfer:
-        """Issue `transfer`, or have it issued; `ended` is called when it is. `host_memory` is held until it is over."""
+        """Issue `transfer`, or have it issued; `ended` is called when it is. `host_memory` is held until it is over.
+
+        Where that comes from a drive, or where the device's memory is held, no more than `most` are under way.
+        """
         with self._lock:
             return self._submit(transfer, after, ended, host_memory)
 
@@ -163,9 +166,10 @@ class StreamLane:
         host_memory: Sequence[torch.Tensor],
     ) -> StreamTransfer:
         self.settle()
-        while len(self._under_way) >= self._most:
+        never_blocks = all(map(_never_blocks, after))
+        while len(self._under_way) >= self._most and not (host_memory and never_blocks):
             self._under_way.popleft().let_go()
-        at_once = all(job.is_issued() for job in self._under_way) and all(map(_never_blocks, after))
+        at_once = never_blocks and all(job.is_issued() for job in self._under_way)
         job = StreamTransfer(self._device, transfer, host_memory, self._waits)
         compute = torch.accelerator.current_stream(self._device).record_event()
         self._under_way.append(job)
@@ -174,7 +178,7 @@ class StreamLane:
             try:
                 if self._failure is not None:
                     raise self._failure
-                job.issue(self._stream, compute, [_on_stream(pending) for pending in after])
+                job.issue(self._stream, compute, [on_stream(pending) for pending in after])
             except BaseException as error:
                 job.fail(error)
                 if not self._forgiving:
@@ -213,8 +217,8 @@ class StreamLane:
             self._under_way.clear()
 
 
-def _on_stream(pending: Pending) -> Pending:
-    """Return what orders a stream after a transfer, where its own `wait` would keep the host."""
+def on_stream(pending: Pending) -> Pending:
+    """Return the transfer whose `wait` orders the caller's stream after it, where that of `pending` would keep the host."""
     return pending.transfer if isinstance(pending, TransferToHost) else pending
 
 
@@ -222,5 +226,5 @@ def _never_blocks(pending: Pending) -> bool:
     """Say whether a stream can be ordered after a transfer at once."""
     while (inner := getattr(pending, "awaited", None)) is not None:
         pending = inner
-    pending = _on_stream(pending)
+    pending = on_stream(pending)
     return isinstance(pending, Done) or (isinstance(pending, StreamTransfer) and pending.is_issued())

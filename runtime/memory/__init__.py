@@ -4,6 +4,7 @@ aligned_buffers — Aligned host memory for direct I/O: pinned where an accelera
 arena — An arena of host memory for gathered units.
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
+own_storage — Tensors of the same memory as others, with a storage of their own that begins where the values do.
 rank_memory — The memory of one rank: its ledgers, caps and buffers.
 reservations — The bytes that graphs and optimizers of a rank may hold at once.
 """

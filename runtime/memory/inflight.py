@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.lanes.stream_lane import StreamTransfer, on_stream
 from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 
@@ -25,6 +26,8 @@ class InflightLimit:
         self._changed = threading.Condition(self._lock)
         self._left: WorkerWaits | None = None
         """The last worker that gave room back."""
+        self._followed: collections.deque[tuple[StreamTransfer, int]] = collections.deque()
+        """Transfers on streams that hold some of it."""
 
     def acquire(self, count: int) -> None:
         """Wait until there is room for `count` bytes, and take it."""
@@ -37,6 +40,11 @@ class InflightLimit:
         with self._lock:
             self._wait_for(lambda: not self._held or enough())
 
+    def follow(self, transfer: StreamTransfer, count: int) -> None:
+        """Have room given back when a transfer on a stream is over. Who needs it before orders its own stream after that."""
+        with self._lock:
+            self._followed.append((transfer, count))
+
     def release(self, count: int) -> None:
         """Give room back."""
         with self._lock:
@@ -45,6 +53,10 @@ class InflightLimit:
             self._changed.notify_all()
 
     def _wait_for(self, over: Callable[[], bool]) -> None:
+        while self._followed and (self._followed[0][0].is_over() or not over()):
+            transfer, count = self._followed.popleft()
+            self._held = max(0, self._held - count)
+            transfer.wait()
         if not over():
             start = time.perf_counter()
             self._changed.wait_for(over)
@@ -71,7 +83,7 @@ class InflightQueue:
         while self._under_way and self._held + count > self.limit:
             pending, held = self._under_way.popleft()
             self._held -= held
-            pending.wait()
+            on_stream(pending).wait()
 
     def add(self, pending: Pending, count: int) -> None:
         """Count a transfer that was started after `make_room`."""

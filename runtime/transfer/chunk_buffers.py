@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from zinf_compile.ir.sizes import CHUNK_BUFFERS, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.lanes.stream_lane import on_stream
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
 from .move import StagingBuffers
@@ -29,6 +30,8 @@ class ChunkBuffer:
         self.held = False
         """A step is updating it."""
         self.under_way: list[Pending] = []
+        self._leaving: Pending | None = None
+        """The last copy to host memory that a device's stream, but not the host, has waited for."""
         self.brought: dict[Hashable, torch.Tensor] = {}
         """Where each of them is."""
 
@@ -49,8 +52,19 @@ class ChunkBuffer:
 
     def drain(self) -> None:
         """Wait until nothing moves to or from the buffer; where that failed, its content is invalid."""
+        leaving = [] if self._leaving is None else [self._leaving]
+        self._wait([transfer.wait for transfer in [*leaving, *self.under_way][::-1]])  # the last one's end is that of many
+        self._leaving = None
+
+    def reuse(self) -> None:
+        """Let what is issued next come after what moves to or from the buffer; the host waits for drives only. As `drain`."""
+        leaving = [transfer for transfer in self.under_way if on_stream(transfer) is not transfer]
+        self._wait([on_stream(transfer).wait for transfer in self.under_way])
+        self._leaving = leaving[-1] if leaving else self._leaving
+
+    def _wait(self, waits: Sequence[Callable[[], None]]) -> None:
         try:
-            wait_for_all(transfer.wait for transfer in self.under_way)
+            wait_for_all(waits)
         except Exception:
             self.under_way, self.chunk, self.filled = [], None, False
             raise
@@ -100,7 +114,7 @@ class ChunkBuffers:
         buffer, new = self.find(number), False
         if buffer is None:
             buffer, new = next((buffer for buffer in self._buffers if not buffer.held), self._buffers[0]), True
-            buffer.drain()
+            buffer.reuse()
             buffer.chunk, buffer.filled = None, False
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
@@ -108,7 +122,7 @@ class ChunkBuffers:
 
     def drain(self, *, but: Container[int | None] = ()) -> None:
         """Wait until nothing moves, but for some chunks; then raise the first error."""
-        wait_for_all(buffer.drain for buffer in self._buffers if buffer.chunk not in but)
+        wait_for_all(buffer.drain for buffer in reversed(self._buffers) if buffer.chunk not in but)
 
 
 def largest_buffer(chunks: Sequence[tuple[Mapping[str, Column], int]]) -> Sides:

@@ -14,6 +14,7 @@ import torch
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.link import DeviceLink
 from zinf_compile.runtime.lanes.lanes import Done, Lane, Pending
+from zinf_compile.runtime.lanes.stream_lane import StreamTransfer, on_stream
 from zinf_compile.runtime.memory.inflight import InflightLimit
 
 if TYPE_CHECKING:
@@ -86,7 +87,11 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
         assert dst.tensor is not None, "a location is memory, or can be written"
         copying = (by.link.to_device if dst.on_device else by.link.to_host)(source, dst.tensor, after)
         if room is not None:
-            by.submit(_Arrive(copying, room, size))
+            issued = on_stream(copying)
+            if isinstance(issued, StreamTransfer):
+                room.follow(issued, size)
+            else:
+                by.submit(_Arrive(copying, room, size))
     except BaseException:  # an interrupt while the lane is busy
         if room is not None:
             room.release(size)

@@ -13,6 +13,7 @@ import torch
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.storage.mapped_file import map_copy
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.transfer.move import move, on_host, route_of
@@ -50,7 +51,7 @@ def fetch_to_host(unit: Unit) -> torch.Tensor:
         return fetch(unit)
     if unit.resident is not None:
         context.link.wait_read(unit.resident)
-        return torch.utils.dlpack.from_dlpack(unit.resident)  # with a storage of its own, which begins where the value does
+        return with_own_storage(unit.resident)
     _reserve(unit, context.memory.host_ledger)
     host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
     move(unit.location(), on_host(host), by=route_of(context)).wait()

@@ -16,6 +16,7 @@ from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
@@ -247,11 +248,7 @@ class Unit(DenseLayout):
         assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
         if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode in which it is first asked for
-                own = (
-                    torch.utils.dlpack.from_dlpack(self.shard)
-                    if self.numel
-                    else torch.empty(0, dtype=self.dtype, device=self.device)
-                )
+                own = with_own_storage(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
                 self._whole = self.logical(own)
         return self._whole
 
@@ -382,5 +379,5 @@ class Tile(DenseLayout):
         """Return the tile's values, on a single rank, sharing memory with the shard but with a storage of its own."""
         shard = self.shard
         if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved, as a unit's may be
-            self._whole = self.logical(torch.utils.dlpack.from_dlpack(shard))
+            self._whole = self.logical(with_own_storage(shard))
         return self._whole
