@@ -119,7 +119,7 @@ def test_generators() -> None:
     assert torch.randn(5, device="late").equal(first)
     torch.late.set_rng_state(state)
     assert torch.randn(5, device="late").equal(first)
-    with pytest.raises(RuntimeError, match="Expected a 'late' device type for generator"):
+    with pytest.raises(ValueError, match="Expected a 'late' device type for generator"):
         torch.randn(5, device="late", generator=torch.Generator())
 
 
