@@ -93,7 +93,12 @@ def test_convolutions_train_to_the_bits_of_the_cpu() -> None:
     def images() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
 
-    _assert_same(images, OPTIMIZERS["sgd"], lambda model, x: model(x).square().mean(), torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8))
+    _assert_same(
+        images,
+        OPTIMIZERS["sgd"],
+        lambda model, x: model(x).square().mean(),
+        torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8),
+    )
 
 
 def test_gpt2_trains_to_the_bits_of_the_cpu() -> None:
