@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import late
 import pytest
@@ -160,9 +162,7 @@ def test_operators_of_others_are_not_run_by_cpu_kernels() -> None:
         torch.ops.late_tests.twice(torch.ones(3, device="late"))
 
 
-def test_saving_copying_and_printing(tmp_path) -> None:
-    import copy
-
+def test_saving_copying_and_printing(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2, device="late")
     torch.save(model.state_dict(), tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt")
