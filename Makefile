@@ -12,7 +12,7 @@ NUMBERS := tests/unit tests/e2e $(QUICK)
 
 CSRC_TESTED := $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.cpp))
 
-.PHONY: setup train test test-core test-isa test-torch test-csrc tiers thorough zoo lint docs bench clean
+.PHONY: setup train test test-core test-device test-isa test-torch test-csrc tiers thorough zoo lint docs bench clean
 
 setup: $(INSTALLED)
 
@@ -33,6 +33,10 @@ test: setup
 # The parts by themselves, and one test of each thing that the README promises: a minute.
 test-core: setup
 	$(BIN)/pytest -n 2 --dist loadfile $(CORE) $(ARGS)
+
+# On `late`, a device for tests that stands in for a GPU: compiled once, a minute, and kept in build/device. In processes of its own.
+test-device: setup
+	$(BIN)/pytest -n 2 --dist loadfile -m "not thorough" tests/device $(ARGS)
 
 # The quick tests as on a processor with AVX2, on one with SSE4.1, with four threads, and the core beside eight busy processes: nothing
 # may rest on how one processor's kernels round.
@@ -77,6 +81,7 @@ tiers: setup
 # Further cases of what the tests show: eleven minutes.
 thorough: setup
 	$(BIN)/pytest -n 2 --dist loadfile -m "thorough and not gpu" $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile -m thorough tests/device $(ARGS)
 
 zoo: setup
 	$(BIN)/pytest -m zoo tests/zoo $(ARGS)

@@ -49,7 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave tests/device to processes of its own, `make test-device`: a process has one device for as long as it lives."""
     device = _ROOT / "tests" / "device"
-    if collection_path != device or any(device in (asked := Path(arg.split("::")[0]).resolve(), *asked.parents) for arg in config.args):
+    if collection_path != device or any(
+        device in (asked := Path(arg.split("::")[0]).resolve(), *asked.parents) for arg in config.args
+    ):
         return None
     return True
 

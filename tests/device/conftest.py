@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import late  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a touch of device memory say so where pytest's own traceback of it goes, past what captures standard error."""
+    late.fault_output(config.stash.get(fault_handler_stderr_fd_key, 2))
 
 
 @pytest.fixture(autouse=True)

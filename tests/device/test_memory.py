@@ -134,7 +134,10 @@ def test_pinned_memory() -> None:
     assert pinned[10:].is_pinned()
     assert pinned.eq(1).all()
     assert torch.empty(10, pin_memory=True).is_pinned()
-    with late.pinned_limit(100), pytest.raises(RuntimeError, match="pinning 4000 bytes for device late: more than the limit of 100 bytes"):
+    with (
+        late.pinned_limit(100),
+        pytest.raises(RuntimeError, match="pinning 4000 bytes for device late: more than the limit of 100 bytes"),
+    ):
         plain.pin_memory()
 
 

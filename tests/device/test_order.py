@@ -23,7 +23,9 @@ def test_a_missing_event_is_found() -> None:
     assert not _unordered()
     with second:
         total = tensor.sum()
-    assert _unordered() == [f"aten::sum.IntList_out on stream {second.stream_id} reads what aten::add.out on stream {first.stream_id} writes"]
+    assert _unordered() == [
+        f"aten::sum.IntList_out on stream {second.stream_id} reads what aten::add.out on stream {first.stream_id} writes"
+    ]
     assert late.counters()["unordered accesses"] == 1
     del total
 
@@ -117,7 +119,9 @@ def test_freeing_is_a_write_in_the_order_of_the_stream_of_the_allocation() -> No
     with second:
         tensor.add_(1)
     del tensor
-    assert _unordered() == [f"freeing memory on stream {first.stream_id} writes what aten::add.out on stream {second.stream_id} writes"]
+    assert _unordered() == [
+        f"freeing memory on stream {first.stream_id} writes what aten::add.out on stream {second.stream_id} writes"
+    ]
 
 
 def test_record_stream_keeps_memory_and_is_counted() -> None:
@@ -142,7 +146,9 @@ def test_host_memory_is_watched_between_streams() -> None:
         staging.copy_(tensor, non_blocking=True)
     with second:
         back = staging.to("late", non_blocking=True)
-    assert _unordered() == [f"copy to device on stream {second.stream_id} reads what copy to host on stream {first.stream_id} writes"]
+    assert _unordered() == [
+        f"copy to device on stream {second.stream_id} reads what copy to host on stream {first.stream_id} writes"
+    ]
     del back
 
 

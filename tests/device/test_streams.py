@@ -125,7 +125,11 @@ def test_events() -> None:
 def test_waiting_for_an_event_that_was_never_recorded_is_a_defect(way: str) -> None:
     (stream,) = _streams(1)
     event = torch.Event(device="late")
-    {"event.wait": lambda: event.wait(stream), "stream.wait_event": lambda: stream.wait_event(event), "event.synchronize": event.synchronize}[way]()
+    {
+        "event.wait": lambda: event.wait(stream),
+        "stream.wait_event": lambda: stream.wait_event(event),
+        "event.synchronize": event.synchronize,
+    }[way]()
     assert late.counters()["waits for unrecorded events"] == 1
     event.record(stream)
     event.wait(stream)
@@ -155,7 +159,9 @@ def test_forbidden_waits_raise_where_they_are() -> None:
     tensor = torch.arange(10, device="late")
     with late.waits_forbidden():
         tensor.add_(1)
-        with pytest.raises(RuntimeError, match="the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"):
+        with pytest.raises(
+            RuntimeError, match="the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"
+        ):
             tensor.sum().item()
 
 

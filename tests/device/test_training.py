@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 class _Transformer(nn.Module):
@@ -93,12 +95,15 @@ def test_convolutions_train_to_the_bits_of_the_cpu() -> None:
     def images() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 5))
 
-    _assert_same(images, OPTIMIZERS["sgd"], lambda model, x: model(x).square().mean(), torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8))
+    _assert_same(
+        images,
+        OPTIMIZERS["sgd"],
+        lambda model, x: model(x).square().mean(),
+        torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8),
+    )
 
 
 def test_gpt2_trains_to_the_bits_of_the_cpu() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
     _assert_same(
         lambda: GPT2LMHeadModel(config), OPTIMIZERS["adamw foreach"], lambda model, x: model(input_ids=x, labels=x).loss, TOKENS
@@ -167,8 +172,6 @@ def test_backward_runs_on_the_stream_of_the_forward() -> None:
 
 
 def test_checkpointed_activations_draw_the_same_numbers() -> None:
-    from torch.utils.checkpoint import checkpoint
-
     x = torch.ones(50, device="late", requires_grad=True)
     y = checkpoint(lambda t: F.dropout(t * 2, 0.5), x, use_reentrant=False)
     y.sum().backward()

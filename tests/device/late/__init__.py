@@ -10,6 +10,7 @@ PyTorch starts autograd's threads once, one for each device that it knows then.
     controls.py       what tests set and read: delays, held streams, counters, logs, the account of memory
     checks.py         waiting for events that were never recorded, on PyTorch's own Event and Stream
     dynamo.py         torch.compile's view of the device
+    gaps.py           what PyTorch gets wrong for devices outside of it
     process_group.py  collectives over gloo, in the order of a stream
     csrc/             memory, order, streams, pinned: the device; guard, tensors, fallback, operators, generator, autocast: PyTorch's side;
                       controls: the functions of library.py
@@ -28,7 +29,7 @@ from . import torch_module  # noqa: E402
 torch._register_device_module("late", torch_module)
 torch.utils.generate_methods_for_privateuse1_backend()
 
-from . import checks, dynamo  # noqa: E402, F401
+from . import checks, dynamo, gaps  # noqa: E402, F401
 from .controls import (  # noqa: E402
     Account,
     account,
@@ -37,6 +38,7 @@ from .controls import (  # noqa: E402
     defects,
     delays,
     detection,
+    fault_output,
     held,
     log,
     memory_limit,
@@ -55,6 +57,7 @@ __all__ = [
     "defects",
     "delays",
     "detection",
+    "fault_output",
     "held",
     "log",
     "memory_limit",

@@ -35,7 +35,9 @@ def build() -> Path:
     """Return the path of the compiled device; compile first what nobody has. Two processes at a time compile it once."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        raise RuntimeError(f"tests/device compiles a device for PyTorch and found no C++ compiler {compiler!r}; set CXX to one of C++20")
+        raise RuntimeError(
+            f"tests/device compiles a device for PyTorch and found no C++ compiler {compiler!r}; set CXX to one of C++20"
+        )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     tools = f"{torch.__version__} {sysconfig.get_python_version()} {version} {_FLAGS}"
     objects = {source: _KEPT / f"{source.stem}-{_key(tools, *_read_by(source))}.o" for source in sorted(_SOURCES.glob("*.cpp"))}

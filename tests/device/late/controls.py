@@ -124,6 +124,11 @@ def reset_peak() -> None:
     C.late_reset_peak()
 
 
+def fault_output(file: int) -> None:
+    """Write what a touch of device memory by the host ends with to this file; standard error before."""
+    C.late_set_fault_output(file)
+
+
 def clear() -> None:
     """Forget counters, defects and logs."""
     C.late_clear()

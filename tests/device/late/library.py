@@ -35,6 +35,7 @@ for _name, _result, *_arguments in (
     ("late_pinned_bytes", _SIZE),
     ("late_register_host", _FLAG, _ADDRESS, _SIZE),
     ("late_unregister_host", _FLAG, _ADDRESS),
+    ("late_set_fault_output", None, ctypes.c_int),
     ("late_reset_peak", None),
     ("late_count", None, _TEXT),
     ("late_defect", None, _TEXT, _TEXT),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from . import controls
 
@@ -76,7 +77,11 @@ class LateGroup(dist.ProcessGroup):
         return "late"
 
     def _run(
-        self, name: str, call: Callable[[Any, Callable[[Any], Any]], Any], into: Sequence[torch.Tensor], of: Sequence[torch.Tensor]
+        self,
+        name: str,
+        call: Callable[[Any, Callable[[Any], Any]], Any],
+        into: Sequence[torch.Tensor],
+        of: Sequence[torch.Tensor],
     ) -> dist.Work:
         """Issue `call(gloo, seen)`: `seen` gives the tensors that gloo can take for those of the device."""
         if not any(tensor.device.type == "late" for tensor in [*into, *of]):
@@ -94,11 +99,11 @@ class LateGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or c10d.AllreduceOptions()
         return self._run("all_reduce", lambda gloo, seen: gloo.allreduce(seen(tensors), opts), tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        one = dist.AllreduceOptions()
+        one = c10d.AllreduceOptions()
         if opts is not None:
             one.reduceOp = opts.reduceOp
         return self._run("all_reduce", lambda gloo, seen: [gloo.allreduce([t], one) for t in seen(tensors)], tensors, tensors)
@@ -111,18 +116,22 @@ class LateGroup(dist.ProcessGroup):
         return self._run("reduce", lambda gloo, seen: gloo.reduce(seen(tensors), opts), tensors, tensors)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
-        return self._run("all_gather_into_tensor", lambda gloo, seen: gloo._allgather_base(seen(output), seen(input), opts), [output], [input])
+        opts = opts or c10d.AllgatherOptions()
+        return self._run(
+            "all_gather_into_tensor", lambda gloo, seen: gloo._allgather_base(seen(output), seen(input), opts), [output], [input]
+        )
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         flat = [tensor for each in outputs for tensor in each]
         return self._run(
             "all_gather", lambda gloo, seen: gloo.allgather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs
         )
 
-    def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        one = dist.AllgatherOptions()
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        one = c10d.AllgatherOptions()
         return self._run(
             "all_gather_into_tensor",
             lambda gloo, seen: [gloo._allgather_base(seen(o), seen(i), one) for o, i in zip(outputs, inputs, strict=True)],
@@ -131,20 +140,28 @@ class LateGroup(dist.ProcessGroup):
         )
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         return self._run(
-            "reduce_scatter_tensor", lambda gloo, seen: gloo._reduce_scatter_base(seen(output), seen(input), opts), [output], [input]
+            "reduce_scatter_tensor",
+            lambda gloo, seen: gloo._reduce_scatter_base(seen(output), seen(input), opts),
+            [output],
+            [input],
         )
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         flat = [tensor for each in inputs for tensor in each]
         return self._run(
-            "reduce_scatter", lambda gloo, seen: gloo.reduce_scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat
+            "reduce_scatter",
+            lambda gloo, seen: gloo.reduce_scatter(seen(outputs), [seen(each) for each in inputs], opts),
+            outputs,
+            flat,
         )
 
-    def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or c10d.ReduceScatterOptions()
         return self._run(
             "reduce_scatter_tensor",
             lambda gloo, seen: [gloo._reduce_scatter_base(seen(o), seen(i), opts) for o, i in zip(outputs, inputs, strict=True)],
@@ -155,7 +172,7 @@ class LateGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        opts = opts or dist.AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         return self._run(
             "all_to_all_single",
             lambda gloo, seen: gloo.alltoall_base(seen(output), seen(input), output_splits, input_splits, opts),
@@ -178,11 +195,15 @@ class LateGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
         flat = [tensor for each in outputs for tensor in each]
-        return self._run("gather", lambda gloo, seen: gloo.gather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs)
+        return self._run(
+            "gather", lambda gloo, seen: gloo.gather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs
+        )
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> dist.Work:
         flat = [tensor for each in inputs for tensor in each]
-        return self._run("scatter", lambda gloo, seen: gloo.scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat)
+        return self._run(
+            "scatter", lambda gloo, seen: gloo.scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat
+        )
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         def sent(gloo: Any, seen: Callable[[Any], Any]) -> Any:
@@ -198,8 +219,15 @@ class LateGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         return self._run("recv", lambda gloo, seen: gloo.recv(seen(tensors), peer, tag), tensors, [])
 
+    # The same, as PyTorch calls them from 2.13 on.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._host_gloo.barrier(opts or dist.BarrierOptions())
+        return self._host_gloo.barrier(opts or c10d.BarrierOptions())
 
 
 def _seen(tensors: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from .library import C
 
+_initialized = True  # torch.utils.checkpoint keeps no random states otherwise
 Event = torch.Event
 Stream = torch.Stream
 

@@ -61,6 +61,7 @@ void late_set_pinned_limit(size_t bytes) { device().pinned.set_limit(bytes); }
 size_t late_pinned_bytes() { return device().pinned.bytes(); }
 bool late_register_host(uintptr_t address, size_t bytes) { return device().pinned.enroll(address, bytes); }
 bool late_unregister_host(uintptr_t address) { return device().pinned.withdraw(address); }
+void late_set_fault_output(int file) { device().memory.set_fault_output(file); }
 void late_reset_peak() { device().memory.reset_peak(); }
 void late_count(const char* name) { device().counters.add(name); }
 void late_defect(const char* kind, const char* detail) { device().counters.defect(kind, detail); }

@@ -114,7 +114,10 @@ class Call {
   Call(const c10::OperatorHandle& op, Stack* stack) : op_(op), facts_(facts_of(op)), stack_(stack) {
     const auto given = torch::jit::last(*stack, op.schema().arguments().size());
     arguments_.assign(given.begin(), given.end());
-    for (size_t i = 0; i < arguments_.size(); ++i) arguments_[i] = changed(arguments_[i], [&](const Tensor& t) { return placed(t, i); });
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      arguments_[i] = changed(arguments_[i], [&](const Tensor& t) { return placed(t, i); });
+      if (arguments_[i].isOptionalTensorList()) arguments_[i] = without_masks(arguments_[i].toOptionalTensorVector());
+    }
   }
 
   void run() {
@@ -150,6 +153,20 @@ class Call {
     Tensor value = tensor.clone();
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) value.unsafeGetTensorImpl()->set_wrapped_number(true);
     return value;
+  }
+
+  // Masks among indices as the numbers of their elements, which the host has to wait for.
+  static IValue without_masks(const std::vector<std::optional<Tensor>>& indices) {
+    c10::List<std::optional<Tensor>> made;
+    for (const std::optional<Tensor>& index : indices) {
+      if (!index.has_value() || !index->defined() || (index->scalar_type() != at::kBool && index->scalar_type() != at::kByte)) {
+        made.push_back(index);
+        continue;
+      }
+      const Tensor found = index->nonzero();
+      for (int64_t d = 0; d < index->dim(); ++d) made.push_back(found.select(1, d));
+    }
+    return made;
   }
 
   IValue elsewhere(const IValue& value, c10::DeviceType device) const {
@@ -317,17 +334,16 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run
 
 void prefer_cpu_kernels() {
   static auto* registered = new std::vector<c10::RegistrationHandleRAII>;
-  static const std::set<std::string> composed = {"aten::convolution", "aten::convolution_backward"};
+  static const std::set<std::string> composed = {"aten::convolution", "aten::convolution_backward", "aten::index.Tensor"};
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = dispatcher.findOp(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
-    const bool by_hand = op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+    const bool both = op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
                          (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
                           op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd));
-    if (!by_hand && composed.count(name.name) + composed.count(toString(name)) == 0) continue;
-    if (getenv("LATE_LIST")) fprintf(stderr, "%s\n", toString(name).c_str());
+    if (!both && composed.count(name.name) + composed.count(toString(name)) == 0) continue;
     registered->push_back(dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
                                                   c10::KernelFunction::makeFromBoxedFunction<&fallback>(), std::nullopt, nullptr,
                                                   "device late"));

@@ -18,6 +18,7 @@ constexpr size_t CAPACITY = size_t{16} << 30;
 constexpr size_t GRANULE = 512;
 
 uintptr_t guarded = 0;
+int fault_output = STDERR_FILENO;
 struct sigaction before;
 
 // Says what happened, then lets the handler from before us (Python's faulthandler, say) show where.
@@ -29,7 +30,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     for (int shift = 44; shift >= 0; shift -= 4) text[length++] = "0123456789abcdef"[(address >> shift) & 15];
     const char* rest = "; only work on its streams may: copy it to the host first\n";
     memcpy(text + length, rest, strlen(rest));
-    [[maybe_unused]] const auto written = write(STDERR_FILENO, text, length + strlen(rest));
+    [[maybe_unused]] const auto written = write(fault_output, text, length + strlen(rest));
   }
   sigaction(SIGSEGV, &before, nullptr);
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)
@@ -210,6 +211,8 @@ void Memory::reset_accumulated() {
   const std::lock_guard lock(mutex_);
   account_.allocations = account_.frees = account_.retries = account_.out_of_memory = 0;
 }
+
+void Memory::set_fault_output(int file) { fault_output = file; }
 
 void Memory::set_capacity(size_t bytes) {
   const std::lock_guard lock(mutex_);

@@ -44,6 +44,7 @@ class Memory {
   void reset_accumulated();
   size_t capacity() const { return capacity_; }
   void set_capacity(size_t bytes);
+  static void set_fault_output(int file);  // where a fault's message goes; standard error before
 
  private:
   struct Block {

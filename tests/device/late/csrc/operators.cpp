@@ -142,6 +142,15 @@ int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& v
   return at::_fused_sdp_choice(of_host(query), of_host(key), of_host(value), host_mask, dropout, causal, scale, grouped);
 }
 
+// PyTorch 2.13 does not ask the hooks, and would give a model other parameters where it moves to the device. CUDA's stay the same.
+bool may_take_data_of(const Tensor& self, const Tensor& from) {
+  const auto plain = [](const Tensor& tensor) {
+    return (tensor.device().is_cpu() || tensor.device().is_privateuseone()) && tensor.layout() == c10::kStrided &&
+           !tensor.is_quantized() && !tensor.key_set().has(c10::DispatchKey::Python);
+  };
+  return self.key_set() == from.key_set() || (plain(self) && plain(from));
+}
+
 // Of a tensor of the device, on a thread of its streams: the tensor that kernels of the CPU and gloo can take.
 Tensor host_view_op(const Tensor& self) {
   TORCH_CHECK(Streams::on_stream_thread(), "late::host_view is for the threads of streams");
@@ -172,9 +181,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", &record_stream);
   m.impl("native_dropout", &native_dropout);
   m.impl("dropout", &dropout);
+  m.impl("_has_compatible_shallow_copy_type", &may_take_data_of);
 }
 
-TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("dropout", &dropout); }
+// The copy itself resolves conjugated and negated views.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("dropout", &dropout);
+  m.impl("_has_compatible_shallow_copy_type", &may_take_data_of);
+}
 
 }  // namespace
 
