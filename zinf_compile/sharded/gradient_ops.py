@@ -132,16 +132,31 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _wrapped(unit, result, *shown_types(func, args, kwargs, [result]))
 
 
+class _Scalar:
+    """A copy of a tensor without dimensions, on the host as on the device: gradients off the device are changed on either."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value.detach().clone()
+        self._copies = {self._value.device: self._value}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return it there; copied once."""
+        if device not in self._copies:
+            self._copies[device] = self._value.to(device)
+        return self._copies[device]
+
+
 def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: dict[str, Any], *, foreach: bool = False) -> None:
     """Change one gradient in place; with `foreach`, by an operator on lists, of which it and `args` are elements."""
     unit = gradient.unit
+    args, kwargs = [_copied(a) for a in args], {k: _copied(v) for k, v in kwargs.items()}
     operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
     alone = gradient.offloaded is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
 
     def local(value: Any) -> Any:
         if isinstance(value, list):
             return [local(item) for item in value]
-        return value.clone() if alone and isinstance(value, torch.Tensor) else _local_argument(value, unit)
+        return _local_argument(value, unit)
 
     def change_part(tile: Tile, part: torch.Tensor) -> None:
         def cut(value: Any) -> Any:
@@ -149,13 +164,17 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
                 return [cut(item) for item in value]
             if isinstance(value, ShardedGradient):
                 return value.part(tile)
-            own = local(value)
+            own = _on(local(value), part.device)
             return tile.part(own) if isinstance(own, torch.Tensor) and own.numel() == unit.shard_numel else own
 
         func([part] if foreach else part, *map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
 
     def change(shard: torch.Tensor) -> None:
-        func([shard] if foreach else shard, *others, **named)
+        func(
+            [shard] if foreach else shard,
+            *[_on(a, shard.device) for a in others],
+            **{k: _on(v, shard.device) for k, v in named.items()},
+        )
 
     if comes_in_parts(gradient) and not alone:
         change_parts(gradient, change_part, func._schema.name.split("::")[-1])
@@ -164,16 +183,31 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
     gradient.change(change, elementwise=alone)
 
 
+def _copied(value: Any) -> Any:
+    """Return arguments with copies in the place of tensors without dimensions, which may change before they are used."""
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    scalar = isinstance(value, torch.Tensor) and not value.dim() and not isinstance(value, ShardedGradient)
+    return _Scalar(value) if scalar else value
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_on(item, device) for item in value]
+    return value.on(device) if isinstance(value, _Scalar) else value
+
+
 def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     owners: Sequence[Any] = args[0]
 
     if func._schema.is_mutable and any(isinstance(o, ShardedGradient) and o.offloaded is not None for o in owners):
+        shared, named = [_copied(a) for a in args[1:]], {k: _copied(v) for k, v in kwargs.items()}
         for index, owner in enumerate(owners):  # one at a time: they needn't fit into memory together
-            rest = [[v[index]] if isinstance(v, (list, tuple)) else v for v in args[1:]]
+            rest = [[v[index]] if isinstance(v, (list, tuple)) else v for v in shared]
             if isinstance(owner, ShardedGradient):
-                _change(func, owner, rest, kwargs, foreach=True)
+                _change(func, owner, rest, named, foreach=True)
             else:
-                func([owner], *rest, **kwargs)
+                func([owner], *[_on(v, owner.device) for v in rest], **{k: _on(v, owner.device) for k, v in named.items()})
         return None
 
     def localised(value: Any) -> Any:
