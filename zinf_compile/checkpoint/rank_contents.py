@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.state_pieces import StatePiece, has_states_on_drive, own_states, read_in_memory, read_on_drive
+from zinf_compile.optim.chunk_transfers import ChunkTransfers
+from zinf_compile.optim.state_pieces import DrivePiece, StatePiece, own_states, pieces_on_drive, read_in_memory
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -27,6 +28,7 @@ from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
+from .saved_pieces import Place, SavedPiece, unit_pieces
 from .shard_parts import ShardPart, shard_parts, stretches_of
 
 Values = Iterator[tuple[str, int, torch.Tensor]]
@@ -52,7 +54,12 @@ class RankContents:
         self._rank, self._size = rank, size
         self._whole: dict[str, torch.Tensor] = {}
         self._sources: list[Callable[[], Values]] = []
-        self._later: list[Callable[[], Values]] = []
+        self.pieces: list[SavedPiece] = []
+        """What may be written later, and is therefore not among `values`."""
+        self.watched: list[Unit | ChunkTransfers] = []
+        """Owners of such pieces, which tell the save in `saving` before they change."""
+        self.can_wait = False
+        """Whether anything may be written later; equal on all ranks."""
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
@@ -109,8 +116,8 @@ class RankContents:
                 yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
 
         self._sources.append(lambda: keyed(read_in_memory(optimizer, found)))
-        if has_states_on_drive(optimizer):
-            self._later.append(lambda: keyed(read_on_drive(optimizer)))
+        for piece in pieces_on_drive(optimizer):
+            self._add_drive_piece(piece, lambda parameter, state: f"{prefix}.state.{names[id(parameter)]}.{state}")
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
@@ -123,18 +130,8 @@ class RankContents:
         """Add a plain value, tensors in it included."""
         self.settings[key] = self._plain(key, value)
 
-    @property
-    def can_wait(self) -> bool:
-        """Whether there are `later_values`."""
-        return bool(self._later)
-
-    def later_values(self) -> Values:
-        """Yield the values that change in nothing but a step of the optimizer, which can wait for it: states on drives."""
-        for source in self._later:
-            yield from source()
-
     def values(self) -> Values:
-        """Yield the other values of this rank's parts; each shard's in order."""
+        """Yield the values of this rank's parts but those of `pieces`."""
         for source in self._sources:
             yield from source()
         for key, tensor in self._whole.items():
@@ -152,13 +149,25 @@ class RankContents:
 
         def values() -> Values:
             shard = ParameterShard(unit)
-            pieces = list(pieces_of(unit))
-            fetched = [shard.fetch(*piece) for piece in pieces[:1]]
-            for number, (start, _) in enumerate(pieces):
-                fetched += [shard.fetch(*piece) for piece in pieces[number + 1 : number + 2]]  # read meanwhile
-                yield key, start, fetched.pop(0)()
+            for start, end in pieces_of(unit):
+                yield key, start, shard.fetch(start, end)()
 
-        self.add_shard(key, unit, parameter, unit.dtype, values)
+        self.can_wait = True
+        unit.wait_updated()
+        unit.check_whole()
+        if unit.aliased:  # who has another tensor of this memory changes it without a word
+            self.add_shard(key, unit, parameter, unit.dtype, values)
+            return
+        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
+        self.pieces += unit_pieces(unit, key)
+        self.watched.append(unit)
+
+    def _add_drive_piece(self, piece: DrivePiece, key_of: Callable[[torch.Tensor, str], str]) -> None:
+        places = [Place(key_of(p, piece.name), start, offset, numel) for p, start, offset, numel in piece.parts]
+        owner = piece.transfers.owner(piece.chunk)
+        self.pieces.append(SavedPiece(owner, piece.name, piece.start, piece.end, piece.dtype, places, read=piece.read))
+        if piece.transfers not in self.watched:
+            self.watched.append(piece.transfers)
 
     def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
         """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""

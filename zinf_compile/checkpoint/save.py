@@ -26,6 +26,7 @@ from .random_states import add_random_states
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .save_folder import SaveFolder
+from .saved_pieces import SavedPieces
 
 _POLL_S = 0.01
 
@@ -100,7 +101,8 @@ def save(
             place.folder,
             ranks,
             [each for _, each in optimizers],
-            read_and_write=files.write_later,
+            pieces=SavedPieces(contents.pieces, files.put),
+            watched=contents.watched,
             finish=files.finish,
             commit=commit if rank == 0 else None,
             close=closing.close,
