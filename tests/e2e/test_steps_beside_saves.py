@@ -1,0 +1,154 @@
+"""What changes while a save is still writing, by steps and by hand: the checkpoint has the values of before."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from held_saves import held_saves
+from same_leaves import assert_equal
+from torch import nn
+from training import BACKEND
+
+import zinf_compile
+from zinf_compile.checkpoint.manifest import saves_in
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+
+AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": dict.fromkeys(("params", "grads", "optimizer"), "host"),
+    "states": {"optimizer": "nvme"},
+    "states and master copies": {"optimizer": "nvme", "master": "float32"},
+    "parameters": {"params": "nvme"},
+    "nvme": AWAY,
+    "in tiles": {**AWAY, "tile": 256},
+}
+
+
+class Small(nn.Module):
+    """A tied weight, a frozen one, a number, one that no graph uses, and one whose dimensions lie in another order in memory."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.words, self.down = nn.Embedding(23, 40, dtype=dtype), nn.Linear(40, 13, dtype=dtype)
+        self.frozen = nn.Parameter(torch.ones(13, 3, dtype=dtype), requires_grad=False)
+        self.turned = nn.Parameter(torch.randn(40, 13, dtype=dtype).t())
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.unused = nn.Parameter(torch.ones(5, dtype=dtype))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        y = torch.tanh(self.down(x) + x @ self.turned.t()) @ self.frozen * self.scale
+        self.mean.add_(y.detach().float().mean((0, 1)))
+        return (x @ self.words.weight.t()).float().square().mean() + y.float().square().mean()
+
+
+class Training:
+    """A model and two optimizers, after two steps."""
+
+    def __init__(self, place: str, drive: Path) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        options = {**PLACES[place], "compute_shape": {"piece_numel": 96}}
+        options |= {"nvme": str(drive)} if "nvme" in options.values() else {}
+        self.model = Small(torch.bfloat16 if "master" in options else torch.float32)
+        self.compiled = torch.compile(self.model, backend=BACKEND, options=options)
+        self.optimizers = [
+            torch.optim.AdamW([self.model.words.weight, self.model.turned, self.model.scale], lr=0.01, fused=True),
+            torch.optim.Adam([*self.model.down.parameters(), self.model.unused], lr=0.01, fused=True, amsgrad=True),
+        ]
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> None:
+        for _ in range(2):
+            self.compiled(torch.randint(23, (4, 6))).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def whole(self) -> Any:
+        states = [zinf_compile.full_optimizer_state_dict(each) for each in self.optimizers]
+        return copy.deepcopy([zinf_compile.full_state_dict(self.model), states])
+
+
+def by_hand(training: Training) -> None:
+    with torch.no_grad():
+        training.model.frozen.mul_(3.0)
+        torch._foreach_add_([training.model.words.weight, training.model.down.weight], 1.0)
+
+
+def by_data(training: Training) -> None:
+    training.model.down.weight.data.copy_(torch.ones(13, 40))
+    training.model.frozen.data = torch.zeros_like(training.model.frozen.data)
+
+
+def by_loading(training: Training) -> None:
+    zinf_compile.load_full_state_dict(training.model, {k: v + 1 for k, v in zinf_compile.full_state_dict(training.model).items()})
+    for each in training.optimizers:
+        state = each.state_dict()
+        for values in state["state"].values():
+            values.update({k: v * 2 for k, v in values.items() if k in ("exp_avg", "max_exp_avg_sq")})
+        each.load_state_dict(state)
+
+
+def by_resetting(training: Training) -> None:
+    for each in training.optimizers:
+        each.state.clear()
+    training.step()
+
+
+def by_states(training: Training) -> None:
+    for each in training.optimizers:
+        for state in each.state.values():
+            for name in ("exp_avg", "max_exp_avg_sq"):
+                if state.get(name) is not None:
+                    state[name].mul_(3.0)
+
+
+def in_whole(training: Training) -> None:
+    with zinf_compile.gathered(training.model, write=True), torch.no_grad():
+        training.model.words.weight.fill_(7.0)
+
+
+CHANGES: dict[str, list[Callable[[Training], None]]] = {
+    "steps": [Training.step] * 3,
+    "by hand": [by_hand, in_whole, by_data, Training.step],
+    "loading": [by_loading, Training.step],
+    "states": [by_states, Training.step, by_resetting],
+}
+CASES = [(place, "steps") for place in PLACES] + [("states", "by hand"), ("in tiles", "loading"), ("states", "states")]
+
+
+@pytest.mark.parametrize(
+    ("place", "changes"),
+    [
+        pytest.param(place, changes, marks=[] if (place, changes) in CASES else pytest.mark.thorough)
+        for place in PLACES
+        for changes in CHANGES
+    ],
+)
+def test_a_checkpoint_has_the_values_of_before(place: str, changes: str, drive: Path, tmp_path: Path) -> None:
+    with simulating(SimulatedDevice()) if place == "host" else contextlib.nullcontext():
+        training = Training(place, drive)
+        expected = training.whole()
+        with held_saves() as gate:
+            zinf_compile.save(tmp_path, training.model, training.optimizers)
+            for change in CHANGES[changes]:
+                if not (change is by_data and place not in ("device", "states")):
+                    change(training)
+            assert not saves_in(tmp_path)
+            gate.set()
+            zinf_compile.wait_for_save()
+        assert saves_in(tmp_path) == [1]
+        other = Training(place, drive)
+        other.step()
+        zinf_compile.load(tmp_path, other.model, other.optimizers)
+        assert_equal(other.whole(), expected)
