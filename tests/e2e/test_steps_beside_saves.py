@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +21,9 @@ from training import BACKEND
 
 import zinf_compile
 from zinf_compile.checkpoint.manifest import saves_in
+from zinf_compile.checkpoint.parts_writer import PartsWriter
+from zinf_compile.errors import StepFailedError
+from zinf_compile.optim.chunk_step import ChunkStep
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
@@ -152,3 +159,108 @@ def test_a_checkpoint_has_the_values_of_before(place: str, changes: str, drive: 
         other.step()
         zinf_compile.load(tmp_path, other.model, other.optimizers)
         assert_equal(other.whole(), expected)
+
+
+def bytes_read(training: Training) -> int:
+    zinf_compile.synchronize()
+    return int(zinf_compile.stats()["traffic"]["nvme to host"]["bytes"])
+
+
+@pytest.mark.parametrize("place", ["states", "nvme"])
+def test_what_a_step_reads_is_not_read_again(place: str, drive: Path, tmp_path: Path) -> None:
+    training = Training(place, drive)
+    counted = [bytes_read(training)]
+    for saves in (False, False, True):
+        with held_saves() if saves else contextlib.nullcontext() as gate:
+            if gate is not None:
+                zinf_compile.save(tmp_path, training.model, training.optimizers)
+            training.step()
+            training.step()  # those that are still in memory differ from step to step
+            counted.append(bytes_read(training))
+    zinf_compile.wait_for_save()
+    steps = [after - before for before, after in zip(counted, counted[1:], strict=False)]
+    beside = bytes_read(training) - counted[-1]
+    frozen = 4096 if place == "nvme" else 0
+    assert steps[0] == steps[1] == steps[2] > 0
+    assert beside == frozen, "of parameters that no step updates"
+
+
+def in_step(act: Callable[[], None]) -> Any:
+    """Return what writes parts, and calls `act` first where a step writes what it is about to change."""
+    write = PartsWriter._write
+
+    def written(self: PartsWriter, *args: Any) -> None:
+        if threading.current_thread().name != "zinf save":
+            act()
+        write(self, *args)
+
+    return mock.patch.object(PartsWriter, "_write", written)
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the drive")
+
+
+@pytest.mark.parametrize("place", ["device", "states", "nvme"])
+def test_an_error_in_a_step_is_that_of_the_save(place: str, drive: Path, tmp_path: Path) -> None:
+    training, twin = Training(place, drive), Training(place, drive)
+    torch.manual_seed(1)
+    with held_saves() as gate:
+        zinf_compile.save(tmp_path, training.model, training.optimizers)
+        with in_step(no_space):
+            training.step()
+        zinf_compile.synchronize()
+        gate.set()
+        with pytest.raises(OSError, match="No space left on device: 'the drive'"):
+            zinf_compile.wait_for_save()
+        zinf_compile.wait_for_save()  # it was raised
+    training.step()
+    torch.manual_seed(1)
+    twin.step()
+    twin.step()
+    assert_equal(training.whole(), twin.whole())
+    assert list(tmp_path.iterdir()) == []
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["device", "states"])
+def test_an_interrupt_in_a_step_leaves_the_save_whole(place: str, drive: Path, tmp_path: Path) -> None:
+    training = Training(place, drive)
+    expected = training.whole()
+    with held_saves() as gate:
+        zinf_compile.save(tmp_path, training.model, training.optimizers)
+        with in_step(interrupted), pytest.raises(KeyboardInterrupt):
+            training.step()
+        gate.set()
+        training.step()
+        zinf_compile.wait_for_save()
+    zinf_compile.load(tmp_path, training.model, training.optimizers)
+    assert_equal(training.whole(), expected)
+
+
+@pytest.mark.parametrize("place", ["states", "nvme"])
+def test_a_step_that_fails_beside_a_save_goes_back_to_it(place: str, drive: Path, tmp_path: Path) -> None:
+    training, finish, calls = Training(place, drive), ChunkStep.finish, []
+    expected = training.whole()
+
+    def failing(self: ChunkStep, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 3:
+            raise RuntimeError("out of luck")
+        finish(self, *args)
+
+    with held_saves() as gate:
+        zinf_compile.save(tmp_path, training.model, training.optimizers)
+        with mock.patch.object(ChunkStep, "finish", failing), pytest.raises(StepFailedError, match="out of luck"):
+            training.step()
+            zinf_compile.synchronize()
+        gate.set()
+        zinf_compile.wait_for_save()
+    for optimizer in training.optimizers:
+        optimizer.zero_grad()
+    zinf_compile.load(tmp_path, training.model, training.optimizers)
+    assert_equal(training.whole(), expected)
+    training.step()

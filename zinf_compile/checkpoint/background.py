@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class BackgroundSave:
         optimizers: Sequence[Optimizer],
         *,
         pieces: SavedPieces,
-        watched: Sequence[Watched],
+        watched: Iterable[Watched],
         finish: Callable[[], None],
         commit: Callable[[Callable[[], bool]], None] | None,
         close: Callable[[], None],

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.optim.chunk_transfers import ChunkTransfers
 from zinf_compile.optim.state_pieces import DrivePiece, StatePiece, own_states, pieces_on_drive, read_in_memory
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
@@ -28,8 +29,11 @@ from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
-from .saved_pieces import Place, SavedPiece, unit_pieces
+from .saved_pieces import Place, SavedPiece, copied_piece, unit_pieces
 from .shard_parts import ShardPart, shard_parts, stretches_of
+
+_SMALL_BYTES, _COPIED_BYTES = 1 << 20, 16 << 20
+"""Whole tensors of so many bytes at most, and so many of all of them, are copied; others are written before `save` returns."""
 
 Values = Iterator[tuple[str, int, torch.Tensor]]
 """Key of a tensor, number of the first element in this rank's shard, elements, flat in host memory; valid until the next."""
@@ -56,7 +60,7 @@ class RankContents:
         self._sources: list[Callable[[], Values]] = []
         self.pieces: list[SavedPiece] = []
         """What may be written later, and is therefore not among `values`."""
-        self.watched: list[Unit | ChunkTransfers] = []
+        self.watched: dict[Unit | ChunkTransfers, None] = {}
         """Owners of such pieces, which tell the save in `saving` before they change."""
         self.can_wait = False
         """Whether anything may be written later; equal on all ranks."""
@@ -137,6 +141,15 @@ class RankContents:
         for key, tensor in self._whole.items():
             yield key, 0, tensor.detach().reshape(-1).cpu()
 
+    def copy_small(self) -> None:
+        """Copy small whole tensors, so that they may be written later, where anything may."""
+        room = _COPIED_BYTES if self.can_wait else 0
+        for key, tensor in list(self._whole.items()):
+            size = format_of(tensor.dtype).bytes(tensor.numel())
+            if size <= min(room, _SMALL_BYTES):
+                room -= size
+                self.pieces.append(copied_piece(key, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True)))
+
     def _plain(self, key: str, value: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
         encoded = encode(value, key, tensors)
@@ -160,14 +173,13 @@ class RankContents:
             return
         self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
         self.pieces += unit_pieces(unit, key)
-        self.watched.append(unit)
+        self.watched[unit] = None
 
     def _add_drive_piece(self, piece: DrivePiece, key_of: Callable[[torch.Tensor, str], str]) -> None:
         places = [Place(key_of(p, piece.name), start, offset, numel) for p, start, offset, numel in piece.parts]
         owner = piece.transfers.owner(piece.chunk)
         self.pieces.append(SavedPiece(owner, piece.name, piece.start, piece.end, piece.dtype, places, read=piece.read))
-        if piece.transfers not in self.watched:
-            self.watched.append(piece.transfers)
+        self.watched[piece.transfers] = None
 
     def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
         """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""

@@ -88,6 +88,7 @@ def save(
                 check_space(place.folder, size_of_all)
         with saving_together(ranks, place.folder):
             files.allocate()  # nothing is written where there is too little space on any rank's drive
+        contents.copy_small()
         with saving_together(ranks, place.folder):
             files.write()
 

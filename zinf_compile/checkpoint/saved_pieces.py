@@ -212,6 +212,12 @@ def unit_pieces(unit: Unit, key: str) -> list[SavedPiece]:
     ]
 
 
+def copied_piece(key: str, flat: torch.Tensor) -> SavedPiece:
+    """Return a whole tensor as one piece; `flat` is a copy of it that nobody changes."""
+    numel = flat.numel()
+    return SavedPiece(key, VALUE, 0, numel, flat.dtype, [Place(key, 0, 0, numel)], in_memory=lambda: flat)
+
+
 def _now(unit: Unit, start: int, end: int) -> torch.Tensor:
     shard = unit.shard if unit.backing is None else unit.resident
     assert shard is not None, "it is in memory"
