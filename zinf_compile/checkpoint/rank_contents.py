@@ -17,9 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.chunk_columns import VALUE
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import BLOCK_BYTES
 from zinf_compile.optim.chunk_transfers import ChunkTransfers
-from zinf_compile.optim.state_pieces import DrivePiece, StatePiece, own_states, pieces_on_drive, read_in_memory
+from zinf_compile.optim.state_pieces import DrivePiece, MemoryState, own_states, pieces_on_drive, states_in_memory
+from zinf_compile.optim.watched_states import StatesWatch
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -29,7 +32,7 @@ from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
-from .saved_pieces import Place, SavedPiece, copied_piece, unit_pieces
+from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces
 from .shard_parts import ShardPart, shard_parts, stretches_of
 
 _SMALL_BYTES, _COPIED_BYTES = 1 << 20, 16 << 20
@@ -60,7 +63,7 @@ class RankContents:
         self._sources: list[Callable[[], Values]] = []
         self.pieces: list[SavedPiece] = []
         """What may be written later, and is therefore not among `values`."""
-        self.watched: dict[Unit | ChunkTransfers, None] = {}
+        self.watched: dict[Unit | ChunkTransfers | StatesWatch, None] = {}
         """Owners of such pieces, which tell the save in `saving` before they change."""
         self.can_wait = False
         """Whether anything may be written later; equal on all ranks."""
@@ -115,11 +118,8 @@ class RankContents:
             "states": small,
         }
 
-        def keyed(pieces: Iterable[StatePiece]) -> Values:
-            for piece in pieces:
-                yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
-
-        self._sources.append(lambda: keyed(read_in_memory(optimizer, found)))
+        for held in states_in_memory(optimizer, found):
+            self._add_memory_state(f"{prefix}.state.{names[id(held.parameter)]}.{held.name}", held)
         for piece in pieces_on_drive(optimizer):
             self._add_drive_piece(piece, lambda parameter, state: f"{prefix}.state.{names[id(parameter)]}.{state}")
 
@@ -139,7 +139,7 @@ class RankContents:
         for source in self._sources:
             yield from source()
         for key, tensor in self._whole.items():
-            yield key, 0, tensor.detach().reshape(-1).cpu()
+            yield from _in_pieces(key, tensor.detach().reshape(-1))
 
     def copy_small(self) -> None:
         """Copy small whole tensors, so that they may be written later, where anything may."""
@@ -148,7 +148,7 @@ class RankContents:
             size = format_of(tensor.dtype).bytes(tensor.numel())
             if size <= min(room, _SMALL_BYTES):
                 room -= size
-                self.pieces.append(copied_piece(key, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True)))
+                self.pieces += memory_pieces(key, key, VALUE, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True))
 
     def _plain(self, key: str, value: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
@@ -175,6 +175,13 @@ class RankContents:
         self.pieces += unit_pieces(unit, key)
         self.watched[unit] = None
 
+    def _add_memory_state(self, key: str, state: MemoryState) -> None:
+        if state.watch is None:
+            self._sources.append(lambda: _in_pieces(key, state.read()))
+        else:
+            self.pieces += memory_pieces(state.watch, key, state.name, state.read())
+            self.watched[state.watch] = None
+
     def _add_drive_piece(self, piece: DrivePiece, key_of: Callable[[torch.Tensor, str], str]) -> None:
         places = [Place(key_of(p, piece.name), start, offset, numel) for p, start, offset, numel in piece.parts]
         owner = piece.transfers.owner(piece.chunk)
@@ -195,6 +202,12 @@ class RankContents:
         if self._rank != (len(self.tensors) % self._size if rank is None else rank):
             return []
         return [ShardPart(Rectangle((0,) * len(shape), tuple(shape)), 0, None)]
+
+
+def _in_pieces(key: str, flat: torch.Tensor) -> Values:
+    step = format_of(flat.dtype).numel_within(BLOCK_BYTES)
+    for start in range(0, flat.numel(), step):
+        yield key, start, flat[start : start + step].cpu()
 
 
 def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:

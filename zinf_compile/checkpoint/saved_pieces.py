@@ -212,10 +212,18 @@ def unit_pieces(unit: Unit, key: str) -> list[SavedPiece]:
     ]
 
 
-def copied_piece(key: str, flat: torch.Tensor) -> SavedPiece:
-    """Return a whole tensor as one piece; `flat` is a copy of it that nobody changes."""
-    numel = flat.numel()
-    return SavedPiece(key, VALUE, 0, numel, flat.dtype, [Place(key, 0, 0, numel)], in_memory=lambda: flat)
+def memory_pieces(owner: Hashable, key: str, column: str, flat: torch.Tensor) -> list[SavedPiece]:
+    """Return the pieces of a tensor in memory, whose memory stays what it is, and which changes after `before_change` alone."""
+    step = format_of(flat.dtype).numel_within(BLOCK_BYTES)
+    return [
+        SavedPiece(owner, column, start, end, flat.dtype, [Place(key, start, 0, end - start)], partial(_part, flat, start, end))
+        for start in range(0, flat.numel(), step)
+        for end in [min(start + step, flat.numel())]
+    ]
+
+
+def _part(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    return flat[start:end].cpu()
 
 
 def _now(unit: Unit, start: int, end: int) -> torch.Tensor:

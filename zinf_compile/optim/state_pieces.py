@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,20 +34,10 @@ from .state_accounts import account_states, check_states_to_come
 from .state_dict_hooks import offloaded_states
 from .state_entry import in_memory, states_of
 from .state_layout import note, noted, without_note
+from .watched_states import StatesWatch, unshared
 
 Key = tuple[torch.Tensor, str]
 """A parameter and the name of a state."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StatePiece:
-    """Some elements of this rank's shard of a state, flat in host memory; valid until the next one is asked for."""
-
-    parameter: torch.Tensor
-    name: str
-    start: int
-    """Number of the first element in the shard."""
-    values: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +71,43 @@ def own_states(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
     return found
 
 
-@torch.no_grad()
-def read_in_memory(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[StatePiece]:
-    """Yield the elements of the large states in memory that `own_states` found; those of a whole one as if it were a shard."""
+@dataclasses.dataclass(frozen=True)
+class MemoryState:
+    """A large state in memory."""
+
+    parameter: torch.Tensor
+    name: str
+    read: Callable[[], torch.Tensor]
+    """Returns this rank's shard, flat; a whole one as if it were that."""
+    watch: StatesWatch | None
+    """For one that nobody changes without asking for it, and of which `read` returns the same memory later; None: any other."""
+
+
+def states_in_memory(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[MemoryState]:
+    """Yield the large states in memory that `own_states` found."""
     for parameter, own in found.items():
-        on_drive = _on_drive(optimizer, parameter)
-        for name in sorted(own.large.keys() - on_drive.keys()):
-            value = (states_of(optimizer, parameter) or {})[name]
-            shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
-            flat = shard.detach().reshape(-1)
-            for start, end in [(0, flat.numel())] if own.unit is None else pieces_of(own.unit):
-                yield StatePiece(parameter, name, start, flat[start : min(end, flat.numel())].cpu())
+        names = sorted(own.large.keys() - _on_drive(optimizer, parameter).keys())
+        alone = unshared(optimizer, parameter, names) if own.unit is not None else []
+        watch = StatesWatch(optimizer, parameter)
+        for name in names:
+            shard = _shard_of(optimizer, parameter, own, name)
+            if name in alone and shard.data_ptr() == optimizer.state[parameter][name].data_ptr():
+                watch.names.add(name)
+                yield MemoryState(parameter, name, partial(_itself, shard), watch)
+            else:
+                yield MemoryState(parameter, name, partial(_shard_of, optimizer, parameter, own, name), None)
+
+
+def _itself(shard: torch.Tensor) -> torch.Tensor:
+    return shard
+
+
+@torch.no_grad()
+def _shard_of(optimizer: Optimizer, parameter: torch.Tensor, own: OwnStates, name: str) -> torch.Tensor:
+    value = (states_of(optimizer, parameter) or {})[name]
+    shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
+    flat: torch.Tensor = shard.detach().reshape(-1)
+    return flat
 
 
 @dataclasses.dataclass(frozen=True)
