@@ -283,3 +283,70 @@ def test_a_step_that_fails_beside_a_save_goes_back_to_it(place: str, drive: Path
     zinf_compile.load(tmp_path, training.model, training.optimizers)
     assert_equal(training.whole(), expected)
     training.step()
+
+
+def writes_of(written: list[str]) -> Any:
+    """Return what writes parts, and notes the keys of those that are written on this thread."""
+    write, main = PartsWriter._write, threading.get_ident()
+
+    def noted(self: PartsWriter, key: str, *args: Any) -> None:
+        written.extend([key] if threading.get_ident() == main else [])
+        write(self, key, *args)
+
+    return mock.patch.object(PartsWriter, "_write", noted)
+
+
+@pytest.mark.parametrize("place", ["device", "states", "nvme"])
+def test_save_itself_writes_nothing_that_tells_before_it_changes(place: str, drive: Path, tmp_path: Path) -> None:
+    training, written = Training(place, drive), []
+    for number in range(2):
+        with held_saves(), writes_of(written):
+            zinf_compile.save(tmp_path, training.model, training.optimizers)
+            assert written == [], number
+            training.step()
+            zinf_compile.synchronize()
+            assert written or place == "nvme", "which the lane of updates has written"
+            written.clear()
+        zinf_compile.wait_for_save()
+
+
+def test_save_itself_writes_what_others_may_change(drive: Path, tmp_path: Path) -> None:
+    training, written = Training("device", drive), []
+    model, adam = training.model, training.optimizers[0]
+    expected = training.whole()
+    flat, state, states = model.down.weight.detach().view(-1), adam.state[model.turned]["exp_avg"], adam.state[model.words.weight]
+    view = adam.state[model.turned]["exp_avg_sq"][3:5]
+    given = torch.full_like(model.frozen.data, 3.0)
+    model.frozen.data = given
+    expected[0]["frozen"] = given.clone()
+    with held_saves(), writes_of(written):
+        zinf_compile.save(tmp_path, model, training.optimizers)
+        assert {key for key in written if key.startswith("model.")} == {"model.down.weight", "model.frozen"}
+        names = [f"{name}.{state}" for name in ("turned", "words.weight") for state in ("exp_avg", "exp_avg_sq")]
+        assert {key.removeprefix("optimizer.0.state.") for key in written if key.startswith("optimizer")} == set(names)
+        flat.zero_()
+        given.zero_()
+        state.zero_()
+        view.zero_()
+        states["exp_avg"].fill_(7.0)
+    zinf_compile.wait_for_save()
+    zinf_compile.load(tmp_path, model, training.optimizers)
+    assert_equal(training.whole(), expected)
+
+
+def test_dicts_of_states_are_those_of_before(drive: Path, tmp_path: Path) -> None:
+    """Also after a save, where somebody has a reference to what stood for one of them meanwhile, or has copied it."""
+    training = Training("device", drive)
+    adam, words = training.optimizers[0], training.model.words.weight
+    plain = {p: type(state) for p, state in adam.state.items()}
+    with held_saves():
+        zinf_compile.save(tmp_path, training.model, training.optimizers)
+        watched, copied = adam.state[words], copy.deepcopy(adam.state_dict())
+        assert set(watched) == {"step", "exp_avg", "exp_avg_sq", *watched}
+        with torch.no_grad():
+            watched["exp_avg"].fill_(3.0)
+    zinf_compile.wait_for_save()
+    assert {p: type(state) for p, state in adam.state.items()} == plain == dict.fromkeys(plain, dict)
+    assert watched["exp_avg"] is adam.state[words]["exp_avg"]
+    assert not torch.equal(copied["state"][0]["exp_avg"], adam.state[words]["exp_avg"])
+    training.step()
