@@ -46,9 +46,10 @@ def save(
     gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
     generators of each rank; an averaged model is saved as a part of `model`, as in an `nn.ModuleDict` of both.
 
-    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. Without `wait` it returns
-    as soon as all is written that something else than a step may change; states on drives follow in the background, and the next
-    step waits until they are read. `wait_for_save` waits for all of it, and raises its errors.
+    Each rank writes its own shards as safetensors, from where they live, with 64 MiB of them in memory. Without `wait` the
+    partitioned parameters and their states are written in the background; whatever is about to change one of them, such as the
+    next step, writes it first. Gradients, large whole tensors, and parameters and states in memory that others have references
+    to are written before it returns. `wait_for_save` waits for all of it, and raises its errors.
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
