@@ -150,6 +150,10 @@ class RankContents:
                 room -= size
                 self.pieces += memory_pieces(key, key, VALUE, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True))
 
+    def release(self) -> None:
+        """Let go of all values: gradients, say, may be dropped by whoever has them."""
+        self._whole, self._sources, self.pieces, self.watched = {}, [], [], {}
+
     def _plain(self, key: str, value: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
         encoded = encode(value, key, tensors)

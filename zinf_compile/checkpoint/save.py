@@ -89,8 +89,8 @@ def save(
                 check_space(place.folder, size_of_all)
         with saving_together(ranks, place.folder):
             files.allocate()  # nothing is written where there is too little space on any rank's drive
-        contents.copy_small()
         with saving_together(ranks, place.folder):
+            contents.copy_small()
             files.write()
 
         def commit(given_up: Callable[[], bool]) -> None:
@@ -110,6 +110,7 @@ def save(
             close=closing.close,
             name=final,
         )
+        contents.release()
         save.start()
     if wait or not contents.can_wait:
         wait_for_save()

@@ -102,8 +102,11 @@ class SavedPieces:
 
     def expect(self, caller: Hashable, owners: Iterable[Hashable]) -> None:
         """See `ShardsSave.expect`."""
+        expected = frozenset(owners)
         with self._lock:
-            self._expected[caller] = frozenset(owners)
+            self._expected.pop(caller, None)
+            if expected:
+                self._expected[caller] = expected
 
     def hurry(self) -> None:
         """Let the thread write all that is left, also what others were expected to: somebody waits for it."""

@@ -269,11 +269,11 @@ class OffloadedStates:
     def _offer(self, number: int, buffer: ChunkBuffer) -> None:
         """Let a save in the background have what this chunk's update is about to change, from memory."""
         self.transfers.offer(number, buffer)
+        host = self.transfers.staging(number, buffer)[VALUE].host
         for parameter, piece in self.chunks[number].pieces:
             unit = parameter._zinf_unit
             if unit.saving is not None and parameter in self.gradients:
-                host = self.transfers.staging(number, buffer)[VALUE].host if unit.on_drive else None
-                columns = {} if host is None else {VALUE: part_of(host, piece)}
+                columns = {VALUE: part_of(host, piece)} if host is not None and unit.on_drive else None
                 unit.saving.before_change(unit, piece.start, piece.end, columns, piece.start)
 
     def next_order(self) -> list[int]:
