@@ -6,12 +6,14 @@
 The model's parameters and Adam's two moments are saved: 12 bytes per parameter. fio writes fresh files, not preallocated, with
 `end_fsync=1`; `torch.distributed.checkpoint` has two threads and `sync_files=True`. They take turns, and who goes first changes;
 medians count, and ratios of them. With states on a drive, `wait=False`: how long `save` keeps the loop waiting, beside a step
-without a save, and how long the step after it takes. Without fio its row is left out.
+without a save; how long the step after it takes, during which all is written; and the drive's time for the bytes of both, read
+and written at once. Without fio its row is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -28,6 +30,8 @@ from tabulate import tabulate
 from torch import nn
 
 import zinf_compile
+from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
+from zinf_compile.runtime.storage.engine import Engine, File
 
 WIDTH = 1024
 
@@ -89,16 +93,40 @@ def from_memory(folder: Path, params: int, rounds: int) -> dict[str, float]:
     return {"bytes": size, **{name: statistics.median(values) for name, values in seconds.items()}}
 
 
+def read_and_write(folder: Path, read: int, written: int) -> None:
+    """Read so many bytes of one file and write as many of another, at once, past the page cache."""
+    block, buffers = 4 << 20, [aligned_buffer(4 << 20) for _ in range(8)]
+    jobs = [(end / read, "read") for end in range(block, read, block)]
+    jobs += [(end / written, "written") for end in range(block, written, block)]
+    with Engine() as engine, contextlib.ExitStack() as closing:
+        files, places = {}, {"read": 0, "written": 0}
+        for name in places:
+            (folder / name).touch()
+            files[name] = closing.enter_context(File(folder / name, write=name == "written"))
+        under_way: list[Any] = []
+        for number, (_, name) in enumerate(sorted(jobs)):
+            if len(under_way) == len(buffers):
+                under_way.pop(0).wait()
+            transfer = engine.read if name == "read" else engine.write
+            under_way.append(transfer(files[name], places[name], buffers[number % len(buffers)]))
+            places[name] += block
+        for request in under_way:
+            request.wait()
+
+
 def beside_the_loop(folder: Path, params: int, rounds: int) -> dict[str, float]:
-    """Return median seconds of a step, of `save` in the background, and of the step that follows it."""
+    """Return median seconds of a step, of `save` in the background, of the step that follows it, and of the drive."""
     training = Training(params, {"optimizer": "nvme", "nvme": str(folder)})
-    steps, saves, after = [], [], []
+    links, saved = zinf_compile.stats(training.model)["links"], 12 * sum(p.numel() for p in training.model.parameters())
+    read, written = (links[link]["bytes_last_step"] for link in ("nvme to host", "host to nvme"))
+    (folder / "read").write_bytes(bytes(read))
+    seconds: dict[str, list[float]] = {name: [] for name in ("step", "save", "next step", "the drive, for both")}
     for _ in range(rounds):
-        steps.append(training.step())
-        saves.append(timed(lambda: zinf_compile.save(folder / "background", training.model, training.optimizer)))
-        after.append(training.step())
-        zinf_compile.wait_for_save()
-    return {"step": statistics.median(steps), "save": statistics.median(saves), "next step": statistics.median(after)}
+        seconds["step"].append(training.step())
+        seconds["save"].append(timed(lambda: zinf_compile.save(folder / "background", training.model, training.optimizer)))
+        seconds["next step"].append(training.step() + timed(zinf_compile.wait_for_save))
+        seconds["the drive, for both"].append(timed(lambda: read_and_write(folder, read, written + saved)))
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from .backing import HostBacking, NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
 from .nvme_shards import NvmeShards, ShardSpec
-from .unit import Unit, make_shards
+from .unit import Unit
 
 
 def make_units(
@@ -60,6 +61,21 @@ def make_units(
 def shard_group_of(units: Iterable[Unit], context: Context) -> ShardGroup:
     """Return the group of a graph's units; where it has none yet, the one of units that are about to be made."""
     return next((unit.shard_group for unit in units if unit.context is context), context.ranks.shard_group)
+
+
+def make_shards(parameters: list[torch.Tensor], group: ShardGroup) -> list[torch.Tensor]:
+    """Allocate the shards of new units of a group, one allocation per data type and device, each shard 64-byte aligned."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        count = shard_numel(parameter.numel(), group.size)
+        offset = sizes.get(key, 0)
+        places.append((key, offset, count))
+        aligned = 64 // math.gcd(64, format_of(parameter.dtype).bytes(1))
+        sizes[key] = offset + -(-count // aligned) * aligned
+    arenas = {key: torch.zeros(total, dtype=key[0], device=key[1]) for key, total in sizes.items()}
+    return [arenas[key][offset : offset + count] for key, offset, count in places]
 
 
 def _cuts(boxes: Sequence[Box], group: ShardGroup) -> tuple[int, ...]:

@@ -44,6 +44,9 @@ class ShardValues(Protocol):
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """Start to keep a piece of host memory; it may not change meanwhile."""
 
+    def changing(self) -> None:
+        """Note that the shard is about to be changed in place: a save in the background takes it first."""
+
     def changed(self, operator: str) -> None:
         """Note that an operator has changed the shard in place."""
 
@@ -59,6 +62,9 @@ class _Counted:
 
     _changes = 0
     _spoiled = ""
+
+    def changing(self) -> None:
+        """See `ShardValues.changing`: no save is under way for it."""
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""
@@ -162,9 +168,14 @@ class ParameterShard:
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         backing = self.unit.backing
+        self.unit.changing(start, start + piece.numel())
         if backing is None:
             return DeviceShard(self.unit, self.unit.shard).write(start, piece)
         return _kept(self.unit, piece, backing, start)
+
+    def changing(self) -> None:
+        """See `ShardValues.changing`."""
+        self.unit.changing()
 
     def spoil(self, why: str) -> None:
         """See `ShardValues.spoil`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zinf_compile._torch import storage_owners
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.ir.tiers import ON_DEVICE, Placement
@@ -20,6 +20,7 @@ from zinf_compile.runtime.memory.own_storage import with_own_storage
 from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
+from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
@@ -78,10 +79,13 @@ class Unit(DenseLayout):
         """Decisions of all ranks about its transfers, see `choices`; graphs follow them."""
         self.updates: Updates[Unit] | None = None
         """The deferred step that may still update the shard."""
+        self.saving: ShardsSave | None = None
+        """The save in the background that has still to write some of the shard, perhaps."""
         self.steps_digest = 0
         """Sum of the digests of its steps, see `steps_done`."""
         self.last_step: StepDone | None = None
         self._whole: torch.Tensor | None = None
+        self._replaced = False  # by memory that others have given
 
     @property
     def shard_group(self) -> ShardGroup:
@@ -144,6 +148,22 @@ class Unit(DenseLayout):
         if self.updates is not None:
             self.updates.wait(self)
 
+    def changing(self, start: int = 0, end: int | None = None) -> None:
+        """Call before elements [start, end) of the shard change, in memory or on a drive, or are handed out to be changed."""
+        if self.saving is not None:
+            self.saving.before_change(self, start, self.shard_numel if end is None else end)
+
+    @property
+    def on_drive(self) -> bool:
+        """Whether the shard is on a drive."""
+        return self.backing is not None and not self.backing.tier.in_memory
+
+    @property
+    def aliased(self) -> bool:
+        """Whether others have tensors of the shard's memory, which they may change without a call of `changing`."""
+        whole = self._whole
+        return self._replaced or (whole is not None and storage_owners(whole) > 1 + (whole._base is not None))
+
     def spoil(self, why: str) -> None:
         """Mark the values incomplete: a change ended in its middle. Until they are replaced, nothing may compute with them."""
         parameter = self.parameter()
@@ -194,6 +214,7 @@ class Unit(DenseLayout):
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
+        self.changing()
         return self.shard if self.backing is None else self.context.link.device_buffer(self.shard_numel, self.dtype)
 
     def save(self, shard: torch.Tensor) -> None:
@@ -204,6 +225,7 @@ class Unit(DenseLayout):
         """Start to save the memory that `blank` returned; it may not change meanwhile."""
         if self.updates is not None:
             self.updates.replace(self)
+        self.changing()
         self.restored()  # not before: a step that fails meanwhile marks the values incomplete
         if self.backing is None:
             return Done()
@@ -255,8 +277,9 @@ class Unit(DenseLayout):
     def replace(self, shard: torch.Tensor) -> None:
         """Let other memory be the shard; on a single rank, where the shard is on the device."""
         assert self.at_hand, "only what is at hand can be replaced as a whole"
+        self.changing()
         self.context.memory.ledger.track("params", shard)
-        self._shard, self._whole = shard, None
+        self._shard, self._whole, self._replaced = shard, None, True
 
     def empty(self) -> None:
         """Drop the shard, wherever it is: its context is closed."""
@@ -270,21 +293,6 @@ class Unit(DenseLayout):
         part = torch.cat([flat[start:end] for start, end in self.held])
         padding = part.new_zeros(self.shard_numel - part.numel())
         return torch.cat([part, padding]) if padding.numel() else part
-
-
-def make_shards(parameters: list[torch.Tensor], group: ShardGroup) -> list[torch.Tensor]:
-    """Allocate the shards of new units of a group, one allocation per data type and device, each shard 64-byte aligned."""
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    places: list[tuple[tuple[torch.dtype, torch.device], int, int]] = []
-    for parameter in parameters:
-        key = (parameter.dtype, parameter.device)
-        count = shard_numel(parameter.numel(), group.size)
-        offset = sizes.get(key, 0)
-        places.append((key, offset, count))
-        aligned = 64 // math.gcd(64, format_of(parameter.dtype).bytes(1))
-        sizes[key] = offset + -(-count // aligned) * aligned
-    arenas = {key: torch.zeros(total, dtype=key[0], device=key[1]) for key, total in sizes.items()}
-    return [arenas[key][offset : offset + count] for key, offset, count in places]
 
 
 class Tile(DenseLayout):

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from held_saves import held_saves
 from rank_resume import MICRO_BATCHES, Run
 
 import zinf_compile
@@ -34,17 +35,15 @@ def _grouped(size: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def trained_beside(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[Any, Any, bool, bool]:
-    """Train while a save stands still; return the states as they were at the save, and what a load gives."""
+    """Take steps while a save's own threads stand still; return the states as they were at the save, and what a load gives."""
     run = Run(_grouped(size, options), rank)
     run.train(1)
-    saved, gate = run.whole(), threading.Event()
-    with mock.patch.object(PartsWriter, "_write", in_background(PartsWriter._write, gate.wait)):
+    saved = run.whole()
+    with held_saves() as gate:
         path = zinf_compile.save(folder, run.both, run.optimizers, extra={"scheduler": run.scheduler.state_dict()})
-        run.micro_batches(MICRO_BATCHES)
+        run.train(2)
         there_before = path.exists()
-        threading.Timer(0.2, gate.set).start()
-        run.step()  # which waits until its states are read
-        run.train(1)
+        gate.set()
         zinf_compile.wait_for_save()
     there_after = path.exists()
     again = Run(_grouped(size, options), rank + 5)

@@ -19,7 +19,8 @@ from zinf_compile.ir.program import Program
 from zinf_compile.passes.lower import lower
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.executor import execute
-from zinf_compile.runtime.units.unit import Unit, make_shards
+from zinf_compile.runtime.units.create import make_shards
+from zinf_compile.runtime.units.unit import Unit
 
 
 def gpt() -> Case:

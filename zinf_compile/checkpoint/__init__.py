@@ -2,7 +2,7 @@
 
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
-background — The part of a save that goes on beside training: states on drives are read and written, and it is committed.
+background — The part of a save that goes on beside training: parameters and states are written, and it is committed.
 companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
     rank's own shard.
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
@@ -58,6 +58,8 @@ save_optimizer_state — Saving of an optimizer's full states: gathered on rank 
 save_safetensors — Saves a partitioned model as safetensors in the layout of transformers, with the tensors of one file
     in memory at a time.
 saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
+saved_pieces — The pieces that a save has still to write when it returns: its thread writes them, or who is about to change
+    one.
 saved_tensors — The tensors that a checkpoint's manifests describe, with the parts of each: all that no save writes is
     refused here.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.

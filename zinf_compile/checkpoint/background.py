@@ -1,11 +1,11 @@
-"""The part of a save that goes on beside training: states on drives are read and written, files are synced, and it is committed.
+"""The part of a save that goes on beside training: parameters and states are written, files are synced, and it is committed.
 
 Note: Background save
-    `save` itself writes what forwards, backwards and user code may change: parameters, gradients, buffers, states in memory. Left
-    are states on drives, which change in nothing but a step; whoever uses them calls `finish_deferred` first, and so waits until
-    they are read. Nothing is copied to wait for the drive but what is in the staging buffers. The thread sends nothing to other
-    ranks: rank 0's waits for the files that describe the others' parts, and commits. Ranks compare how it went at the start of
-    each step until all are through, in `wait_for_save` and in the next save.
+    `save` itself writes what may change without a word to the save: whole tensors, gradients, states in memory, and parameters of
+    whose memory somebody has another tensor. The rest is written by a thread, or before it changes by who changes it, see Note:
+    Pieces that are about to change. The thread sends nothing to other ranks: rank 0's waits for the files that describe the
+    others' parts, and commits. Ranks compare how it went at the start of each step until all are through, in `wait_for_save` and
+    in the next save.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from torch.optim import Optimizer
 
@@ -25,6 +26,9 @@ from zinf_compile.errors import CheckpointError, RankMismatchError
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.units.saving import ShardsSave
+
+from .saved_pieces import SavedPieces
 
 _log = logging.getLogger("zinf_compile")
 
@@ -35,12 +39,18 @@ _current: list[BackgroundSave] = process_wide([])
 """The save under way, if there is one."""
 
 
+class Watched(Protocol):
+    """What tells a save before it changes."""
+
+    saving: ShardsSave | None
+
+
 class PartMissingError(CheckpointError):
     """Rank 0 gave up waiting for what another rank saves."""
 
 
 class BackgroundSave:
-    """A save that goes on in a thread: `write` reads and writes what is left on this rank, `commit` makes the whole one of it.
+    """A save that goes on in a thread: it writes `pieces`, `finish` ends this rank's part, `commit` makes the whole one of it.
 
     `commit`, on rank 0 only, is given a function that says whether to give up, which it asks while it waits for other ranks.
     """
@@ -51,7 +61,8 @@ class BackgroundSave:
         ranks: Ranks | None,
         optimizers: Sequence[Optimizer],
         *,
-        read_and_write: Callable[[], None],
+        pieces: SavedPieces,
+        watched: Iterable[Watched],
         finish: Callable[[], None],
         commit: Callable[[Callable[[], bool]], None] | None,
         close: Callable[[], None],
@@ -59,8 +70,9 @@ class BackgroundSave:
     ) -> None:
         self._name = name
         self._folder, self._ranks, self._optimizers = folder, ranks, list(optimizers)
-        self._parts = read_and_write, finish, commit, close
-        self._has_read = self._has_written = self._given_up = False
+        self._pieces, self._watched = pieces, list(watched)
+        self._parts = finish, commit, close
+        self._has_written = self._given_up = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="zinf save", daemon=True)
 
@@ -69,13 +81,11 @@ class BackgroundSave:
         _current.append(self)
         for optimizer in self._optimizers:
             record_of(optimizer).saving = self
+        for each in self._watched:
+            each.saving = self._pieces
         atexit.unregister(_end)
         atexit.register(_end)  # the last one registered is called first: before lanes and engines are closed
         self._thread.start()
-
-    def wait_read(self) -> None:
-        """See `StatesSave.wait_read`."""
-        _poll(lambda: self._has_read)
 
     def tell(self) -> None:
         """See `StatesSave.tell`."""
@@ -85,6 +95,7 @@ class BackgroundSave:
 
     def end(self) -> None:
         """Wait until it is committed on all ranks; raise the error of any of them on all. A collective operation."""
+        self._pieces.hurry()
         _poll(lambda: self._has_written)
         self._given_up |= self._of_ranks(_FAILED if self._error is not None else _DONE) == _FAILED
         _poll(lambda: not self._thread.is_alive())
@@ -98,6 +109,7 @@ class BackgroundSave:
 
     def end_alone(self, within_s: float) -> None:
         """Wait for it without the other ranks, on rank 0 for at most so many seconds after its own part; log its error."""
+        self._pieces.hurry()
         _poll(lambda: self._has_written)
         deadline = time.monotonic() + within_s
         _poll(lambda: not self._thread.is_alive() or time.monotonic() > deadline)
@@ -109,12 +121,14 @@ class BackgroundSave:
 
     def abandon(self) -> None:
         """Let go of it in a forked process, where its thread doesn't exist."""
-        self._has_read = self._has_written = True
+        self._has_written = True
         self._forget()
 
     def _forget(self) -> None:
         for optimizer in self._optimizers:
             record_of(optimizer).saving = None
+        for each in self._watched:
+            each.saving = None
         if self in _current:
             _current.remove(self)
 
@@ -128,12 +142,9 @@ class BackgroundSave:
         return _FAILED if _FAILED in found else min(found)
 
     def _run(self) -> None:
-        read_and_write, finish, commit, close = self._parts
+        finish, commit, close = self._parts
         try:
-            try:
-                read_and_write()
-            finally:
-                self._has_read = True
+            self._pieces.write_rest()
             finish()
             self._has_written = True
             if commit is not None:

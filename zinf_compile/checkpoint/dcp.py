@@ -210,6 +210,7 @@ class _ParameterRange:
             self._replaced = True
             if self._unit.updates is not None:
                 self._unit.updates.replace(self._unit)
+            self._unit.changing()
             self._unit.spoil(_MIDDLE)
 
 

@@ -28,7 +28,10 @@ CHECKED_BYTES = 4 << 20
 
 
 class StagingBuffers:
-    """`count` buffers of `size` bytes that take turns; whoever takes one waits for what was written from it before."""
+    """`count` buffers of `size` bytes that take turns; whoever takes one waits for what was written from it before.
+
+    Any thread may take one, and has it to itself until it is used.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         if size < 2 * PAGE:
@@ -39,15 +42,18 @@ class StagingBuffers:
 
     def take(self) -> torch.Tensor:
         """Return the buffer that was used the longest ago. Raises `OSError` where writing it failed."""
-        buffer, requests = self._buffers[0]
-        while requests:
-            requests.pop().wait()
+        buffer, requests = self._buffers.popleft()
+        try:
+            for request in requests:
+                request.wait()
+        except BaseException:
+            self._buffers.append((buffer, requests))
+            raise
         return buffer
 
-    def used(self, requests: list[Request]) -> None:
-        """Note what writes from the buffer that was taken last."""
-        self._buffers[0][1].extend(requests)
-        self._buffers.rotate(-1)
+    def used(self, buffer: torch.Tensor, requests: list[Request]) -> None:
+        """Give back a buffer, and note what writes from it."""
+        self._buffers.append((buffer, requests))
 
 
 class PartsWriter:
@@ -61,11 +67,14 @@ class PartsWriter:
                 os.posix_fallocate(fd, 0, layout.size)
             write_all(fd, memoryview(layout.header))
         self._file = File(path, write=True)
-        self._requests: dict[str, list[tuple[int, int, Request]]] = {part.key: [] for part in layout.parts}
-        """Of each part the writes: offset in the file, bytes, and their checksum to come."""
+        self._requests: dict[str, dict[int, tuple[int, Request]]] = {part.key: {} for part in layout.parts}
+        """Of each part the writes, by their offsets in the file: bytes, and their checksum to come."""
 
     def write(self, part: Part, start: int, values: torch.Tensor) -> None:
-        """Start to write the elements of a part from number `start` on; `values`, flat in host memory, may change afterwards."""
+        """Start to write the elements of a part from number `start` on; `values`, flat in host memory, may change afterwards.
+
+        Any thread may, of different elements. What an interrupt has cut short may be written once more, from the same `start`.
+        """
         data = values.view(torch.uint8)
         offset = part.begin + start * values.element_size()
         if values.dtype != part.dtype or not part.begin <= offset <= offset + data.numel() <= part.end:
@@ -82,17 +91,17 @@ class PartsWriter:
     def _write(self, key: str, offset: int, data: torch.Tensor) -> None:
         end = offset + data.numel()
         buffer, shift = self._staging.take(), offset - offset % PAGE
-        buffer[offset - shift : end - shift].copy_(data)
         first, last = -(-offset // PAGE) * PAGE, end // PAGE * PAGE
         borders = [offset, first, last, end] if first < last else [offset, end]
         started: list[Request] = []
         try:
+            buffer[offset - shift : end - shift].copy_(data)
             for begin, stop in itertools.pairwise(borders):
                 if begin < stop:
                     started.append(self._engine.write(self._file, begin, buffer[begin - shift : stop - shift], checksum=True))
-                    self._requests[key].append((begin, stop - begin, started[-1]))
+                    self._requests[key][begin] = stop - begin, started[-1]
         finally:
-            self._staging.used(started)
+            self._staging.used(buffer, started)
 
     def finish(self) -> dict[str, list[int]]:
         """Wait for what is under way and sync the file; return the CRC32C of each stretch of each part, by key.
@@ -102,7 +111,7 @@ class PartsWriter:
         checksums = {}
         for part in self.layout.parts:
             found, end = [0] * -(-(part.end - part.begin) // CHECKED_BYTES), part.begin
-            for offset, size, request in sorted(self._requests[part.key], key=lambda row: row[0]):
+            for offset, (size, request) in sorted(self._requests[part.key].items()):
                 value, number = request.wait(), (offset - part.begin) // CHECKED_BYTES
                 assert value is not None, "asked for"
                 if offset != end:
@@ -118,7 +127,7 @@ class PartsWriter:
     def abandon(self) -> None:
         """Wait for what is under way and close the file, whatever became of it."""
         for requests in self._requests.values():
-            for _, _, request in requests:
+            for _, request in requests.values():
                 try:
                     request.wait()
                 except OSError:

@@ -17,7 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
-from zinf_compile.optim.state_pieces import StatePiece, has_states_on_drive, own_states, read_in_memory, read_on_drive
+from zinf_compile.ir.chunk_columns import VALUE
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import BLOCK_BYTES
+from zinf_compile.optim.chunk_transfers import ChunkTransfers
+from zinf_compile.optim.state_pieces import DrivePiece, MemoryState, own_states, pieces_on_drive, states_in_memory
+from zinf_compile.optim.watched_states import StatesWatch
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -27,7 +32,11 @@ from .companions import companion_pieces
 from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
+from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces
 from .shard_parts import ShardPart, shard_parts, stretches_of
+
+_SMALL_BYTES, _COPIED_BYTES = 1 << 20, 16 << 20
+"""Whole tensors of so many bytes at most, and so many of all of them, are copied; others are written before `save` returns."""
 
 Values = Iterator[tuple[str, int, torch.Tensor]]
 """Key of a tensor, number of the first element in this rank's shard, elements, flat in host memory; valid until the next."""
@@ -52,7 +61,12 @@ class RankContents:
         self._rank, self._size = rank, size
         self._whole: dict[str, torch.Tensor] = {}
         self._sources: list[Callable[[], Values]] = []
-        self._later: list[Callable[[], Values]] = []
+        self.pieces: list[SavedPiece] = []
+        """What may be written later, and is therefore not among `values`."""
+        self.watched: dict[Unit | ChunkTransfers | StatesWatch, None] = {}
+        """Owners of such pieces, which tell the save in `saving` before they change."""
+        self.can_wait = False
+        """Whether anything may be written later; equal on all ranks."""
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
@@ -104,13 +118,10 @@ class RankContents:
             "states": small,
         }
 
-        def keyed(pieces: Iterable[StatePiece]) -> Values:
-            for piece in pieces:
-                yield f"{prefix}.state.{names[id(piece.parameter)]}.{piece.name}", piece.start, piece.values
-
-        self._sources.append(lambda: keyed(read_in_memory(optimizer, found)))
-        if has_states_on_drive(optimizer):
-            self._later.append(lambda: keyed(read_on_drive(optimizer)))
+        for held in states_in_memory(optimizer, found):
+            self._add_memory_state(f"{prefix}.state.{names[id(held.parameter)]}.{held.name}", held)
+        for piece in pieces_on_drive(optimizer):
+            self._add_drive_piece(piece, lambda parameter, state: f"{prefix}.state.{names[id(parameter)]}.{state}")
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
@@ -123,22 +134,25 @@ class RankContents:
         """Add a plain value, tensors in it included."""
         self.settings[key] = self._plain(key, value)
 
-    @property
-    def can_wait(self) -> bool:
-        """Whether there are `later_values`."""
-        return bool(self._later)
-
-    def later_values(self) -> Values:
-        """Yield the values that change in nothing but a step of the optimizer, which can wait for it: states on drives."""
-        for source in self._later:
-            yield from source()
-
     def values(self) -> Values:
-        """Yield the other values of this rank's parts; each shard's in order."""
+        """Yield the values of this rank's parts but those of `pieces`."""
         for source in self._sources:
             yield from source()
         for key, tensor in self._whole.items():
-            yield key, 0, tensor.detach().reshape(-1).cpu()
+            yield from _in_pieces(key, tensor.detach().reshape(-1))
+
+    def copy_small(self) -> None:
+        """Copy small whole tensors, so that they may be written later, where anything may."""
+        room = _COPIED_BYTES if self.can_wait else 0
+        for key, tensor in list(self._whole.items()):
+            size = format_of(tensor.dtype).bytes(tensor.numel())
+            if size <= min(room, _SMALL_BYTES):
+                room -= size
+                self.pieces += memory_pieces(key, key, VALUE, self._whole.pop(key).detach().reshape(-1).to("cpu", copy=True))
+
+    def release(self) -> None:
+        """Let go of all values: gradients, say, may be dropped by whoever has them."""
+        self._whole, self._sources, self.pieces, self.watched = {}, [], [], {}
 
     def _plain(self, key: str, value: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
@@ -152,13 +166,31 @@ class RankContents:
 
         def values() -> Values:
             shard = ParameterShard(unit)
-            pieces = list(pieces_of(unit))
-            fetched = [shard.fetch(*piece) for piece in pieces[:1]]
-            for number, (start, _) in enumerate(pieces):
-                fetched += [shard.fetch(*piece) for piece in pieces[number + 1 : number + 2]]  # read meanwhile
-                yield key, start, fetched.pop(0)()
+            for start, end in pieces_of(unit):
+                yield key, start, shard.fetch(start, end)()
 
-        self.add_shard(key, unit, parameter, unit.dtype, values)
+        self.can_wait = True
+        unit.wait_updated()
+        unit.check_whole()
+        if unit.aliased:  # who has another tensor of this memory changes it without a word
+            self.add_shard(key, unit, parameter, unit.dtype, values)
+            return
+        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
+        self.pieces += unit_pieces(unit, key)
+        self.watched[unit] = None
+
+    def _add_memory_state(self, key: str, state: MemoryState) -> None:
+        if state.watch is None:
+            self._sources.append(lambda: _in_pieces(key, state.read()))
+        else:
+            self.pieces += memory_pieces(state.watch, key, state.name, state.read())
+            self.watched[state.watch] = None
+
+    def _add_drive_piece(self, piece: DrivePiece, key_of: Callable[[torch.Tensor, str], str]) -> None:
+        places = [Place(key_of(p, piece.name), start, offset, numel) for p, start, offset, numel in piece.parts]
+        owner = piece.transfers.owner(piece.chunk)
+        self.pieces.append(SavedPiece(owner, piece.name, piece.start, piece.end, piece.dtype, places, read=piece.read))
+        self.watched[piece.transfers] = None
 
     def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
         """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""
@@ -174,6 +206,12 @@ class RankContents:
         if self._rank != (len(self.tensors) % self._size if rank is None else rank):
             return []
         return [ShardPart(Rectangle((0,) * len(shape), tuple(shape)), 0, None)]
+
+
+def _in_pieces(key: str, flat: torch.Tensor) -> Values:
+    step = format_of(flat.dtype).numel_within(BLOCK_BYTES)
+    for start in range(0, flat.numel(), step):
+        yield key, start, flat[start : start + step].cpu()
 
 
 def _parts_of(unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:

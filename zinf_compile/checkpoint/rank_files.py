@@ -5,8 +5,10 @@ Called by `save`; sends nothing to other ranks.
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from zinf_compile.runtime.storage.engine import Engine
 from .file_layout import Part, lay_out
 from .manifest import rank_manifest, write_json
 from .parts_writer import PartsWriter, StagingBuffers
-from .rank_contents import RankContents, Values
+from .rank_contents import RankContents
 from .shard_parts import ShardPart
 
 _STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
@@ -28,7 +30,7 @@ _SPARE_BYTES = 1 << 20
 
 
 class RankFiles:
-    """The files of one rank: `allocate`, `write`; `close` in any case."""
+    """The files of one rank: `allocate`, `write` and `put`, `finish`; `close` in any case."""
 
     def __init__(self, folder: Path, contents: RankContents, rank: int) -> None:
         self._folder, self._contents, self._rank = folder, contents, rank
@@ -39,7 +41,13 @@ class RankFiles:
         self._engine: Engine | None = None
         self._writers: list[PartsWriter] = []
         self._places: dict[str, list[tuple[ShardPart, PartsWriter, Part]]] = {key: [] for key in contents.tensors}
-        """Of each tensor the parts, where each is in its shard and in which file."""
+        """Of each tensor the parts in the order of its shard, and in which file each is."""
+        self._collected: dict[tuple[str, int], tuple[torch.Tensor, dict[int, int]]] = {}
+        """Of parts whose elements are written in another order than they come in: those that are there, from where and how many.
+
+        By the tensor's key and where the part begins in the shard.
+        """
+        self._lock = threading.RLock()
 
     def allocate(self) -> None:
         """Make the files, with all their space. Raises `OSError` with errno and path where there is too little, or a quota."""
@@ -53,12 +61,9 @@ class RankFiles:
                 places.append((self._contents.tensors[part.key].parts[len(places)], writer, part))
 
     def write(self) -> None:
-        """Write the values that may change in anything but a step. Raises `OSError`."""
-        self._write(self._contents.values())
-
-    def write_later(self) -> None:
-        """Write the others, see `RankContents.later_values`."""
-        self._write(self._contents.later_values())
+        """Write what `RankContents.values` yields. Raises `OSError`."""
+        for key, start, values in self._contents.values():
+            self.put(key, start, values)
 
     def finish(self) -> None:
         """Sync the files, and describe them in a manifest, which is there as a whole or not at all. Raises `OSError`."""
@@ -70,23 +75,36 @@ class RankFiles:
         write_json(draft, described)
         draft.rename(self._folder / rank_manifest(self._rank))
 
-    def _write(self, values_to_write: Values) -> None:
-        collected: dict[str, list[torch.Tensor]] = {}
-        """Of parts whose elements are written in another order than they come in."""
-        for key, start, values in values_to_write:
-            for shard_part, writer, part in self._places[key]:
-                first = max(start, shard_part.start)
-                last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
-                if first >= last:
-                    continue
-                piece = values[first - start : last - start]
-                if shard_part.order is None:
-                    writer.write(part, first - shard_part.start, piece)
-                    continue
-                kept = collected.setdefault(key, [])
-                kept.append(piece.clone())
-                if last == shard_part.start + part.rectangle.numel:  # a shard's pieces come in order
-                    writer.write(part, 0, shard_part.rearranged(torch.cat(collected.pop(key))))
+    def put(self, key: str, start: int, values: torch.Tensor) -> None:
+        """Write elements of a tensor, from number `start` of this rank's shard on, flat in host memory; they are copied.
+
+        Any thread may, of different elements. Raises `OSError`.
+        """
+        places = self._places[key]
+        number = max(0, bisect.bisect_right(places, start, key=lambda place: place[0].start) - 1)
+        for shard_part, writer, part in places[number:]:
+            first = max(start, shard_part.start)
+            last = min(start + values.numel(), shard_part.start + part.rectangle.numel)
+            if start + values.numel() <= shard_part.start:
+                break
+            if first >= last:
+                continue
+            piece = values[first - start : last - start]
+            if shard_part.order is None:
+                writer.write(part, first - shard_part.start, piece)
+            else:
+                self._collect(shard_part, writer, part, first - shard_part.start, piece)
+
+    def _collect(self, shard_part: ShardPart, writer: PartsWriter, part: Part, start: int, values: torch.Tensor) -> None:
+        """Keep elements of a part, which is small, until all are there; then write it."""
+        with self._lock:
+            numel, place = part.rectangle.numel, (part.key, shard_part.start)
+            flat, found = self._collected.setdefault(place, (torch.empty(numel, dtype=part.dtype), {}))
+            flat[start : start + values.numel()].copy_(values)
+            found[start] = values.numel()
+            if sum(found.values()) == numel:
+                writer.write(part, 0, shard_part.rearranged(flat))
+                del self._collected[place]
 
     def close(self) -> None:
         """Wait for what is under way and close the files."""

@@ -26,6 +26,7 @@ from .random_states import add_random_states
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .save_folder import SaveFolder
+from .saved_pieces import SavedPieces
 
 _POLL_S = 0.01
 
@@ -45,9 +46,10 @@ def save(
     gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
     generators of each rank; an averaged model is saved as a part of `model`, as in an `nn.ModuleDict` of both.
 
-    Each rank writes its own shards as safetensors, from where they live, with 32 MiB of them in memory. Without `wait` it returns
-    as soon as all is written that something else than a step may change; states on drives follow in the background, and the next
-    step waits until they are read. `wait_for_save` waits for all of it, and raises its errors.
+    Each rank writes its own shards as safetensors, from where they live, with 64 MiB of them in memory. Without `wait` the
+    partitioned parameters and their states are written in the background; whatever is about to change one of them, such as the
+    next step, writes it first. Gradients, large whole tensors, and parameters and states in memory that others have references
+    to are written before it returns. `wait_for_save` waits for all of it, and raises its errors.
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
@@ -88,6 +90,7 @@ def save(
         with saving_together(ranks, place.folder):
             files.allocate()  # nothing is written where there is too little space on any rank's drive
         with saving_together(ranks, place.folder):
+            contents.copy_small()
             files.write()
 
         def commit(given_up: Callable[[], bool]) -> None:
@@ -100,12 +103,14 @@ def save(
             place.folder,
             ranks,
             [each for _, each in optimizers],
-            read_and_write=files.write_later,
+            pieces=SavedPieces(contents.pieces, files.put),
+            watched=contents.watched,
             finish=files.finish,
             commit=commit if rank == 0 else None,
             close=closing.close,
             name=final,
         )
+        contents.release()
         save.start()
     if wait or not contents.can_wait:
         wait_for_save()

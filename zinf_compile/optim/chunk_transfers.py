@@ -22,6 +22,7 @@ from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN
 from zinf_compile.runtime.storage.stores import ShardStore, open_store
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, ChunkBuffers
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
+from zinf_compile.runtime.units.saving import ShardsSave
 
 from .chunks import Chunk
 
@@ -50,6 +51,8 @@ class ChunkTransfers:
         self.store = self._lay_out(placement) if on_drive else None
         self.buffers = ChunkBuffers(shapes, context.link, pinned=context.device.type != "cpu", most=most)
         self._written: set[int] = set()
+        self.saving: ShardsSave | None = None
+        """The save in the background that has still to write some of the states on drives, perhaps."""
         context.memory.host_ledger.add("states", self.buffers.host_bytes)
         context.memory.ledger.add("staging", self.buffers.device_bytes)
         self.release = weakref.finalize(optimizer, _close, self.store, self.buffers, context)
@@ -92,8 +95,29 @@ class ChunkTransfers:
         buffer.drain()
         return buffer, self.state_views(number, buffer)
 
+    def owner(self, number: int) -> tuple[ChunkTransfers, int]:
+        """Return what a save knows a chunk by."""
+        return self, number
+
+    def read_part(self, number: int, state: str, start: int, into: torch.Tensor) -> Pending:
+        """Start to read a state of a chunk from element `start` on, where a block begins, into memory of a block. Any thread may.
+
+        As it is on the drive: what was written before, and not what is under way in the chunk's buffer.
+        """
+        store, offset = self.store, format_of(into.dtype).bytes(start)
+        assert store is not None, "its states are on a drive"
+        reading = store.read(_key(self.chunks[number], state), into, offset=offset)
+        return self.context.lanes.meter.follow(READ, into.nbytes, reading)
+
+    def offer(self, number: int, buffer: ChunkBuffer) -> None:
+        """Let a save in the background have the states of a chunk, which were read to its buffer and are about to be updated."""
+        if self.saving is not None and self.store is not None:
+            staging = self.staging(number, buffer)
+            self._changing(number, {name: _there(staging[name].host) for name in self.chunks[number].states})
+
     def write(self, number: int, buffer: ChunkBuffer) -> None:
         """Start writing the states of a chunk from its buffer."""
+        self._changing(number)
         chunk, staging = self.chunks[number], self.staging(number, buffer)
         for name, value in self.state_views(number, buffer).items():
             pending = self.route.keep(Location(write=self._writer(_key(chunk, name))), value, staging[name])
@@ -103,6 +127,7 @@ class ChunkTransfers:
 
     def forget(self, number: int) -> None:
         """Discard a chunk's states, unread; errors of reads in flight are dropped."""
+        self._changing(number)
         buffer = self.buffers.find(number)
         if buffer is not None:
             with contextlib.suppress(StoreError):
@@ -113,6 +138,10 @@ class ChunkTransfers:
     def drain(self, *, but: Container[int | None] = ()) -> None:
         """Wait for all transfers but those of some chunks; then raise the first error."""
         self.buffers.drain(but=but)
+
+    def _changing(self, number: int, columns: Mapping[str, torch.Tensor] | None = None) -> None:
+        if self.saving is not None:
+            self.saving.before_change(self.owner(number), 0, self.chunks[number].numel, columns)
 
     def _lay_out(self, placement: Placement) -> ShardStore:
         return open_store(

@@ -61,9 +61,10 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
         raise StepFailedError(record.incomplete)
     chunked = ChunkedStep([], sources, [])
     chunks = chunked.chunks
-    with torch.no_grad():
+    with torch.no_grad(), contextlib.ExitStack() as failing:
         for source in sources:
             source.begin(optimizer)
+            failing.callback(source.stop_expecting)
         now = [source for source in sources if not source.deferrable]
         due = sum(source.chunks_due for source in now)
         for chunk in itertools.chain.from_iterable(chunk_steps(source, optimizer) for source in now):
@@ -75,6 +76,7 @@ def begin_chunks(optimizer: Optimizer, sources: Sequence[OffloadedStates]) -> Ch
             chunked.deferred = DeferredStep(optimizer, [source for source in sources if source.deferrable], _step_one)
             if not chunks:
                 chunks.append(chunked.deferred.take_first())
+        failing.pop_all()
     if not chunks:
         return None
     record.mark_incomplete(name, len(chunks))

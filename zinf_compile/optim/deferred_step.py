@@ -148,12 +148,9 @@ class DeferredStep:
 def finish_deferred(optimizer: Optimizer, *, report: bool = True) -> None:
     """Wait for the optimizer's last step; raise its error as `StepFailedError`, unless that was raised before.
 
-    Also waits until a save in the background has read the optimizer's states: whoever calls this uses or changes them next.
     `report=False`, before states are replaced: the error is left to the next reader of a parameter that isn't replaced too.
     """
     record = record_of(optimizer)
-    if record.saving is not None:
-        record.saving.wait_read()
     deferred: DeferredStep | None = record.deferred
     if deferred is not None:
         deferred.pending.wait()  # an interrupt here keeps `record.deferred`

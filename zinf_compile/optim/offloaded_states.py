@@ -9,7 +9,7 @@ import collections
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
+from zinf_compile.runtime.units.saving import ShardsSave
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget_checks import check_states
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -66,6 +67,8 @@ class OffloadedStates:
         """Parameters that the last step updates."""
         self.gradients: dict[ShardedParameter, StepGradient] = {}
         """Gradients that it has not applied yet."""
+        self._expecting = contextlib.ExitStack()
+        """Closed when saves in the background needn't leave anything to the step under way any more."""
         self.deferrable = False
         """The step may be deferred to the next forward: user code can reach none of its inputs (see Note: Deferred step)."""
         self._making: dict[tuple[ShardedParameter, str], torch.Tensor] = {}
@@ -130,6 +133,7 @@ class OffloadedStates:
         """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight."""
         gradients, due = self.gradients, self._order()
         ending = sys.is_finalizing  # a kept error may close this generator when modules are gone
+        expecting = self._expect(due)
         self._first = due[: len(self.transfers.buffers) - 1]
         self._forward = not self._forward
         self._ahead.clear()
@@ -140,6 +144,7 @@ class OffloadedStates:
                     if following is not None and len(self.transfers.buffers) > 1:
                         self._prepare(following, optimizer)
                     buffer.drain()
+                    self._offer(number, buffer)
                 buffer.held = True
                 yield number, buffer
         except BaseException:
@@ -150,6 +155,8 @@ class OffloadedStates:
             with contextlib.suppress(StoreError):
                 self.transfers.drain()  # errors of unused prefetches
             raise
+        finally:
+            expecting.close()
 
     def applied(self, parameter: ShardedParameter) -> None:
         """Release a gradient after its last piece."""
@@ -240,12 +247,44 @@ class OffloadedStates:
         if (parameter, name) not in self._making:
             self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
 
-    def _order(self) -> list[int]:
-        """Return the chunks to update: reverse of the last step's order, or for deferred steps the next forward's."""
+    def _expect(self, due: Sequence[int]) -> contextlib.ExitStack:
+        """Let saves in the background leave to this step what it will read anyway, until what is returned is closed."""
+        ending, owners = contextlib.ExitStack(), dict[ShardsSave, list[Hashable]]()
+        for number in due:
+            if self.transfers.saving is not None:
+                owners.setdefault(self.transfers.saving, []).append(self.transfers.owner(number))
+            for unit in {p._zinf_unit for p, _ in self.chunks[number].pieces if p in self.gradients}:
+                if unit.saving is not None and unit.on_drive:
+                    owners.setdefault(unit.saving, []).append(unit)
+        for saving, expected in owners.items():
+            ending.callback(saving.expect, ending, ())
+            saving.expect(ending, expected)
+        self._expecting = ending
+        return ending
+
+    def stop_expecting(self) -> None:
+        """Let saves in the background write all by themselves: the step has failed."""
+        self._expecting.close()
+
+    def _offer(self, number: int, buffer: ChunkBuffer) -> None:
+        """Let a save in the background have what this chunk's update is about to change, from memory."""
+        self.transfers.offer(number, buffer)
+        host = self.transfers.staging(number, buffer)[VALUE].host
+        for parameter, piece in self.chunks[number].pieces:
+            unit = parameter._zinf_unit
+            if unit.saving is not None and parameter in self.gradients:
+                columns = {VALUE: part_of(host, piece)} if host is not None and unit.on_drive else None
+                unit.saving.before_change(unit, piece.start, piece.end, columns, piece.start)
+
+    def next_order(self) -> list[int]:
+        """Return all chunks as the next step will take them: reverse of the last step's order, or that of the next forward."""
         if self._defers:
-            order = sorted(range(len(self.chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self.chunks[n].pieces))
-        else:
-            order = list(range(len(self.chunks)))[:: 1 if self._forward else -1]
+            return sorted(range(len(self.chunks)), key=lambda n: min(p._zinf_unit.serial for p, _ in self.chunks[n].pieces))
+        return list(range(len(self.chunks)))[:: 1 if self._forward else -1]
+
+    def _order(self) -> list[int]:
+        """Return the chunks to update."""
+        order = self.next_order()
         return [n for n in order if any(p in self.gradients for p, _ in self.chunks[n].pieces)]
 
     def _prepare(self, number: int, optimizer: Optimizer) -> ChunkBuffer:

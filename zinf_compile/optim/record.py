@@ -34,10 +34,7 @@ class State(enum.Enum):
 
 
 class StatesSave(Protocol):
-    """A save that reads states on drives in the background."""
-
-    def wait_read(self) -> None:
-        """Wait until it has read them: what uses or changes states calls this first."""
+    """A save that goes on in the background."""
 
     def tell(self) -> None:
         """Raise its error on all ranks, once, as soon as one rank has one. A collective operation, at the start of a step."""

@@ -24,7 +24,38 @@ else:
         """A dict whose methods all use those that a subclass defines."""
 
 
-class StateEntry(_AnyDict):
+class LazyDict(_AnyDict):
+    """Makes values when they are asked for: a subclass says which, by `__getitem__`, `__iter__` and the like."""
+
+    def copy(self) -> dict[str, Any]:
+        """Return a plain dict with all values."""
+        return {name: self[name] for name in self}
+
+    def __copy__(self) -> dict[str, Any]:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | self.copy()
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __reversed__(self) -> Iterator[str]:
+        return reversed(list(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # loadable without drive or optimizer; `torch.load(weights_only=True)` accepts this class
+        return collections.OrderedDict, (), None, None, iter(self.copy().items())
+
+
+class StateEntry(LazyDict):
     """The states of one parameter: those in memory, such as step counts, and those on a drive.
 
     Reading a state on a drive returns a host tensor. While the caller holds it, its changes are written to the drive before the
@@ -97,33 +128,6 @@ class StateEntry(_AnyDict):
         self.memory.clear()
         self.stored.clear()
         self.copies.clear()
-
-    def copy(self) -> dict[str, Any]:
-        """Return a plain dict with all values."""
-        return {name: self[name] for name in self}
-
-    def __copy__(self) -> dict[str, Any]:
-        return self.copy()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.copy(), memo)
-
-    def __or__(self, other: Any) -> Any:
-        return self.copy() | dict(other)
-
-    def __ror__(self, other: Any) -> Any:
-        return dict(other) | self.copy()
-
-    def __ior__(self, other: Any) -> Any:
-        self.update(other)
-        return self
-
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(list(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # loadable without drive or optimizer; `torch.load(weights_only=True)` accepts this class
-        return collections.OrderedDict, (), None, None, iter(self.copy().items())
 
     def __repr__(self) -> str:
         away = ", ".join(f"{name!r} (on a drive)" for name in sorted(self.stored))

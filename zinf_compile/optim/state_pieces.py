@@ -6,18 +6,24 @@ States on a drive come by chunks, which hold all states of some elements; those 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.pieces import Piece
+from zinf_compile.ir.sizes import BLOCK_BYTES
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .chunk_transfers import ChunkTransfers
 from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
 from .offloaded_states import OffloadedStates
@@ -28,20 +34,10 @@ from .state_accounts import account_states, check_states_to_come
 from .state_dict_hooks import offloaded_states
 from .state_entry import in_memory, states_of
 from .state_layout import note, noted, without_note
+from .watched_states import StatesWatch, unshared
 
 Key = tuple[torch.Tensor, str]
 """A parameter and the name of a state."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StatePiece:
-    """Some elements of this rank's shard of a state, flat in host memory; valid until the next one is asked for."""
-
-    parameter: torch.Tensor
-    name: str
-    start: int
-    """Number of the first element in the shard."""
-    values: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,44 +71,84 @@ def own_states(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
     return found
 
 
-@torch.no_grad()
-def read_in_memory(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[StatePiece]:
-    """Yield the elements of the large states in memory that `own_states` found; those of a whole one as if it were a shard."""
+@dataclasses.dataclass(frozen=True)
+class MemoryState:
+    """A large state in memory."""
+
+    parameter: torch.Tensor
+    name: str
+    read: Callable[[], torch.Tensor]
+    """Returns this rank's shard, flat; a whole one as if it were that."""
+    watch: StatesWatch | None
+    """For one that nobody changes without asking for it, and of which `read` returns the same memory later; None: any other."""
+
+
+def states_in_memory(optimizer: Optimizer, found: Mapping[torch.Tensor, OwnStates]) -> Iterator[MemoryState]:
+    """Yield the large states in memory that `own_states` found."""
     for parameter, own in found.items():
-        on_drive = _on_drive(optimizer, parameter)
-        for name in sorted(own.large.keys() - on_drive.keys()):
-            value = (states_of(optimizer, parameter) or {})[name]
-            shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
-            flat = shard.detach().reshape(-1)
-            for start, end in [(0, flat.numel())] if own.unit is None else pieces_of(own.unit):
-                yield StatePiece(parameter, name, start, flat[start : min(end, flat.numel())].cpu())
+        names = sorted(own.large.keys() - _on_drive(optimizer, parameter).keys())
+        alone = unshared(optimizer, parameter, names) if own.unit is not None else []
+        watch = StatesWatch(optimizer, parameter)
+        for name in names:
+            shard = _shard_of(optimizer, parameter, own, name)
+            if name in alone and shard.data_ptr() == optimizer.state[parameter][name].data_ptr():
+                watch.names.add(name)
+                yield MemoryState(parameter, name, partial(_itself, shard), watch)
+            else:
+                yield MemoryState(parameter, name, partial(_shard_of, optimizer, parameter, own, name), None)
 
 
-def has_states_on_drive(optimizer: Optimizer) -> bool:
-    """Say whether `read_on_drive` yields anything."""
-    return any(states.transfers.store is not None for states in _offloaded(optimizer))
+def _itself(shard: torch.Tensor) -> torch.Tensor:
+    return shard
 
 
 @torch.no_grad()
-def read_on_drive(optimizer: Optimizer) -> Iterator[StatePiece]:
-    """Yield the elements of states on drives. Any thread may, where no other uses the states meanwhile."""
+def _shard_of(optimizer: Optimizer, parameter: torch.Tensor, own: OwnStates, name: str) -> torch.Tensor:
+    value = (states_of(optimizer, parameter) or {})[name]
+    shard = value if own.unit is None else shard_state(value, own.unit, name, optimizer)
+    flat: torch.Tensor = shard.detach().reshape(-1)
+    return flat
+
+
+@dataclasses.dataclass(frozen=True)
+class DrivePiece:
+    """A block of one state of a chunk on a drive, elements [start, end) of it, and whose states are in it."""
+
+    transfers: ChunkTransfers
+    chunk: int
+    name: str
+    start: int
+    end: int
+    dtype: torch.dtype
+    parts: Sequence[tuple[torch.Tensor, int, int, int]]
+    """Parameter, number of the first element in its shard, and in the block, and number of elements."""
+
+    def read(self, into: torch.Tensor) -> Pending:
+        """Start to read it into host memory. Any thread may."""
+        return self.transfers.read_part(self.chunk, self.name, self.start, into)
+
+
+def pieces_on_drive(optimizer: Optimizer) -> Iterator[DrivePiece]:
+    """Yield the blocks of states on drives, those that the next step updates last first; after `own_states`."""
     for states in _offloaded(optimizer):
-        yield from _by_chunks(states)
+        transfers, entries = states.transfers, states.table.entries
+        stored = {p: entry.stored for p, entry in entries.items()}
+        for number in reversed(states.next_order()) if transfers.store is not None else ():
+            chunk = transfers.chunks[number]
+            for name in sorted({name for p, _ in chunk.pieces for name in stored.get(p, ())}):
+                mine = [(p, piece) for p, piece in chunk.pieces if name in stored.get(p, ())]
+                step = format_of(chunk.states[name]).numel_within(BLOCK_BYTES)
+                for begin in range(0, chunk.numel, step):
+                    end = min(begin + step, chunk.numel)
+                    parts = [part for p, piece in mine for part in _within(p, piece, begin, end)]
+                    if parts:
+                        yield DrivePiece(transfers, number, name, begin, end, chunk.states[name], parts)
 
 
-def _by_chunks(states: OffloadedStates) -> Iterator[StatePiece]:
-    entries, transfers = states.table.entries, states.transfers
-    if transfers.store is None:
-        return
-    stored = {p: entry.stored for p, entry in entries.items()}
-    wanted = [n for n, chunk in enumerate(transfers.chunks) if any(stored.get(p) for p, _ in chunk.pieces)]
-    for position, number in enumerate(wanted):
-        _, views = transfers.read(number)
-        if len(transfers.buffers) > 1 and position + 1 < len(wanted):
-            transfers.buffer_for(wanted[position + 1])  # is read meanwhile
-        for parameter, piece in transfers.chunks[number].pieces:
-            for name in sorted(stored.get(parameter, ())):
-                yield StatePiece(parameter, name, piece.start, part_of(views[name], piece).cpu())
+def _within(parameter: torch.Tensor, piece: Piece, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+    first, last = max(begin, piece.place), min(end, piece.place + piece.end - piece.start)
+    if first < last:
+        yield parameter, piece.start + first - piece.place, first - begin, last - first
 
 
 def _on_drive(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, torch.dtype]:

@@ -139,6 +139,7 @@ def _elementwise(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, 
 
 def _change(owner: ShardedTensor, packet: str, operands: dict[int, ShardValues], perform: Any, target: int) -> None:
     resident = {key: values.resident for key, values in operands.items()}
+    operands[target].changing()
     if all(shard is not None for shard in resident.values()):
         perform(resident)
     else:

@@ -119,6 +119,8 @@ def _on_whole(
         reject_reshape(func, args[0]._zinf_unit)
     changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
     values: dict[ShardedParameter, torch.Tensor] = {}
+    for parameter in changed:
+        parameter._zinf_unit.changing()
     for parameter in parameters:
         with no_torch_function():
             needs_grad = parameter.requires_grad and differentiate
@@ -129,6 +131,10 @@ def _on_whole(
     result = call_on_values(func, args, kwargs, list(values.items()))
     for parameter in changed:
         torch.autograd.graph.increment_version(parameter)
+    values.clear()
+    for parameter in parameters:
+        if parameter._zinf_unit.saving is not None and parameter._zinf_unit.aliased:
+            parameter._zinf_unit.changing()  # the result is memory of it
     return result
 
 

@@ -77,6 +77,7 @@ class ShardedTensor(torch.Tensor):
         """Return this rank's shard on the device, flat, with its padding; a copy where it lives elsewhere."""
         resident = self._shard_values.resident
         if resident is not None:
+            self._shard_values.changing()  # by whom it is handed out to, perhaps
             return resident
         context = self._unit.context
         shard = context.memory.staged_buffer(self._unit.shard_numel, self.dtype)
