@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from damaged_saves import damage_a_state
 from faults import failing, offloaded_of
-from rank_checkpoint import Uneven, build, full, train
+from rank_checkpoint import Uneven, build, full, optimizer_of, train
 from tiers import context_of
 from torch import nn
 from training import BACKEND
@@ -164,3 +164,38 @@ def saved_kinds(rank: int, size: int, folder: str, options: dict[str, Any]) -> N
         for number, found in states["state"].items():
             expected |= {f"optimizer.state.{names[number]}.{name}": value for name, value in found.items()}
         torch.save(expected, f"{folder}/expected.pt")
+
+
+def onto_meta(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[Any, list[float], list[int]]:
+    """Load onto a model on meta; return its whole states, losses afterwards, and the bytes read by this and by another load.
+
+    The last rank alone gets a damaged file first: an error on all, and the model is on meta again.
+    """
+    opened: list[SavedFiles] = []
+
+    class Noted(SavedFiles):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            opened.append(self)
+
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model = Uneven()
+    optimizer = optimizer_of(model)
+    compiled = torch.compile(model, backend="zero_infinity", options=placed(options, size))
+    (saved,) = Path(folder).glob("save-*")
+    own = Path(folder) / f"own-{rank}" / saved.name
+    shutil.copytree(saved, own)
+    if rank == size - 1:
+        damage_a_state(own)
+    with pytest.raises(CheckpointError, match=rf"(named on rank {size - 1}: )?.*is damaged: the checksum of"):
+        zinf_compile.load(own.parent, compiled, optimizer)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_files, "SavedFiles", Noted)
+        for _ in range(2):
+            assert zinf_compile.load(saved, compiled, optimizer)["step"] == 3
+            read.append(sum(files.read_bytes for files in opened))
+            opened.clear()
+    return full(model, optimizer), train(compiled, optimizer, range(3, 5)), read

@@ -74,9 +74,18 @@ def named_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[tuple[s
     return [("optimizer" if len(given) == 1 else f"optimizer.{number}", each) for number, each in enumerate(given)]
 
 
-def fit(files: SavedFiles, targets: Mapping[str, torch.Tensor], optimizers: Sequence[tuple[str, Optimizer]]) -> Fitting:
-    """Return what goes where; raise `CheckpointError` naming everything that doesn't fit. `targets`: the model's, by name."""
-    problems = [*_model_problems(files, targets), *_optimizer_problems(files, optimizers, targets)]
+def fit(
+    files: SavedFiles,
+    targets: Mapping[str, torch.Tensor],
+    optimizers: Sequence[tuple[str, Optimizer]],
+    *,
+    on_meta: bool = False,
+) -> Fitting:
+    """Return what goes where; raise `CheckpointError` naming everything that doesn't fit.
+
+    `targets`: the model's tensors by name; `on_meta`: they may be on meta.
+    """
+    problems = [*_model_problems(files, targets, on_meta=on_meta), *_optimizer_problems(files, optimizers, targets)]
     if problems:
         raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
     aliases = files.settings.get("aliases", {})
@@ -88,7 +97,7 @@ def fit(files: SavedFiles, targets: Mapping[str, torch.Tensor], optimizers: Sequ
     return Fitting({first[id(tensor)]: tensor for tensor in targets.values()}, found, extra)
 
 
-def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor]) -> list[str]:
+def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor], *, on_meta: bool) -> list[str]:
     saved = {key.removeprefix("model."): t for key, t in files.tensors.items() if key.startswith("model.")}
     saved |= {alias: saved[name] for alias, name in files.settings.get("aliases", {}).items()}
     problems = [f"missing: {name}" for name in targets if name not in saved]
@@ -99,10 +108,8 @@ def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor]) -> l
             problems.append(f"shape of {name}: {list(there.shape)} in the checkpoint, {list(here.shape)} in the model")
         if here.dtype != there.dtype:
             problems.append(f"type of {name}: {there.dtype} in the checkpoint, {here.dtype} in the model")
-        if here.device.type == "meta":
-            problems.append(
-                f"{name} is on meta: call zinf_compile.partition(model, checkpoint={str(files.folder)!r}, ...) before"
-            )
+        if here.device.type == "meta" and not on_meta:
+            problems.append(f"{name} is on meta, other tensors of the model are not: make the model on one of both")
     return sorted(problems)
 
 

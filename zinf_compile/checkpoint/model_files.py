@@ -80,7 +80,7 @@ def open_model_files(
     others = any((path / name).exists() for name in (SINGLE, INDEX))
     saved = path.is_dir() and ((path / MANIFEST).exists() or saves_in(path))
     if not others and (saved or is_foreign(path)):
-        return SavedModel(open_files(path / find_checkpoint(path), targets, [], dtype=dtype, rename=rename))
+        return SavedModel(open_files(path / find_checkpoint(path), targets=targets, optimizers=[], dtype=dtype, rename=rename))
     files = TensorFiles(path)
     if dtype is None and rename is None:
         return files

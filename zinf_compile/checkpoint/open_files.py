@@ -34,9 +34,9 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 def open_files(
     path: Path,
+    *,
     targets: Mapping[str, torch.Tensor],
     optimizers: Sequence[tuple[str, Optimizer]],
-    *,
     dtype: DType | None,
     rename: Rename | None,
 ) -> SavedFiles:

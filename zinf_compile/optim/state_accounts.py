@@ -24,7 +24,7 @@ from zinf_compile.stats import log_first_step
 
 from .closure_step import hollow_of
 from .elementwise_probe import states_kept
-from .record import all_records, record_of
+from .record import OptimizerRecord, all_records, record_of
 from .split_states import split_units
 from .state_dict_hooks import drive_bytes
 from .state_entry import in_memory, states_of
@@ -74,13 +74,28 @@ def account_states(optimizer: Optimizer) -> None:
 def drop_states() -> None:
     """Remove the states of partitioned parameters from every optimizer, on all tiers."""
     for optimizer, record in all_records():
-        for states in record.offloaded or []:
-            states.transfers.release()
+        _release(record)
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
             optimizer.state.pop(parameter, None)
-        known = record.state_bytes or {}
-        _forget(known)
-        known.clear()
+
+
+def forget_states(optimizer: Optimizer) -> None:
+    """Release what was prepared or loaded for parameters that are not partitioned after all."""
+    record = record_of(optimizer)
+    _release(record)
+    if record.offloaded is not None:
+        record.offloaded.clear()  # its hooks stay
+    record.counted.clear()
+    if record.incomplete:
+        optimizer.state.clear()
+
+
+def _release(record: OptimizerRecord) -> None:
+    for states in record.offloaded or []:
+        states.transfers.release()
+    known = record.state_bytes or {}
+    _forget(known)
+    known.clear()
 
 
 def _forget(known: dict[Ledger, int]) -> None:
