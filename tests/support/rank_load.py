@@ -18,7 +18,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors
+from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors, stretches
 from zinf_compile.checkpoint.saved_files import SavedFiles
 from zinf_compile.errors import CheckpointError, RankMismatchError, StepFailedError, StoreError
 
@@ -118,7 +118,7 @@ def read_bytes(rank: int, size: int, folder: str, options: dict[str, Any]) -> tu
             opened.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parts_writer, saved_files, saved_tensors):
+        for module in (parts_writer, saved_files, saved_tensors, stretches):
             patch.setattr(module, "CHECKED_BYTES", 64)
         patch.setattr(open_files, "SavedFiles", Noted)
         torch.compiler.reset()

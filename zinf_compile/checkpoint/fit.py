@@ -17,14 +17,14 @@ from zinf_compile.optim.split_states import split_units
 from zinf_compile.optim.state_pieces import Key
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .checkpoint_files import CheckpointFiles
 from .plain_values import decode
-from .saved_files import SavedFiles
 
 
 class SavedTensors(dict[str, torch.Tensor]):
     """The tensors among plain values, read when they are asked for; `asked` are their names."""
 
-    def __init__(self, files: SavedFiles) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
         self._files = files
         self.asked: set[str] = set()
@@ -75,7 +75,7 @@ def named_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[tuple[s
 
 
 def fit(
-    files: SavedFiles,
+    files: CheckpointFiles,
     targets: Mapping[str, torch.Tensor],
     optimizers: Sequence[tuple[str, Optimizer]],
     *,
@@ -97,7 +97,7 @@ def fit(
     return Fitting({first[id(tensor)]: tensor for tensor in targets.values()}, found, extra)
 
 
-def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor], *, on_meta: bool) -> list[str]:
+def _model_problems(files: CheckpointFiles, targets: Mapping[str, torch.Tensor], *, on_meta: bool) -> list[str]:
     saved = {key.removeprefix("model."): t for key, t in files.tensors.items() if key.startswith("model.")}
     saved |= {alias: saved[name] for alias, name in files.settings.get("aliases", {}).items()}
     problems = [f"missing: {name}" for name in targets if name not in saved]
@@ -114,7 +114,7 @@ def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor], *, o
 
 
 def _optimizer_problems(
-    files: SavedFiles, optimizers: Sequence[tuple[str, Optimizer]], targets: Mapping[str, torch.Tensor]
+    files: CheckpointFiles, optimizers: Sequence[tuple[str, Optimizer]], targets: Mapping[str, torch.Tensor]
 ) -> list[str]:
     saved, problems = files.settings.get("optimizers", {}), []
     if optimizers and saved.keys() != dict(optimizers).keys():
@@ -136,7 +136,7 @@ def _optimizer_problems(
     return problems
 
 
-def _optimizer(files: SavedFiles, prefix: str, optimizer: Optimizer, targets: Mapping[str, torch.Tensor]) -> SavedOptimizer:
+def _optimizer(files: CheckpointFiles, prefix: str, optimizer: Optimizer, targets: Mapping[str, torch.Tensor]) -> SavedOptimizer:
     there, tensors = files.settings["optimizers"][prefix], SavedTensors(files)
     groups = [_decoded(saved["settings"], f"{prefix}.group.{n}", tensors, files) for n, saved in enumerate(there["groups"])]
     first = _first_names(targets)
@@ -161,7 +161,7 @@ def _optimizer(files: SavedFiles, prefix: str, optimizer: Optimizer, targets: Ma
     return SavedOptimizer(optimizer, groups, small, large)
 
 
-def _decoded(value: Any, where: str, tensors: SavedTensors, files: SavedFiles) -> dict[str, Any]:
+def _decoded(value: Any, where: str, tensors: SavedTensors, files: CheckpointFiles) -> dict[str, Any]:
     found = decode(value, where, tensors)
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} in {files.folder} is a {type(found).__name__}; accepted: a dict")

@@ -14,27 +14,30 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
+from zinf_compile.optim.load_pieces import WantedState, load_states, prepare_states
 from zinf_compile.optim.record import record_of
 from zinf_compile.optim.state_accounts import forget_states
-from zinf_compile.optim.state_pieces import OwnStates, load_states, prepare_states
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
 from .accumulated_gradients import check_gradients, load_gradients, whole_gradients
 from .background import wait_for_save
-from .companions import load_companion
+from .checkpoint_files import CheckpointFiles
+from .companions import companion_filled, companion_to_fill
+from .fill_shards import ShardToFill, fill_shards, read_ahead
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .intake import DType, Rename
 from .local_buffers import load_local_buffers, local_buffers_of
 from .open_files import find_checkpoint, open_files
 from .random_states import check_random_states, load_random_states
-from .saved_files import SavedFiles
-from .shard_reader import ShardReader, fill_shard
+from .shard_reader import ShardReader, ShardReading, whole_reading
 
 
 class MetaModel(Protocol):
@@ -76,7 +79,7 @@ def load(
         raise
 
 
-Opening = Callable[..., SavedFiles]
+Opening = Callable[..., CheckpointFiles]
 """Opens the checkpoint for a model's `targets`."""
 
 
@@ -152,7 +155,7 @@ class _Loading:
 
 @contextlib.contextmanager
 def _refused_after_an_error(
-    files: SavedFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
+    files: CheckpointFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
 ) -> Iterator[None]:
     """Let nobody compute with what a load has changed in part, here or on another rank."""
     try:
@@ -170,22 +173,36 @@ def _refused_after_an_error(
         raise
 
 
-def _load_model(files: SavedFiles, fitting: Fitting) -> None:
-    for key, tensor in fitting.model.items():
-        if isinstance(tensor, ShardedParameter):
-            unit = tensor._zinf_unit
-            if unit.updates is not None:
-                unit.updates.replace(unit)
-            fill_shard(ShardReader(files, key, unit), unit, ParameterShard(unit).write)
-            unit.restored()
-            torch.autograd.graph.increment_version(tensor)
-        elif isinstance(tensor, ShardedTensor):
-            load_companion(files, key, tensor)
-        else:
-            tensor.copy_(files.whole(key))
+def _load_model(files: CheckpointFiles, fitting: Fitting) -> None:
+    sharded = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedParameter)}
+    for tensor in sharded.values():
+        unit = tensor._zinf_unit
+        if unit.updates is not None:
+            unit.updates.replace(unit)
+    companions = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedTensor)}
+    fill_shards(
+        [_parameter_to_fill(files, key, tensor._zinf_unit) for key, tensor in sharded.items()]
+        + [companion_to_fill(files, key, tensor) for key, tensor in companions.items()]
+    )
+    for tensor in sharded.values():
+        tensor._zinf_unit.restored()
+        torch.autograd.graph.increment_version(tensor)
+    for companion in companions.values():
+        companion_filled(companion)
+    for key, whole in fitting.model.items():
+        if not isinstance(whole, ShardedParameter | ShardedTensor):
+            whole.copy_(files.whole(key))
 
 
-def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
+def _parameter_to_fill(files: CheckpointFiles, key: str, unit: Unit) -> ShardToFill:
+    resident = unit.shard if unit.backing is None else unit.resident
+    in_place = resident is not None and resident.device.type == "cpu"
+    return ShardToFill(
+        ShardReader(files, key, unit), unit, unit.dtype, ParameterShard(unit).write, resident if in_place else None
+    )
+
+
+def _load_optimizer(files: CheckpointFiles, saved: SavedOptimizer) -> None:
     for group, settings in zip(saved.optimizer.param_groups, saved.groups, strict=True):
         for name, value in settings.items():
             present = group.get(name)
@@ -193,14 +210,17 @@ def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
             group[name] = value.to(present.device) if both else value  # type: ignore[union-attr]
     readers: dict[str, ShardReader] = {}
 
-    def read(parameter: torch.Tensor, state: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
-        key = saved.large[parameter, state]
-        if own.unit is None:
-            return files.whole(key).reshape(-1)[start:end]
+    def begin(wanted: WantedState) -> ShardReading:
+        key = saved.large[wanted.parameter, wanted.name]
+        if wanted.unit is None:
+            return whole_reading(files, key, wanted.start, wanted.end)
         if key not in readers:
-            readers.clear()
-            readers[key] = ShardReader(files, key, own.unit)
-        return readers[key].read(start, end)
+            readers[key] = ShardReader(files, key, wanted.unit)
+        return readers[key].begin(wanted.start, wanted.end)
+
+    def size(wanted: WantedState) -> int:
+        key = saved.large[wanted.parameter, wanted.name]
+        return format_of(files.tensors[key].dtype).bytes(wanted.end - wanted.start)
 
     types = {place: files.tensors[key].dtype for place, key in saved.large.items()}
-    load_states(saved.optimizer, saved.small, types, read)
+    load_states(saved.optimizer, saved.small, types, lambda wanted: read_ahead(wanted, begin, size))
