@@ -1,4 +1,4 @@
-"""Loading a checkpoint: at another number of ranks beside reading and writing its bytes, and of a large model within a memory cap.
+"""Loads a checkpoint: at another number of ranks, beside reading and writing its bytes; and of 1.5B parameters within a cap.
 
     python benchmarks/load.py DIR                     # DIR: a folder on the drive; by default the current one
     python benchmarks/load.py DIR --width 1024 --rounds 5 --json load.json
@@ -68,7 +68,8 @@ def by_fio(folder: Path) -> float:
         subprocess.Popen(["fio", "--name=r", f"--filename={source}", "--rw=read", *common], stdout=subprocess.DEVNULL),
         subprocess.Popen(["fio", "--name=w", f"--filename={target}", "--rw=write", *common], stdout=subprocess.DEVNULL),
     ]
-    if any([process.wait() for process in both]):
+    codes = [process.wait() for process in both]
+    if any(codes):
         raise SystemExit("fio failed; see above")
     seconds = time.perf_counter() - began
     target.unlink()
