@@ -20,7 +20,7 @@ from training import BACKEND
 import zinf_compile
 from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors, stretches
 from zinf_compile.checkpoint.saved_files import SavedFiles
-from zinf_compile.errors import CheckpointError, RankMismatchError, StepFailedError, StoreError
+from zinf_compile.errors import BudgetError, CheckpointError, RankMismatchError, StepFailedError, StoreError
 
 
 def placed(options: dict[str, Any], size: int) -> dict[str, Any]:
@@ -182,7 +182,8 @@ def onto_meta(rank: int, size: int, folder: str, options: dict[str, Any]) -> tup
     with torch.device("meta"):
         model = Uneven()
     optimizer = optimizer_of(model)
-    compiled = torch.compile(model, backend="zero_infinity", options=placed(options, size))
+    group = placed(options, size)
+    compiled = torch.compile(model, backend="zero_infinity", options=group)
     (saved,) = Path(folder).glob("save-*")
     own = Path(folder) / f"own-{rank}" / saved.name
     shutil.copytree(saved, own)
@@ -190,6 +191,11 @@ def onto_meta(rank: int, size: int, folder: str, options: dict[str, Any]) -> tup
         damage_a_state(own)
     with pytest.raises(CheckpointError, match=rf"(named on rank {size - 1}: )?.*is damaged: the checksum of"):
         zinf_compile.load(own.parent, compiled, optimizer)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    with pytest.raises(BudgetError, match=r"the smallest that works is [\d,]+"):
+        zinf_compile.load(
+            saved, torch.compile(model, backend="zero_infinity", options={**group, "device_memory": 2000}), optimizer
+        )
     assert {p.device.type for p in model.parameters()} == {"meta"}
     read = []
     with pytest.MonkeyPatch.context() as patch:

@@ -120,7 +120,7 @@ class _Loading:
                 buffers = local_buffers_of(files, targets, ranks)
                 check_random_states(files, ranks)
                 for saved in fitting.optimizers:
-                    prepare_states(saved.optimizer, saved.large)
+                    prepare_states(saved.optimizer, {place: files.tensors[key].dtype for place, key in saved.large.items()})
                 for key in [*fitting.whole_keys(), *whole_gradients(files, targets), *buffers]:
                     files.check(key)
             if ranks is not None:

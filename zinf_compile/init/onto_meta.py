@@ -20,6 +20,7 @@ from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.context import context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
+from zinf_compile.sharded.budget_checks import capped
 
 from .from_meta import collect, initialized, random_numbers_of_rank_0, steps_before
 from .initializers import explain_untouched
@@ -54,6 +55,7 @@ class OntoMeta:
         install()
         steps = list(steps_before(model, None, loads=True))
         with contextlib.ExitStack() as undo:
+            undo.enter_context(capped(self._config, [target.slot for target in self._targets], context))
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
                 undo.enter_context(random_numbers_of_rank_0(context))
                 made = undo.enter_context(initialized(model, self._targets, steps, self._config, context, once=False))

@@ -5,6 +5,7 @@ Called by `checkpoint`, which reads them.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -13,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from zinf_compile.errors import UnsupportedOptimizerError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.unit import Unit
@@ -53,7 +55,7 @@ Read = Callable[[Iterable[WantedState]], Iterator[StateReading]]
 
 
 @torch.no_grad()
-def prepare_states(optimizer: Optimizer, large: Collection[Key]) -> None:
+def prepare_states(optimizer: Optimizer, large: Mapping[Key, torch.dtype]) -> None:
     """Make room for states of these parameters and names, where they are kept on a drive or in chunks, before anything changes.
 
     Raises `BudgetError` naming the smallest cap that works, and `UnsupportedOptimizerError` for a state that is not kept there.
@@ -70,7 +72,12 @@ def prepare_states(optimizer: Optimizer, large: Collection[Key]) -> None:
                 f"{name} of {parameter._zinf_unit.name} is among the states to be loaded; this {type(optimizer).__name__} keeps "
                 f"{', '.join(kept) or 'none'}: make it with the settings with which it was saved. Nothing was changed"
             )
-    check_states_to_come(optimizer, [p for p in hollow if p._zinf_unit.backing is None and p not in chunked])
+    loaded: dict[int, int] = collections.defaultdict(int)
+    for (parameter, _), dtype in large.items():
+        if isinstance(parameter, ShardedParameter):
+            loaded[id(parameter)] += format_of(dtype).bytes(parameter._zinf_unit.shard_numel)
+    in_memory = [p for p in hollow if p._zinf_unit.backing is None and p not in chunked]
+    check_states_to_come(optimizer, in_memory, loaded=loaded)
 
 
 @torch.no_grad()

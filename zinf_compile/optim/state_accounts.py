@@ -6,7 +6,7 @@ import collections
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -32,14 +32,23 @@ from .state_entry import in_memory, states_of
 _WARNED = "gradients that are not averaged"
 
 
-def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
-    """Raise `BudgetError` if the states in memory that the first step will create exceed a cap."""
+def check_states_to_come(
+    optimizer: Optimizer, parameters: Sequence[ShardedParameter], *, loaded: Mapping[int, int] | None = None
+) -> None:
+    """Raise `BudgetError` if the states in memory that the first step will create exceed a cap.
+
+    `loaded`: bytes of a parameter's states, by its id, that are about to take the place of those that it has.
+    """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     missing: dict[Context, int] = collections.defaultdict(int)
     counted = record_of(optimizer).counted
     fresh = [p for p in parameters if id(p) not in counted]
+    for p in parameters if loaded else ():
+        known = in_memory(states_of(optimizer, p)).values()
+        held = sum(value.nbytes for value in known if isinstance(value, torch.Tensor) and value.dim())
+        missing[p._zinf_unit.context] += max(0, loaded.get(id(p), 0) - held) if loaded else 0
     for p in fresh:
-        if p.requires_grad and p not in optimizer.state:
+        if p.requires_grad and p not in optimizer.state and not (loaded and id(p) in loaded):
             unit = p._zinf_unit
             kept = states_kept(optimizer, groups[id(p)], unit.dtype)
             missing[unit.context] += sum(format_of(dtype).bytes(unit.shard_numel) for dtype in kept.values())
