@@ -15,6 +15,7 @@ from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.optim.step_gradient import is_applied
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def add_gradients(contents: RankContents, names: Mapping[str, torch.Tensor]) -> None:
-    """Add the gradients of parameters by name, in the type in which they are kept."""
+    """Add the gradients of parameters by name, in the type in which they are kept, but those that a step has applied."""
     done: set[int] = set()
     for name, parameter in names.items():
         with no_torch_function():
             grad = parameter.grad if parameter.is_leaf else None
-        if grad is None or id(parameter) in done:
+        if grad is None or id(parameter) in done or is_applied(grad):
             continue
         done.add(id(parameter))
         key = f"gradient.{name}"
