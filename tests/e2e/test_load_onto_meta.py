@@ -173,3 +173,22 @@ def test_nothing_is_whole_in_memory(tmp_path: Path) -> None:
     assert most < 8 << 20 < 16 << 20 == fresh[0].weight.nbytes, f"{most:,} bytes at most"
     torch.testing.assert_close(dict(zinf_compile.full_state_dict(fresh)), dict(model.state_dict()), rtol=0, atol=0)
     assert torch.equal(its.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_an_optimizer_whose_constructor_makes_states(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    folder = zinf_compile.save(tmp_path / "saved", model, optimizer)
+    with torch.device("meta"):
+        fresh = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    its = torch.optim.Adagrad(fresh.parameters())
+    in_place(fresh, {"compute": "fx"})
+    zinf_compile.load(folder, fresh, its)
+    for each, adagrad in ((model, optimizer), (fresh, its)):
+        each(torch.ones(2, 7)).square().sum().backward()
+        adagrad.step()
+    torch.testing.assert_close(dict(fresh.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(its.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
