@@ -6,12 +6,12 @@ from types import ModuleType
 from zinf_compile.checkpoint.background import wait_for_save
 from zinf_compile.checkpoint.dcp import dcp_state_dict
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
-from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
 from zinf_compile.checkpoint.save import save
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict
 from zinf_compile.checkpoint.save_safetensors import save_safetensors
 from zinf_compile.init.from_meta import partition
+from zinf_compile.init.load import load
 from zinf_compile.init.while_building import partitioned
 from zinf_compile.optim.deferred_step import synchronize
 from zinf_compile.optim.precision import keep_precision

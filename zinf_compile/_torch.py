@@ -359,3 +359,26 @@ def is_compiled(model: torch.nn.Module) -> bool:
     There is no public way: `Module.compile` sets a compiled `_call_impl`, `torch.compile(module)` wraps with `_orig_mod`.
     """
     return any(m._compiled_call_impl is not None or "_orig_mod" in (*m._modules, *vars(m)) for m in model.modules())
+
+
+def backends_of(model: torch.nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and arguments of the backend of each `torch.compile` of the model or of a module of it, in place or not.
+
+    Before the first call they are nowhere else: in the callback of the context that enters Dynamo. A callback is wrapped several
+    times; the innermost calls the backend with its arguments.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for module in model.modules():
+        wrapped = [getattr(vars(module).get("dynamo_ctx"), "callback", None)]
+        config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+        wrapped += [getattr(cell.cell_contents, "callback", None) for cell in getattr(config, "__closure__", None) or ()]
+        for backend in map(_innermost, wrapped):
+            if isinstance(backend, torch._TorchCompileWrapper):
+                found.append((backend.compiler_name, dict(backend.kwargs)))
+    return found
+
+
+def _innermost(callback: Any) -> Any:
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback

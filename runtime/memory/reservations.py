@@ -64,6 +64,10 @@ class Reservations:
         """Count a reservation for as long as the graph lives that keeps it."""
         self._made.add(reservation)
 
+    def remove(self, reservation: Reservation) -> None:
+        """Count a reservation no more, though somebody may refer to it."""
+        self._made.discard(reservation)
+
     @property
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""

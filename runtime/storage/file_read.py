@@ -55,7 +55,7 @@ class FileRead:
         if self._direct is not None and self._buffer is not None:
             try:
                 self._direct.wait()
-                into[: self._count].copy_(self._buffer[self._skip : self._skip + self._count])
+                into.numpy()[: self._count] = self._buffer.numpy()[self._skip : self._skip + self._count]  # by this thread alone
             except OSError as error:
                 if error.errno != errno.EIO or os.fstat(self._fd).st_size >= self._offset + self._count:
                     raise

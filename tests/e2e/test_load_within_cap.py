@@ -83,3 +83,48 @@ def test_the_smallest_cap_is_named_and_works(tmp_path: Path) -> None:
         cap = int(found[1].replace(",", ""))
     assert refusals[0] == "load", refusals
     assert resumed(folder, cap - 1)[0]
+
+
+ALL_AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+
+
+def resumed_on_meta(folder: Path, cap: int, options: dict[str, Any]) -> tuple[str, str]:
+    """The same onto a model on meta; one that was refused is there again."""
+    zinf_compile.reset()
+    with torch.device("meta"):
+        model = Stack()
+    pieces = {"compute_shape": {"piece_numel": 1 << 14}}
+    model.compile(backend="zero_infinity", options={"compute": "fx", **pieces, **options, "device_memory": cap})
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    where = "load"
+    try:
+        zinf_compile.load(folder, model, optimizer)
+        (held,) = {account["peak"]["all"] for account in zinf_compile.stats(model)["memory"].values()}
+        assert held <= cap, "nor does what is held exceed it"
+        where = "training"
+        train(model, optimizer)
+    except BudgetError as error:
+        if where == "load":
+            assert {type(p) for p in model.parameters()} == {nn.Parameter}
+            assert {p.device.type for p in model.parameters()} == {"meta"}
+            assert not optimizer.state
+        return where, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": 1 << 16}, {"optimizer": "nvme"}, ALL_AWAY, {**ALL_AWAY, "tile": 1 << 16}])
+def test_the_smallest_cap_of_a_model_on_meta(options: dict[str, Any], tmp_path: Path) -> None:
+    options = {**options, "nvme": str(tmp_path)} if "nvme" in options.values() else options
+    model, optimizer = build(options)
+    train(model, optimizer)
+    folder = zinf_compile.save(tmp_path / "saved", model, optimizer, wait=True)
+    cap, loads = 100_000, 0
+    while (refusal := resumed_on_meta(folder, cap, options))[0]:
+        found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", refusal[1])
+        assert found, refusal
+        works = int(found[1].replace(",", ""))
+        assert works > cap, refusal
+        cap, loads = works, works if refusal[0] == "load" else loads
+    assert loads, "a load was refused"
+    assert resumed_on_meta(folder, loads, options)[0] != "load"
+    assert resumed_on_meta(folder, loads - 1, options)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_checkpoint import Uneven, loaded, saved
-from rank_load import failed, read_bytes, saved_kinds, stepped
+from rank_load import failed, onto_meta, read_bytes, saved_kinds, stepped
 from ranks import run_ranks
 
 import zinf_compile
@@ -101,3 +101,15 @@ def test_four_ranks_to_two(tmp_path: Path) -> None:
     found = run_ranks(saved, 4, str(tmp_path / "saved"), {**away(tmp_path), "tile": 2048})[0]
     after, _ = run_ranks(loaded, 2, str(tmp_path / "saved"), {"timeout_s": 60})[0]
     torch.testing.assert_close(after, found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("before", "after", "place"), [(2, 3, "drive"), (3, 2, "memory")])
+def test_a_model_on_meta(before: int, after: int, place: str, tmp_path: Path) -> None:
+    options = {"timeout_s": 60} if place == "memory" else {**away(tmp_path), "tile": 2048}
+    found = run_ranks(saved, before, str(tmp_path / "saved"), {"timeout_s": 60})[0]
+    expected = run_ranks(loaded, after, str(tmp_path / "saved"), options)[0]
+    results = run_ranks(onto_meta, after, str(tmp_path / "saved"), options)
+    torch.testing.assert_close(results[0][0], found, rtol=0, atol=0)
+    for _, losses, (read, again) in results:
+        assert losses == expected[1]
+        assert again <= read <= again + 256, "whether it fits is seen without the values; settings and `extra` are read twice"

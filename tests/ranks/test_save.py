@@ -17,6 +17,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "memory": {},
     "states on a drive": {"optimizer": "nvme"},
     "all on a drive, in tiles": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "tile": 2048},
+    "in memory, in other tiles": {"tile": 1024},
 }
 
 
@@ -33,6 +34,7 @@ def placed(place: str, folder: Path) -> dict[str, Any]:
         ((1, "all on a drive, in tiles"), (3, "states on a drive")),
         ((3, "all on a drive, in tiles"), (2, "memory")),
         ((2, "states on a drive"), (2, "states on a drive")),
+        ((2, "all on a drive, in tiles"), (2, "in memory, in other tiles")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -37,10 +37,14 @@ def build(options: dict[str, Any]) -> tuple[Any, Any, torch.optim.Optimizer]:
     """Return the compiled model, the model and its optimizer."""
     torch.manual_seed(0)
     model = Uneven()
+    return torch.compile(model, backend=BACKEND, options=options), model, optimizer_of(model)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of two groups."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01, fused=True)
-    return torch.compile(model, backend=BACKEND, options=options), model, optimizer
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01, fused=True)
 
 
 def train(compiled: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:

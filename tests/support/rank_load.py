@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from damaged_saves import damage_a_state
 from faults import failing, offloaded_of
-from rank_checkpoint import Uneven, build, full, train
+from rank_checkpoint import Uneven, build, full, optimizer_of, train
 from tiers import context_of
 from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors
+from zinf_compile.checkpoint import open_files, parts_writer, saved_files, saved_tensors, stretches
 from zinf_compile.checkpoint.saved_files import SavedFiles
-from zinf_compile.errors import CheckpointError, RankMismatchError, StepFailedError, StoreError
+from zinf_compile.errors import BudgetError, CheckpointError, RankMismatchError, StepFailedError, StoreError
 
 
 def placed(options: dict[str, Any], size: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def read_bytes(rank: int, size: int, folder: str, options: dict[str, Any]) -> tu
             opened.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (parts_writer, saved_files, saved_tensors):
+        for module in (parts_writer, saved_files, saved_tensors, stretches):
             patch.setattr(module, "CHECKED_BYTES", 64)
         patch.setattr(open_files, "SavedFiles", Noted)
         torch.compiler.reset()
@@ -164,3 +164,44 @@ def saved_kinds(rank: int, size: int, folder: str, options: dict[str, Any]) -> N
         for number, found in states["state"].items():
             expected |= {f"optimizer.state.{names[number]}.{name}": value for name, value in found.items()}
         torch.save(expected, f"{folder}/expected.pt")
+
+
+def onto_meta(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[Any, list[float], list[int]]:
+    """Load onto a model on meta; return its whole states, losses afterwards, and the bytes read by this and by another load.
+
+    The last rank alone gets a damaged file first: an error on all, and the model is on meta again.
+    """
+    opened: list[SavedFiles] = []
+
+    class Noted(SavedFiles):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            opened.append(self)
+
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model = Uneven()
+    optimizer = optimizer_of(model)
+    group = placed(options, size)
+    compiled = torch.compile(model, backend="zero_infinity", options=group)
+    (saved,) = Path(folder).glob("save-*")
+    own = Path(folder) / f"own-{rank}" / saved.name
+    shutil.copytree(saved, own)
+    if rank == size - 1:
+        damage_a_state(own)
+    with pytest.raises(CheckpointError, match=rf"(named on rank {size - 1}: )?.*is damaged: the checksum of"):
+        zinf_compile.load(own.parent, compiled, optimizer)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    with pytest.raises(BudgetError, match=r"the smallest that works is [\d,]+"):
+        zinf_compile.load(
+            saved, torch.compile(model, backend="zero_infinity", options={**group, "device_memory": 2000}), optimizer
+        )
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(open_files, "SavedFiles", Noted)
+        for _ in range(2):
+            assert zinf_compile.load(saved, compiled, optimizer)["step"] == 3
+            read.append(sum(files.read_bytes for files in opened))
+            opened.clear()
+    return full(model, optimizer), train(compiled, optimizer, range(3, 5)), read

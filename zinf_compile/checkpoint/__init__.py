@@ -3,6 +3,7 @@
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
 background — The part of a save that goes on beside training: parameters and states are written, and it is committed.
+checkpoint_files — What `load` needs of an open checkpoint, whoever has written it.
 companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
     rank's own shard.
 consolidate — Writes the model of a saved checkpoint as safetensors in the layout of transformers, piece by piece.
@@ -17,6 +18,8 @@ dcp — States for `dcp.save` and `dcp.load` in the user's own loop: read and wr
 dcp_tensor — A tensor of which `torch.distributed.checkpoint` saves and loads this rank's parts, each read or written
     when its turn comes.
 file_layout — Plans the files of one rank before the first byte: their rectangles, and where in which file each one is.
+fill_shards — Fills shards from a checkpoint: the next pieces are read while the last ones are written, a few of them in
+    memory at a time.
 fit — Finds what of a saved checkpoint goes to which tensor of a model and its optimizers, and all that doesn't fit,
     before a load.
 folder_update — Atomic replacement of the files of a folder: a process killed at any moment leaves all old files or all
@@ -64,6 +67,8 @@ saved_tensors — The tensors that a checkpoint's manifests describe, with the p
     refused here.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.
 shard_reader — Reads this rank's shard of a saved tensor piece by piece, in the order of the parameter's memory.
+stretches — The stretches of a checkpoint's files that have a checksum each: read by the I/O engine, compared when they
+    have arrived.
 strict_json — JSON as strict as the Rust reader of safetensors: no duplicate keys, no NaN, no lone surrogates.
 torch_archive — Files of `torch.save`: values and tensors without executing anything in them, and elements of tensors read by
     ranges.

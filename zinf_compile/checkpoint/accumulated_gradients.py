@@ -15,29 +15,31 @@ from zinf_compile._torch import no_torch_function
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.optim.step_gradient import is_applied
 from zinf_compile.runtime.lanes.lanes import Done
 from zinf_compile.runtime.units.backing import HostBacking
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient, offloaded_to_drive
-from zinf_compile.runtime.units.shard_values import OffloadedGradientShard, pieces_of
+from zinf_compile.runtime.units.shard_values import DeviceShard, OffloadedGradientShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.operands import gradient_values
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .fill_shards import ShardToFill, fill_shards
 from .rank_contents import RankContents, Values
 from .shard_reader import ShardReader
 
 if TYPE_CHECKING:
-    from .saved_files import SavedFiles
+    from .checkpoint_files import CheckpointFiles
 
 
 def add_gradients(contents: RankContents, names: Mapping[str, torch.Tensor]) -> None:
-    """Add the gradients of parameters by name, in the type in which they are kept."""
+    """Add the gradients of parameters by name, in the type in which they are kept, but those that a step has applied."""
     done: set[int] = set()
     for name, parameter in names.items():
         with no_torch_function():
             grad = parameter.grad if parameter.is_leaf else None
-        if grad is None or id(parameter) in done:
+        if grad is None or id(parameter) in done or is_applied(grad):
             continue
         done.add(id(parameter))
         key = f"gradient.{name}"
@@ -58,7 +60,7 @@ def _pieces(key: str, grad: ShardedGradient) -> Values:
         yield key, start, values.fetch(start, end)()
 
 
-def check_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
+def check_gradients(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) -> None:
     """Raise `CheckpointError` naming saved gradients that are of no parameter here, or of another shape."""
     shapes = {key: tuple(tensor.shape) for key, tensor in _by_key(files, names).items()}
     problems = [
@@ -73,13 +75,13 @@ def check_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> Non
         )
 
 
-def whole_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> list[str]:
+def whole_gradients(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the keys of saved gradients of parameters that are whole on each rank."""
     whole = [key for key, tensor in _by_key(files, names).items() if not isinstance(tensor, ShardedParameter)]
     return [key for key in whole if key in files.tensors]
 
 
-def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None:
+def load_gradients(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) -> None:
     """Replace the gradients of parameters by name: by those of a checkpoint, by none where it has none."""
     done: set[int] = set()
     for key, parameter in _by_key(files, names).items():
@@ -97,7 +99,7 @@ def load_gradients(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> None
                 parameter.grad = torch.empty_like(parameter).copy_(files.whole(key))  # with the strides that autograd expects
 
 
-def _by_key(files: SavedFiles, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _by_key(files: CheckpointFiles, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what may have a gradient by the key that this has in a checkpoint; tied ones by one key or by each of theirs."""
     aliases = files.settings.get("aliases", {})
     return {f"gradient.{aliases.get(name, name)}": tensor for name, tensor in names.items()}
@@ -117,12 +119,9 @@ def _restored(unit: Unit, reader: ShardReader) -> ShardedGradient:
         context.memory.host_ledger.track("grads", host)
         offloaded = OffloadedGradient(unit, HostBacking(host), unit.shard_numel, dtype)
     if offloaded is not None:
-        target = OffloadedGradientShard(unit, offloaded)
-        for start, end in pieces_of(unit):
-            target.write(start, reader.read(start, end).to(dtype)).wait()
+        fill_shards([ShardToFill(reader, unit, dtype, OffloadedGradientShard(unit, offloaded).write)])
         return ShardedGradient(unit, offloaded, Done())
     shard = torch.zeros(unit.shard_numel, dtype=dtype, device=unit.device)
     context.memory.ledger.track("grads", shard)
-    for start, end in pieces_of(unit):
-        shard[start:end].copy_(reader.read(start, end))
+    fill_shards([ShardToFill(reader, unit, dtype, DeviceShard(unit, shard).write, shard)])
     return ShardedGradient(unit, shard, Done())

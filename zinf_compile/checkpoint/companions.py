@@ -13,10 +13,11 @@ import torch
 from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.sharded.tensor import ShardedTensor
 
-from .shard_reader import ShardReader, fill_shard
+from .fill_shards import ShardToFill
+from .shard_reader import ShardReader
 
 if TYPE_CHECKING:
-    from .saved_files import SavedFiles
+    from .checkpoint_files import CheckpointFiles
 
 
 def companion_pieces(key: str, tensor: ShardedTensor) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -25,9 +26,13 @@ def companion_pieces(key: str, tensor: ShardedTensor) -> Iterator[tuple[str, int
         yield key, start, tensor.shard_values.fetch(start, end)()
 
 
-def load_companion(files: SavedFiles, key: str, tensor: ShardedTensor) -> None:
-    """Replace this rank's elements by those of a checkpoint."""
+def companion_to_fill(files: CheckpointFiles, key: str, tensor: ShardedTensor) -> ShardToFill:
+    """Return what replaces this rank's elements by those of a checkpoint."""
     values = tensor.shard_values
-    fill_shard(ShardReader(files, key, tensor.unit, tensor.stride()), tensor.unit, values.write)
-    values.restored()
-    values.changed("zinf_compile.load")
+    return ShardToFill(ShardReader(files, key, tensor.unit, tensor.stride()), tensor.unit, values.dtype, values.write)
+
+
+def companion_filled(tensor: ShardedTensor) -> None:
+    """Note that they were replaced."""
+    tensor.shard_values.restored()
+    tensor.shard_values.changed("zinf_compile.load")

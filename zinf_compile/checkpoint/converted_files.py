@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
+from .checkpoint_files import CheckpointFiles, LaterReading, Reading
 from .intake import DType, Rename, plan_intake
 from .rectangles import Rectangle
-from .saved_files import SavedFiles
 
 _MODEL = "model."
 _NAMED = re.compile(r"(model\.|gradient\.|buffer\.\d+\.)(.+)", re.DOTALL)
 """Keys of parameters and buffers, of their gradients and of each rank's own buffers."""
 
 
-class ConvertedFiles(SavedFiles):
+class ConvertedFiles(CheckpointFiles):
     """The tensors and settings of a checkpoint by their new names; parameters and buffers in their new types.
 
     Raises `CheckpointError` naming all that can't be renamed or converted. States of optimizers keep their types.
     """
 
-    def __init__(self, files: SavedFiles, *, dtype: DType | None, rename: Rename | None) -> None:
+    def __init__(self, files: CheckpointFiles, *, dtype: DType | None, rename: Rename | None) -> None:
         self._files = files
-        self.folder, self.checksum, self.read_bytes, self.ranks = files.folder, files.checksum, 0, files.ranks
+        self.folder, self.checksum, self.ranks = files.folder, files.checksum, files.ranks
         stored = {key.removeprefix(_MODEL): t.dtype for key, t in files.tensors.items() if key.startswith(_MODEL)}
         aliases = files.settings.get("aliases", {})
         intake = plan_intake(stored, rename, dtype, files.folder, others=aliases)
@@ -47,26 +47,30 @@ class ConvertedFiles(SavedFiles):
             "optimizers": {prefix: _optimizer(saved, intake.names, new) for prefix, saved in optimizers.items()},
         }
 
-    def read(self, key: str, start: int, into: torch.Tensor) -> None:
-        """See `SavedFiles.read`."""
+    def begin(self, key: str, start: int, numel: int) -> Reading:
+        """See `CheckpointFiles.begin`."""
         found = self._files.tensors[self._old[key]].dtype
-        if found == into.dtype:
-            self._files.read(self._old[key], start, into)
-            return
-        values = torch.empty(into.numel(), dtype=found)
-        self._files.read(self._old[key], start, values)
-        into.copy_(values)
+        reading = self._files.begin(self._old[key], start, numel)
+        if found == self.tensors[key].dtype:
+            return reading
+
+        def convert(into: torch.Tensor) -> None:
+            values = torch.empty(numel, dtype=found)
+            reading.finish(values)
+            into.copy_(values)
+
+        return LaterReading(convert)
 
     def read_rectangle(self, key: str, wanted: Rectangle) -> torch.Tensor:
-        """See `SavedFiles.read_rectangle`."""
+        """See `CheckpointFiles.read_rectangle`."""
         return self._files.read_rectangle(self._old[key], wanted).to(self.tensors[key].dtype)
 
     def check(self, key: str) -> None:
-        """See `SavedFiles.check`."""
+        """See `CheckpointFiles.check`."""
         self._files.check(self._old[key])
 
     def close(self) -> None:
-        """See `SavedFiles.close`."""
+        """See `CheckpointFiles.close`."""
         self._files.close()
 
 

@@ -17,14 +17,14 @@ from zinf_compile.optim.split_states import split_units
 from zinf_compile.optim.state_pieces import Key
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .checkpoint_files import CheckpointFiles
 from .plain_values import decode
-from .saved_files import SavedFiles
 
 
 class SavedTensors(dict[str, torch.Tensor]):
     """The tensors among plain values, read when they are asked for; `asked` are their names."""
 
-    def __init__(self, files: SavedFiles) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
         self._files = files
         self.asked: set[str] = set()
@@ -74,9 +74,18 @@ def named_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[tuple[s
     return [("optimizer" if len(given) == 1 else f"optimizer.{number}", each) for number, each in enumerate(given)]
 
 
-def fit(files: SavedFiles, targets: Mapping[str, torch.Tensor], optimizers: Sequence[tuple[str, Optimizer]]) -> Fitting:
-    """Return what goes where; raise `CheckpointError` naming everything that doesn't fit. `targets`: the model's, by name."""
-    problems = [*_model_problems(files, targets), *_optimizer_problems(files, optimizers, targets)]
+def fit(
+    files: CheckpointFiles,
+    targets: Mapping[str, torch.Tensor],
+    optimizers: Sequence[tuple[str, Optimizer]],
+    *,
+    on_meta: bool = False,
+) -> Fitting:
+    """Return what goes where; raise `CheckpointError` naming everything that doesn't fit.
+
+    `targets`: the model's tensors by name; `on_meta`: they may be on meta.
+    """
+    problems = [*_model_problems(files, targets, on_meta=on_meta), *_optimizer_problems(files, optimizers, targets)]
     if problems:
         raise CheckpointError(f"{files.folder} doesn't fit; nothing was changed. {'; '.join(problems)}")
     aliases = files.settings.get("aliases", {})
@@ -88,7 +97,7 @@ def fit(files: SavedFiles, targets: Mapping[str, torch.Tensor], optimizers: Sequ
     return Fitting({first[id(tensor)]: tensor for tensor in targets.values()}, found, extra)
 
 
-def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor]) -> list[str]:
+def _model_problems(files: CheckpointFiles, targets: Mapping[str, torch.Tensor], *, on_meta: bool) -> list[str]:
     saved = {key.removeprefix("model."): t for key, t in files.tensors.items() if key.startswith("model.")}
     saved |= {alias: saved[name] for alias, name in files.settings.get("aliases", {}).items()}
     problems = [f"missing: {name}" for name in targets if name not in saved]
@@ -99,15 +108,13 @@ def _model_problems(files: SavedFiles, targets: Mapping[str, torch.Tensor]) -> l
             problems.append(f"shape of {name}: {list(there.shape)} in the checkpoint, {list(here.shape)} in the model")
         if here.dtype != there.dtype:
             problems.append(f"type of {name}: {there.dtype} in the checkpoint, {here.dtype} in the model")
-        if here.device.type == "meta":
-            problems.append(
-                f"{name} is on meta: call zinf_compile.partition(model, checkpoint={str(files.folder)!r}, ...) before"
-            )
+        if here.device.type == "meta" and not on_meta:
+            problems.append(f"{name} is on meta, other tensors of the model are not: make the model on one of both")
     return sorted(problems)
 
 
 def _optimizer_problems(
-    files: SavedFiles, optimizers: Sequence[tuple[str, Optimizer]], targets: Mapping[str, torch.Tensor]
+    files: CheckpointFiles, optimizers: Sequence[tuple[str, Optimizer]], targets: Mapping[str, torch.Tensor]
 ) -> list[str]:
     saved, problems = files.settings.get("optimizers", {}), []
     if optimizers and saved.keys() != dict(optimizers).keys():
@@ -129,7 +136,7 @@ def _optimizer_problems(
     return problems
 
 
-def _optimizer(files: SavedFiles, prefix: str, optimizer: Optimizer, targets: Mapping[str, torch.Tensor]) -> SavedOptimizer:
+def _optimizer(files: CheckpointFiles, prefix: str, optimizer: Optimizer, targets: Mapping[str, torch.Tensor]) -> SavedOptimizer:
     there, tensors = files.settings["optimizers"][prefix], SavedTensors(files)
     groups = [_decoded(saved["settings"], f"{prefix}.group.{n}", tensors, files) for n, saved in enumerate(there["groups"])]
     first = _first_names(targets)
@@ -154,7 +161,7 @@ def _optimizer(files: SavedFiles, prefix: str, optimizer: Optimizer, targets: Ma
     return SavedOptimizer(optimizer, groups, small, large)
 
 
-def _decoded(value: Any, where: str, tensors: SavedTensors, files: SavedFiles) -> dict[str, Any]:
+def _decoded(value: Any, where: str, tensors: SavedTensors, files: CheckpointFiles) -> dict[str, Any]:
     found = decode(value, where, tensors)
     if not isinstance(found, dict):
         raise CheckpointError(f"{where} in {files.folder} is a {type(found).__name__}; accepted: a dict")

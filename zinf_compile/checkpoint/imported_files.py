@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +18,18 @@ from zinf_compile.optim.elementwise_probe import states_kept
 from zinf_compile.runtime.storage.engine import crc32c
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .checkpoint_files import CheckpointFiles, LaterReading, Reading
 from .foreign import ForeignCheckpoint, ForeignOptimizer, ForeignTensor
 from .intake import DType, Rename, plan_intake
 from .plain_values import encode
 from .rectangles import Rectangle
-from .saved_files import Saved, SavedFiles
+from .saved_tensors import Saved
 
 _OF_THE_MACHINE = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that say how an optimizer computes, not what: those of the one that is given stay."""
 
 
-class ImportedFiles(SavedFiles):
+class ImportedFiles(CheckpointFiles):
     """The tensors and settings of a `ForeignCheckpoint`, under the names and in the types that the model asks for.
 
     Of what was trained in mixed precision, the copies in higher precision become the parameters of a model of any floating-point
@@ -46,9 +48,8 @@ class ImportedFiles(SavedFiles):
         self._found = found
         self._sources: dict[str, ForeignTensor] = {}
         self._plain: dict[str, torch.Tensor] = {}
-        self.folder, self.read_bytes, self.ranks = found.path, 0, 1
-        self.tensors: dict[str, Saved] = {}
-        self.settings: dict[str, Any] = {}
+        self.folder, self.ranks = found.path, 1
+        self.tensors, self.settings = {}, {}
         paths = [(archive.path.name, archive.path.stat().st_size) for archive in found.archives]
         self.checksum = crc32c(str(paths).encode())
         stored = {**found.tensors, **found.masters}
@@ -69,15 +70,18 @@ class ImportedFiles(SavedFiles):
             for (prefix, optimizer), each in zip(optimizers, found.optimizers, strict=True):
                 self.settings["optimizers"][prefix] = self._optimizer(prefix, optimizer, each, targets)
 
-    def read(self, key: str, start: int, into: torch.Tensor) -> None:
-        """See `SavedFiles.read`."""
+    def begin(self, key: str, start: int, numel: int) -> Reading:
+        """See `CheckpointFiles.begin`; everything is read when it is asked for."""
+        return LaterReading(partial(self._fill, key, start))
+
+    def _fill(self, key: str, start: int, into: torch.Tensor) -> None:
         if key in self._plain:
             into.copy_(self._plain[key].reshape(-1)[start : start + into.numel()])
         elif into.numel():
             self._sources[key].read(start, into)
 
     def read_rectangle(self, key: str, wanted: Rectangle) -> torch.Tensor:
-        """See `SavedFiles.read_rectangle`."""
+        """See `CheckpointFiles.read_rectangle`."""
         shape = self.tensors[key].shape
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if not wanted.numel:
@@ -92,7 +96,7 @@ class ImportedFiles(SavedFiles):
         """Do nothing: files of `torch.save` have no checksums that are read by ranges."""
 
     def close(self) -> None:
-        """See `SavedFiles.close`."""
+        """See `CheckpointFiles.close`."""
         self._found.close()
 
     def _add(self, key: str, tensor: ForeignTensor, dtype: torch.dtype | str) -> None:

@@ -4,35 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.ir.formats import format_of
+from zinf_compile.optim.load_pieces import WantedState, load_states, prepare_states
 from zinf_compile.optim.record import record_of
-from zinf_compile.optim.state_pieces import OwnStates, load_states, prepare_states
+from zinf_compile.optim.state_accounts import forget_states
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.units.shard_values import ParameterShard
 from zinf_compile.runtime.units.steps_taken import forget_steps
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.tensor import ShardedTensor
 
 from .accumulated_gradients import check_gradients, load_gradients, whole_gradients
 from .background import wait_for_save
-from .companions import load_companion
+from .checkpoint_files import CheckpointFiles
+from .companions import companion_filled, companion_to_fill
+from .fill_shards import ShardToFill, fill_shards, read_ahead
 from .fit import Fitting, SavedOptimizer, fit, named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .intake import DType, Rename
 from .local_buffers import load_local_buffers, local_buffers_of
 from .open_files import find_checkpoint, open_files
 from .random_states import check_random_states, load_random_states
-from .saved_files import SavedFiles
-from .shard_reader import ShardReader, fill_shard
+from .shard_reader import ShardReader, ShardReading, whole_reading
+
+
+class MetaModel(Protocol):
+    """A model on meta that can be partitioned."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that it is going to be partitioned over."""
+
+    def partitioned(self) -> contextlib.AbstractContextManager[None]:
+        """Partition it for values that are loaded inside; after an error there it is on meta as before."""
 
 
 def load(
@@ -42,70 +58,104 @@ def load(
     *,
     dtype: DType | None = None,
     rename: Rename | None = None,
+    meta: MetaModel | None = None,
 ) -> dict[str, Any]:
-    """Load the newest checkpoint of a folder, or the one that it is, which `save` has made; return its `extra`.
-
-    A collective operation, for a model that is partitioned or whole, on any number of ranks, tiers and tiles. Gradients become
-    those that were accumulated at the save: of a parameter that had none then, there is none afterwards. The random generators of
-    each rank become the saved ones; a rank of which the checkpoint has none seeds its own from (seed, rank). Everything is
-    checked before anything changes: `CheckpointError` names all mismatches, `BudgetError` the smallest cap that works, on all
-    ranks. A load that ends in its middle, as on a file that is damaged, leaves the model and its optimizers refused by
-    `StepFailedError` until a load succeeds.
-
-    Checkpoints of DeepSpeed (ZeRO-1, 2, 3, universal) and files of `torch.save` are loaded alike; nothing in them is executed.
-
-    `dtype`: the type that floating-point parameters and buffers are converted to, or a mapping of names in the model to types.
-    `rename`: a mapping of names in the checkpoint to names in the model, or a function. `CheckpointError` names all collisions,
-    all names that match nothing and all conversions that lose more than digits behind the point.
-    """
+    """Load a checkpoint, see `zinf_compile.load`; `meta`: the model, where it is on meta."""
     wait_for_save()
-    model = plain(model)
-    found = partitioned_parameters(model)
-    unit = agree_on_units(found, "loading a checkpoint", "", compare_steps=False)
-    ranks = None if unit is None else unit.ranks
-    optimizers = named_optimizers(optimizer)
-    with contextlib.ExitStack() as closing:
-        with _together(ranks, "opening a checkpoint", folder):
-            name = find_checkpoint(folder) if ranks is None or ranks.rank == 0 else ""
-        with _together(ranks, "opening a checkpoint", folder):
-            path = Path(folder) / _share(ranks, name)
-            targets = state_names(model)
-            files = open_files(path, targets, optimizers, dtype=dtype, rename=rename)
-            closing.callback(files.close)
-            fitting = fit(files, targets, optimizers)
-            check_gradients(files, targets)
-            buffers = local_buffers_of(files, targets, ranks)
-            check_random_states(files, ranks)
-            for saved in fitting.optimizers:
-                prepare_states(saved.optimizer, saved.large)
-            for key in [*fitting.whole_keys(), *whole_gradients(files, targets), *buffers]:
-                files.check(key)
-        if ranks is not None:
-            ranks.agree(
-                [f"{files.folder.name}, checksum {files.checksum}"], what="opening a checkpoint", mismatch=CheckpointError
-            )
-        with (
-            _refused_after_an_error(files, found.values(), [each for _, each in optimizers]),
-            _together(ranks, "loading a checkpoint", folder),
-            torch.no_grad(),
-        ):
-            _load_model(files, fitting)
-            for saved in fitting.optimizers:
-                _load_optimizer(files, saved)
-            load_gradients(files, targets)
-            load_local_buffers(files, buffers)
-            load_random_states(files, ranks)
-    forget_steps(parameter._zinf_unit for parameter in found.values())
-    if unit is not None:
-        unit.context.eager_changes = 0
-    for _, each in optimizers:
-        record_of(each).checkpoint = str(files.folder)
-    return fitting.extra
+    model, optimizers = plain(model), named_optimizers(optimizer)
+    unit = agree_on_units(partitioned_parameters(model), "loading a checkpoint", "", compare_steps=False)
+    loading = _Loading(model, optimizers, meta.ranks if meta is not None else None if unit is None else unit.ranks)
+    path = loading.find(folder)
+    opening = partial(open_files, path, optimizers=optimizers, dtype=dtype, rename=rename)
+    if meta is None:
+        return loading.load(opening)
+    loading.check(opening)
+    try:
+        with meta.partitioned():
+            return loading.load(opening)
+    except BaseException:
+        for _, each in optimizers:
+            forget_states(each)  # of parameters that are on meta again
+        raise
+
+
+Opening = Callable[..., CheckpointFiles]
+"""Opens the checkpoint for a model's `targets`."""
+
+
+class _Loading:
+    """One load of a model and its optimizers, by `ranks` together."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[tuple[str, Optimizer]], ranks: Ranks | None) -> None:
+        self._model, self._optimizers, self._ranks = model, optimizers, ranks
+        self._folder: str | os.PathLike[str] = ""
+
+    def find(self, folder: str | os.PathLike[str]) -> Path:
+        """Return the path of the newest checkpoint, which rank 0 chooses."""
+        self._folder = folder
+        with self._together("opening a checkpoint"):
+            name = find_checkpoint(folder) if self._ranks is None or self._ranks.rank == 0 else ""
+        with self._together("opening a checkpoint"):
+            return Path(folder) / (name if self._ranks is None else str(self._ranks.share(name, what="choosing a checkpoint")))
+
+    def check(self, opening: Opening) -> None:
+        """Raise `CheckpointError` unless the checkpoint fits the model, which is on meta, and its optimizers."""
+        with self._together("opening a checkpoint"):
+            targets = state_names(self._model)
+            with contextlib.closing(opening(targets=targets)) as files:
+                fit(files, targets, self._optimizers, on_meta=True)
+                check_gradients(files, targets)
+
+    def load(self, opening: Opening) -> dict[str, Any]:
+        """Check everything, then load everything; return `extra`."""
+        ranks, optimizers = self._ranks, self._optimizers
+        found = partitioned_parameters(self._model)
+        with contextlib.ExitStack() as closing:
+            with self._together("opening a checkpoint"):
+                targets = state_names(self._model)
+                files = opening(targets=targets)
+                closing.callback(files.close)
+                fitting = fit(files, targets, optimizers)
+                check_gradients(files, targets)
+                buffers = local_buffers_of(files, targets, ranks)
+                check_random_states(files, ranks)
+                for saved in fitting.optimizers:
+                    prepare_states(saved.optimizer, {place: files.tensors[key].dtype for place, key in saved.large.items()})
+                for key in [*fitting.whole_keys(), *whole_gradients(files, targets), *buffers]:
+                    files.check(key)
+            if ranks is not None:
+                ranks.agree(
+                    [f"{files.folder.name}, checksum {files.checksum}"], what="opening a checkpoint", mismatch=CheckpointError
+                )
+            with (
+                _refused_after_an_error(files, found.values(), [each for _, each in optimizers]),
+                self._together("loading a checkpoint"),
+                torch.no_grad(),
+            ):
+                _load_model(files, fitting)
+                for saved in fitting.optimizers:
+                    _load_optimizer(files, saved)
+                load_gradients(files, targets)
+                load_local_buffers(files, buffers)
+                load_random_states(files, ranks)
+        units = [parameter._zinf_unit for parameter in found.values()]
+        forget_steps(units)
+        for unit in units:
+            unit.context.eager_changes = 0
+        for _, each in optimizers:
+            record_of(each).checkpoint = str(files.folder)
+        return fitting.extra
+
+    def _together(self, what: str) -> contextlib.AbstractContextManager[None]:
+        def elsewhere(told: str) -> CheckpointError:
+            return CheckpointError(f"loading {os.fspath(self._folder)} failed, {told}")
+
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.fail_together(what, elsewhere=elsewhere)
 
 
 @contextlib.contextmanager
 def _refused_after_an_error(
-    files: SavedFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
+    files: CheckpointFiles, parameters: Collection[ShardedParameter], optimizers: Sequence[Optimizer]
 ) -> Iterator[None]:
     """Let nobody compute with what a load has changed in part, here or on another rank."""
     try:
@@ -123,22 +173,36 @@ def _refused_after_an_error(
         raise
 
 
-def _load_model(files: SavedFiles, fitting: Fitting) -> None:
-    for key, tensor in fitting.model.items():
-        if isinstance(tensor, ShardedParameter):
-            unit = tensor._zinf_unit
-            if unit.updates is not None:
-                unit.updates.replace(unit)
-            fill_shard(ShardReader(files, key, unit), unit, ParameterShard(unit).write)
-            unit.restored()
-            torch.autograd.graph.increment_version(tensor)
-        elif isinstance(tensor, ShardedTensor):
-            load_companion(files, key, tensor)
-        else:
-            tensor.copy_(files.whole(key))
+def _load_model(files: CheckpointFiles, fitting: Fitting) -> None:
+    sharded = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedParameter)}
+    for tensor in sharded.values():
+        unit = tensor._zinf_unit
+        if unit.updates is not None:
+            unit.updates.replace(unit)
+    companions = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedTensor)}
+    fill_shards(
+        [_parameter_to_fill(files, key, tensor._zinf_unit) for key, tensor in sharded.items()]
+        + [companion_to_fill(files, key, tensor) for key, tensor in companions.items()]
+    )
+    for tensor in sharded.values():
+        tensor._zinf_unit.restored()
+        torch.autograd.graph.increment_version(tensor)
+    for companion in companions.values():
+        companion_filled(companion)
+    for key, whole in fitting.model.items():
+        if not isinstance(whole, ShardedParameter | ShardedTensor):
+            whole.copy_(files.whole(key))
 
 
-def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
+def _parameter_to_fill(files: CheckpointFiles, key: str, unit: Unit) -> ShardToFill:
+    resident = unit.shard if unit.backing is None else unit.resident
+    in_place = resident is not None and resident.device.type == "cpu"
+    return ShardToFill(
+        ShardReader(files, key, unit), unit, unit.dtype, ParameterShard(unit).write, resident if in_place else None
+    )
+
+
+def _load_optimizer(files: CheckpointFiles, saved: SavedOptimizer) -> None:
     for group, settings in zip(saved.optimizer.param_groups, saved.groups, strict=True):
         for name, value in settings.items():
             present = group.get(name)
@@ -146,25 +210,17 @@ def _load_optimizer(files: SavedFiles, saved: SavedOptimizer) -> None:
             group[name] = value.to(present.device) if both else value  # type: ignore[union-attr]
     readers: dict[str, ShardReader] = {}
 
-    def read(parameter: torch.Tensor, state: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
-        key = saved.large[parameter, state]
-        if own.unit is None:
-            return files.whole(key).reshape(-1)[start:end]
+    def begin(wanted: WantedState) -> ShardReading:
+        key = saved.large[wanted.parameter, wanted.name]
+        if wanted.unit is None:
+            return whole_reading(files, key, wanted.start, wanted.end)
         if key not in readers:
-            readers.clear()
-            readers[key] = ShardReader(files, key, own.unit)
-        return readers[key].read(start, end)
+            readers[key] = ShardReader(files, key, wanted.unit)
+        return readers[key].begin(wanted.start, wanted.end)
+
+    def size(wanted: WantedState) -> int:
+        key = saved.large[wanted.parameter, wanted.name]
+        return format_of(files.tensors[key].dtype).bytes(wanted.end - wanted.start)
 
     types = {place: files.tensors[key].dtype for place, key in saved.large.items()}
-    load_states(saved.optimizer, saved.small, types, read)
-
-
-def _share(ranks: Ranks | None, name: str) -> str:
-    return name if ranks is None else str(ranks.share(name, what="choosing a checkpoint"))
-
-
-def _together(ranks: Ranks | None, what: str, folder: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-    def elsewhere(told: str) -> CheckpointError:
-        return CheckpointError(f"loading {os.fspath(folder)} failed, {told}")
-
-    return contextlib.nullcontext() if ranks is None else ranks.fail_together(what, elsewhere=elsewhere)
+    load_states(saved.optimizer, saved.small, types, lambda wanted: read_ahead(wanted, begin, size))

@@ -20,7 +20,7 @@ from .random_states import number_of_this_rank
 from .rank_contents import RankContents
 
 if TYPE_CHECKING:
-    from .saved_files import SavedFiles
+    from .checkpoint_files import CheckpointFiles
 
 
 def add_local_buffers(contents: RankContents, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
@@ -36,7 +36,7 @@ def add_local_buffers(contents: RankContents, names: Mapping[str, torch.Tensor],
                 contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
 
 
-def local_buffers_of(files: SavedFiles, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> dict[str, torch.Tensor]:
+def local_buffers_of(files: CheckpointFiles, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> dict[str, torch.Tensor]:
     """Return this rank's buffers by the keys of their own values in a checkpoint, where it has such.
 
     Raises `CheckpointError` where those are of other shapes.
@@ -54,7 +54,7 @@ def local_buffers_of(files: SavedFiles, names: Mapping[str, torch.Tensor], ranks
     return found
 
 
-def load_local_buffers(files: SavedFiles, buffers: Mapping[str, torch.Tensor]) -> None:
+def load_local_buffers(files: CheckpointFiles, buffers: Mapping[str, torch.Tensor]) -> None:
     """Replace buffers by this rank's own, where the checkpoint has them; other ranks keep what is in the model's state."""
     for key, buffer in buffers.items():
         buffer.copy_(files.whole(key))

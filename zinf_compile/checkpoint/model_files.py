@@ -15,30 +15,20 @@ import torch
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 
+from .checkpoint_files import CheckpointFiles, Reading
 from .converted_tensors import ConvertedTensors
 from .intake import DType, Rename, plan_intake
 from .manifest import MANIFEST, saves_in
 from .open_files import find_checkpoint, is_foreign, open_files
 from .safetensors_index import INDEX, SINGLE
 from .safetensors_reader import TensorFiles, mismatches
-from .saved_files import Saved, SavedFiles
-
-
-class LaterReading:
-    """A read of elements of a saved tensor, which `finish` does."""
-
-    def __init__(self, files: SavedFiles, key: str, start: int) -> None:
-        self._files, self._key, self._start = files, key, start
-
-    def finish(self, into: torch.Tensor) -> None:
-        """Fill a flat host tensor. Raises `CheckpointError` where the file is damaged."""
-        self._files.read(self._key, self._start, into)
+from .saved_tensors import Saved
 
 
 class SavedModel:
     """The model's tensors in a checkpoint, by name; the interface is that of `TensorFiles`."""
 
-    def __init__(self, files: SavedFiles) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
         self.path = self._files.folder
         self._keys = {key.removeprefix("model."): key for key in self._files.tensors if key.startswith("model.")}
@@ -49,9 +39,9 @@ class SavedModel:
         """See `TensorFiles.check`."""
         return mismatches(self.tensors, wanted, ignored)
 
-    def begin(self, name: str, numel: int, *, start: int, engine: Engine, pool: BufferPool) -> LaterReading:
-        """See `TensorFiles.begin`; everything is read when it is asked for, by the thread that asks."""
-        return LaterReading(self._files, self._keys[name], start)
+    def begin(self, name: str, numel: int, *, start: int, engine: Engine, pool: BufferPool) -> Reading:
+        """See `TensorFiles.begin`; its engine and buffers are its own."""
+        return self._files.begin(self._keys[name], start, numel)
 
     def read(self, name: str, into: torch.Tensor, *, start: int = 0) -> None:
         """See `TensorFiles.read`."""
@@ -80,7 +70,7 @@ def open_model_files(
     others = any((path / name).exists() for name in (SINGLE, INDEX))
     saved = path.is_dir() and ((path / MANIFEST).exists() or saves_in(path))
     if not others and (saved or is_foreign(path)):
-        return SavedModel(open_files(path / find_checkpoint(path), targets, [], dtype=dtype, rename=rename))
+        return SavedModel(open_files(path / find_checkpoint(path), targets=targets, optimizers=[], dtype=dtype, rename=rename))
     files = TensorFiles(path)
     if dtype is None and rename is None:
         return files

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zinf_compile.errors import CheckpointError
 
 from . import deepspeed_files, deepspeed_universal
+from .checkpoint_files import CheckpointFiles
 from .converted_files import ConvertedFiles
 from .foreign import ForeignCheckpoint
 from .imported_files import ImportedFiles
@@ -34,12 +35,12 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 def open_files(
     path: Path,
+    *,
     targets: Mapping[str, torch.Tensor],
     optimizers: Sequence[tuple[str, Optimizer]],
-    *,
     dtype: DType | None,
     rename: Rename | None,
-) -> SavedFiles:
+) -> CheckpointFiles:
     """Open the checkpoint that `path` is, for a model's tensors by name and its optimizers. Raises `CheckpointError`."""
     found = open_foreign(path)
     if found is not None:

@@ -22,7 +22,7 @@ from zinf_compile.runtime.comm.ranks import Ranks
 from .rank_contents import RankContents
 
 if TYPE_CHECKING:
-    from .saved_files import SavedFiles
+    from .checkpoint_files import CheckpointFiles
 
 _log = logging.getLogger("zinf_compile")
 
@@ -42,7 +42,7 @@ def add_random_states(contents: RankContents, size: int, devices: Collection[str
     contents.settings["random"] = {"seed": torch.initial_seed(), "ranks": size, "kinds": list(kinds)}
 
 
-def check_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
+def check_random_states(files: CheckpointFiles, ranks: Ranks | None) -> None:
     """Raise `CheckpointError` for generators that no save has written, or whose bytes are damaged; see `load_random_states`."""
     settings = files.settings.get("random")
     if settings is None:
@@ -63,7 +63,7 @@ def check_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
             raise CheckpointError(f"{files.folder}: {key} is the state of no random generator known here: {error}") from error
 
 
-def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
+def load_random_states(files: CheckpointFiles, ranks: Ranks | None) -> None:
     """Restore the generators of this rank or, where the checkpoint has none of it, seed them; a checkpoint without any: nothing.
 
     `ranks`: those that share the model; None where it is whole, as before the first compiled call.
@@ -92,7 +92,7 @@ def load_random_states(files: SavedFiles, ranks: Ranks | None) -> None:
             _log.info("rank %d: the random generator of %s in the checkpoint is left out: there is none here", rank, kind)
 
 
-def _is_complete(settings: Any, files: SavedFiles) -> bool:
+def _is_complete(settings: Any, files: CheckpointFiles) -> bool:
     """Return whether all generators of all ranks that saved are there."""
     seed, size, kinds = (settings.get(name) if isinstance(settings, dict) else None for name in ("seed", "ranks", "kinds"))
     if type(seed) is not int or type(size) is not int or size < 1 or not isinstance(kinds, list):

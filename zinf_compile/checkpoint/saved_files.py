@@ -6,10 +6,12 @@ Called by `load`; knows no models.
 from __future__ import annotations
 
 import bisect
+import collections
+import dataclasses
 import os
 import stat
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +21,33 @@ from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.storage.engine import crc32c
 
+from .checkpoint_files import CheckpointFiles, LaterReading, Reading
 from .manifest import MANIFEST, rank_manifest, saved_name, saves_in
 from .parts_writer import CHECKED_BYTES
 from .rectangles import Rectangle, cut_rectangles
 from .regular_file import open_regular
 from .saved_tensors import Saved, SavedPart, add_parts, check_parts, parse_manifest
+from .stretches import Stretch, Stretches
 from .strict_json import parse_object
 
-_MOST_OPEN = 64
-"""Files that are open at once."""
 
-
-class SavedFiles:
+class SavedFiles(CheckpointFiles):
     """The tensors and settings of the newest checkpoint in a folder, or of the one that the folder is.
 
     Raises `CheckpointError` where there is none, where a manifest says what no save writes, where parts of a tensor or a file are
-    missing, and where a file is a link. `read_bytes` counts what was read of the tensors' files.
+    missing, and where a file is a link. Any thread may read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder) / find_save(folder)
-        self.read_bytes = 0
-        self._lock = threading.Lock()
-        """Held while something is read: several threads may read."""
-        self._fds: dict[str, int] = {}
-        self._block: tuple[SavedPart, int, torch.Tensor] | None = None
-        """The last stretch of which not all was wanted, by part and number: the next read often wants the rest."""
+        self._stretches = Stretches(self.folder)
         text = _read(self.folder / MANIFEST)
         manifest = parse_manifest(self.folder / MANIFEST, _parsed(self.folder / MANIFEST, text))
         self.checksum = crc32c(text)
         """Of the manifest, and so of all."""
-        self.settings: dict[str, Any] = manifest.settings
+        self.settings = manifest.settings
         self.tensors = manifest.tensors
         self.ranks = len(manifest.ranks)
-        """That have written it."""
         for rank, checksum in enumerate(manifest.ranks):
             path = self.folder / rank_manifest(rank)
             text = _read(path)
@@ -62,25 +57,27 @@ class SavedFiles:
                 _check_file(self.folder / file, size)
         check_parts(self.folder / MANIFEST, self.tensors)
 
-    def read(self, key: str, start: int, into: torch.Tensor) -> None:
-        """Fill a flat host tensor of the stored type with elements from number `start` on, in row-major order."""
-        tensor, done = self.tensors[key], 0
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read of the tensors' files."""
+        return self._stretches.read_bytes
+
+    def begin(self, key: str, start: int, numel: int) -> Reading:
+        """See `CheckpointFiles.begin`."""
+        tensor, done, found = self.tensors[key], 0, list[_FromStretch]()
         if not tensor.in_runs:
-            for rectangle in cut_rectangles(tensor.shape, start, start + into.numel()):
-                into[done : done + rectangle.numel] = self.read_rectangle(key, rectangle).reshape(-1)
-                done += rectangle.numel
-            return
+            return LaterReading(partial(self._read_by_rectangles, key, start))
         number = bisect.bisect_right(tensor.parts, start, key=lambda part: part.first) - 1
-        while done < into.numel():
+        while done < numel:
             part = tensor.parts[number]
             first = start + done - part.first
-            count = min(into.numel() - done, part.numel - first)
-            with self._lock:
-                self._read(key, part, first, into[done : done + count])
+            count = min(numel - done, part.numel - first)
+            found += self._begin(key, part, first, count, at=done)
             done, number = done + count, number + 1
+        return _StretchReading(found)
 
     def read_rectangle(self, key: str, wanted: Rectangle) -> torch.Tensor:
-        """Return a rectangle of a tensor, of that shape."""
+        """See `CheckpointFiles.read_rectangle`."""
         tensor = self.tensors[key]
         found = torch.empty(wanted.sizes, dtype=tensor.dtype)
         for part in tensor.parts:
@@ -91,77 +88,65 @@ class SavedFiles:
             last = [o + size - 1 for o, size in zip(inside, common.sizes, strict=True)]
             first = _number(inside, part.rectangle.sizes)
             values = torch.empty(_number(last, part.rectangle.sizes) + 1 - first, dtype=tensor.dtype)
-            with self._lock:
-                self._read(key, part, first, values)
+            self.read_part(key, part, first, values)
             window = tuple(slice(o - w, o - w + s) for o, w, s in zip(common.offsets, wanted.offsets, common.sizes, strict=True))
             found[window] = values.as_strided(common.sizes, _strides(part.rectangle.sizes))
         return found
 
-    def whole(self, key: str) -> torch.Tensor:
-        """Return a whole tensor."""
-        tensor = self.tensors[key]
-        return self.read_rectangle(key, Rectangle((0,) * len(tensor.shape), tensor.shape))
-
     def check(self, key: str) -> None:
-        """Read a tensor and compare its checksums, piece by piece. Raises `CheckpointError` where one differs."""
+        """See `CheckpointFiles.check`."""
         tensor = self.tensors[key]
         size = format_of(tensor.dtype).numel_within(CHECKED_BYTES)
         for part in tensor.parts:
             for start in range(0, part.numel, size):
-                with self._lock:
-                    self._read(key, part, start, torch.empty(min(size, part.numel - start), dtype=tensor.dtype))
+                self.read_part(key, part, start, torch.empty(min(size, part.numel - start), dtype=tensor.dtype))
 
     def read_part(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor of the stored type with elements of one part, from its element `first` on."""
-        with self._lock:
-            self._read(key, part, first, into)
+        _StretchReading(self._begin(key, part, first, into.numel(), at=0)).finish(into)
 
     def close(self) -> None:
-        """Close the files."""
-        self._block = None
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        """See `CheckpointFiles.close`."""
+        self._stretches.close()
 
-    def _read(self, key: str, part: SavedPart, first: int, into: torch.Tensor) -> None:
-        size = format_of(into.dtype).bytes(1)
-        begin, end = first * size, (first + into.numel()) * size
-        data = into.view(torch.uint8)
+    def _read_by_rectangles(self, key: str, start: int, into: torch.Tensor) -> None:
+        done = 0
+        for rectangle in cut_rectangles(self.tensors[key].shape, start, start + into.numel()):
+            into[done : done + rectangle.numel] = self.read_rectangle(key, rectangle).reshape(-1)
+            done += rectangle.numel
+
+    def _begin(self, key: str, part: SavedPart, first: int, numel: int, *, at: int) -> Iterator[_FromStretch]:
+        """Start to read elements of a part, which come at the element `at` of all that is read."""
+        size = format_of(self.tensors[key].dtype).bytes(1)
+        begin, end = first * size, (first + numel) * size
         for number in range(begin // CHECKED_BYTES, -(-end // CHECKED_BYTES)):
             low, high = number * CHECKED_BYTES, min((number + 1) * CHECKED_BYTES, part.numel * size)
-            if begin <= low and high <= end:
-                self._read_checked(key, part, number, data[low - begin : high - begin])
-                continue
-            if self._block is None or self._block[0] is not part or self._block[1] != number:
-                block = torch.empty(high - low, dtype=torch.uint8)
-                self._read_checked(key, part, number, block)
-                self._block = part, number, block
-            wanted = self._block[2][max(begin, low) - low : min(end, high) - low]
-            data[max(begin, low) - begin : min(end, high) - begin].copy_(wanted)
+            stretch = self._stretches.begin(key, part, number, high - low, whole=begin <= low and high <= end)
+            yield _FromStretch(stretch, max(begin - low, 0), min(end, high) - low, at * size + max(low - begin, 0))
 
-    def _read_checked(self, key: str, part: SavedPart, number: int, buffer: torch.Tensor) -> None:
-        """Read one stretch that has a checksum."""
-        low = number * CHECKED_BYTES
-        self._fill(part.file, part.begin + low, buffer)
-        if crc32c(buffer) != part.checksums[number]:
-            raise CheckpointError(
-                f"{self.folder / part.file} is damaged: the checksum of {key} differs in its bytes {low:,} to "
-                f"{low + buffer.numel():,}. Load an older checkpoint, or fetch this one again"
-            )
 
-    def _fill(self, file: str, offset: int, buffer: torch.Tensor) -> None:
-        fd = self._fds.pop(file, None)
-        self._fds[file] = open_regular(self.folder / file, links=False) if fd is None else fd
-        if len(self._fds) > _MOST_OPEN:
-            os.close(self._fds.pop(next(iter(self._fds))))
-        view = memoryview(buffer.numpy().data)
-        while view:
-            count = os.preadv(self._fds[file], [view], offset)
-            if not count:
-                raise CheckpointError(
-                    f"{self.folder / file} ends at byte {offset:,}, before what its manifest says: fetch it again"
-                )
-            self.read_bytes += count
-            view, offset = view[count:], offset + count
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FromStretch:
+    """The bytes [low, high) of a stretch, and where they go."""
+
+    stretch: Stretch
+    low: int
+    high: int
+    place: int
+
+
+class _StretchReading:
+    """Elements that come from some stretches."""
+
+    def __init__(self, wanted: Iterable[_FromStretch]) -> None:
+        self._wanted = collections.deque(wanted)
+
+    def finish(self, into: torch.Tensor) -> None:
+        """See `Reading.finish`."""
+        data = into.view(torch.uint8)
+        while self._wanted:
+            each = self._wanted.popleft()
+            each.stretch.copy(each.low, each.high, data[each.place : each.place + each.high - each.low])
 
 
 def find_save(folder: str | os.PathLike[str]) -> str:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from zinf_compile.checkpoint.checkpoint_files import Reading
 from zinf_compile.checkpoint.gathered import state_names
 from zinf_compile.checkpoint.intake import DType, Rename
-from zinf_compile.checkpoint.model_files import LaterReading, ModelFiles, open_model_files
-from zinf_compile.checkpoint.safetensors_reader import Reading
+from zinf_compile.checkpoint.model_files import ModelFiles, open_model_files
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
@@ -150,7 +150,7 @@ class _DriveLoader:
         planned = [(name, unit, pieces_of(unit)) for name, unit in units]
         self._coming = ((name, unit, piece) for name, unit, pieces in planned for piece in pieces)
         self._counts = collections.deque(len(pieces) for _, _, pieces in planned)
-        self._reading: collections.deque[tuple[Unit, Piece, Reading | LaterReading]] = collections.deque()
+        self._reading: collections.deque[tuple[Unit, Piece, Reading]] = collections.deque()
         self._ahead = 0
         """Bytes of these."""
         self._loaded: list[Unit] = []

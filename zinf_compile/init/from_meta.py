@@ -89,33 +89,80 @@ def partition(
     if checkpoint is None and (dtype is not None or rename is not None):
         raise UnsupportedModelError("partition() was given dtype or rename, which are for a checkpoint: give one, too")
     model, device = plain(model), torch.device(device)
-    targets = _collect(model, device)
-    steps = list(_steps(model, init, checkpoint is not None))
+    targets = collect(model, device)
+    steps = list(steps_before(model, init, loads=checkpoint is not None))
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
     warn_of_caps(config, device)
     install()
-    stand_ins = [target.stand_in for target in targets]
+    once = not config.placement().params.in_memory and init is None and checkpoint is None
     with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        undo.enter_context(_random_numbers_of_rank_0(context))
+        undo.enter_context(random_numbers_of_rank_0(context))
         files = open_files(model, checkpoint, context, dtype=dtype, rename=rename) if checkpoint is not None else None
         if files is not None:
             undo.callback(files.close)
             undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
+        made = undo.enter_context(initialized(model, targets, steps, config, context, once=once))
+        if files is not None:
+            load_values(model, files, made.parameters, made.units, made.materializer)
+            made.materializer.finish()
+        untouched = [t.name for t, p in zip(targets, made.parameters, strict=True) if not p._zinf_materialization.filled]
+        missing = untouched + made.buffers.untouched()
+        lines = [f"{p._zinf_materialization.name} {p._zinf_materialization.checksum}" for p in made.parameters]
+        context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
+        if missing:
+            raise explain_untouched(missing)
+        made.partition(device)
+        made.keep()
+        context.memory.gather_memory.clear()  # see `sharded.partition`
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Initialized:
+    """A model that was on meta, in the middle of being partitioned."""
+
+    targets: Sequence[Expected]
+    parameters: list[MaterializingParameter]
+    units: list[Unit]
+    buffers: MetaBuffers
+    materializer: Materializer
+
+    def partition(self, device: torch.device) -> None:
+        """Make the parameters partitioned ones, and move buffers to `device`."""
+        self.buffers.move(device)
+        for target, parameter, unit in zip(self.targets, self.parameters, self.units, strict=True):
+            become_sharded(parameter, unit)
+            target.tie()
+
+    def keep(self) -> None:
+        """Let parameters and buffers be what they are now."""
+        self.buffers.keep()
+        for target in self.targets:
+            target.done = True
+
+
+@contextlib.contextmanager
+def initialized(
+    model: nn.Module,
+    targets: Sequence[Expected],
+    steps: Sequence[tuple[nn.Module, Callable[[], object]]],
+    config: Config,
+    context: Context,
+    *,
+    once: bool,
+) -> Iterator[Initialized]:
+    """Make units for a model on meta and run its initialisers; unless the result is kept inside, it is on meta again afterwards.
+
+    `once`: what is drawn isn't drawn again or replaced.
+    """
+    stand_ins = [target.stand_in for target in targets]
+    with contextlib.ExitStack() as undo:
         with context.ranks.fail_together("reserving room for the model"):
             check_shards(config, [target.slot for target in targets], context)
             units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, config.placement())
-        materializer = Materializer(
-            context.memory.host_ledger,
-            compare=context.size > 1,
-            room=(room := _largest_module_bytes(targets)),
-            deferred=_deferred(
-                model,
-                targets,
-                context,
-                room,
-                once=not config.placement().params.in_memory and init is None and checkpoint is None,
-            ),
-        )
+        room = _largest_module_bytes(targets)
+        deferred = _deferred(model, targets, context, room, once=once)
+        materializer = Materializer(context.memory.host_ledger, compare=context.size > 1, room=room, deferred=deferred)
         undo.callback(materializer.drop)
         buffers = undo.enter_context(MetaBuffers(model))
         parameters = undo.enter_context(_materializing(targets, units, materializer))
@@ -124,25 +171,11 @@ def partition(
                 step()
                 _take_replaced(module, targets)
         materializer.finish()
-        if files is not None:
-            load_values(model, files, parameters, units, materializer)
-            materializer.finish()
-        untouched = [t.name for t, p in zip(targets, parameters, strict=True) if not p._zinf_materialization.filled]
-        missing = untouched + buffers.untouched()
-        lines = [f"{p._zinf_materialization.name} {p._zinf_materialization.checksum}" for p in parameters]
-        context.ranks.agree([*missing, *lines], what="comparing the ranks' models, which every rank makes alike")
-        if missing:
-            raise explain_untouched(missing)
-        buffers.keep(device)
-        for target, parameter, unit in zip(targets, parameters, units, strict=True):
-            become_sharded(parameter, unit)
-            target.done = True
-        context.memory.gather_memory.clear()  # see `sharded.partition`
-    return model
+        yield Initialized(targets, parameters, units, buffers, materializer)
 
 
 @dataclasses.dataclass
-class _Expected:
+class Expected:
     """A parameter on the meta device, and what takes its place."""
 
     name: str
@@ -155,10 +188,15 @@ class _Expected:
     done: bool = False
     by_owner: dict[tuple[int, str], nn.Parameter] = dataclasses.field(default_factory=dict)
 
+    def tie(self) -> None:
+        """Give all its modules the same parameter."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = self.meta
 
-def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
+
+def collect(model: nn.Module, device: torch.device) -> list[Expected]:
     """Describe the parameters; raise `UnsupportedModelError` for one that isn't on meta or can't be partitioned."""
-    found: dict[int, _Expected] = {}
+    found: dict[int, Expected] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -169,7 +207,7 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
                 slot = ParameterSlot.of(parameter, name, device=device)
                 reject_unsupported(parameter, slot, with_values=False)
                 stand_in = hollow_tensor(parameter.detach(), device=device).requires_grad_(parameter.requires_grad)
-                found[id(parameter)] = _Expected(name, parameter, [], slot, stand_in)
+                found[id(parameter)] = Expected(name, parameter, [], slot, stand_in)
             found[id(parameter)].owners.append((module, attribute))
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
@@ -185,7 +223,7 @@ def _collect(model: nn.Module, device: torch.device) -> list[_Expected]:
     return list(found.values())
 
 
-def _largest_module_bytes(targets: Sequence[_Expected]) -> int:
+def _largest_module_bytes(targets: Sequence[Expected]) -> int:
     """Return the bytes of the parameters of the module that has the most."""
     sizes: collections.Counter[int] = collections.Counter()
     for target in targets:
@@ -193,7 +231,7 @@ def _largest_module_bytes(targets: Sequence[_Expected]) -> int:
     return max(sizes.values())
 
 
-def _deferred(model: nn.Module, targets: Sequence[_Expected], context: Context, room: int, *, once: bool) -> DeferredFills | None:
+def _deferred(model: nn.Module, targets: Sequence[Expected], context: Context, room: int, *, once: bool) -> DeferredFills | None:
     """Return what notes how values are drawn; None where that must not differ between ranks, or is not worth it.
 
     `once`: what was drawn goes to a drive, and isn't drawn again or replaced, as are values of models of transformers.
@@ -232,7 +270,7 @@ def _reject(parameter: nn.Parameter, name: str) -> None:
         raise UnsupportedModelError(f"parameter {name} has hooks, which would be lost: register them after partition()")
 
 
-def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+def steps_before(model: nn.Module, init: Initialiser | None, *, loads: bool) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
     """Yield what is to be run to initialise the model, or before a checkpoint is loaded what its files don't hold."""
     if not loads:
         yield from steps_of(model, strict=init is None)
@@ -253,7 +291,7 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
 
 @contextlib.contextmanager
 def _materializing(
-    targets: Sequence[_Expected], units: Sequence[Unit], materializer: Materializer
+    targets: Sequence[Expected], units: Sequence[Unit], materializer: Materializer
 ) -> Iterator[list[MaterializingParameter]]:
     """Make the parameters materializing ones in place; on the way out, those not partitioned are put back, and ties restored."""
     made: list[MaterializingParameter] = []
@@ -278,10 +316,10 @@ def _materializing(
         for target, twin in itertools.zip_longest(targets, twins):
             if twin is not None and not target.done:
                 target.meta.__class__ = nn.Parameter
-                vars(target.meta).pop("_zinf_materialization", None)
+                for attribute in ("_zinf_materialization", "_zinf_unit"):
+                    vars(target.meta).pop(attribute, None)
                 swap_contents(target.meta, twin)
-            for module, attribute in target.owners:
-                module._parameters[attribute] = target.meta
+            target.tie()
 
 
 def begin_materializing(parameter: nn.Parameter, materialization: Materialization) -> MaterializingParameter:
@@ -305,7 +343,7 @@ def become_sharded(materialized: MaterializingParameter, unit: Unit) -> None:
         unit.context.memory.ledger.track("params", unit.shard)
 
 
-def _take_replaced(root: nn.Module, targets: Sequence[_Expected]) -> None:
+def _take_replaced(root: nn.Module, targets: Sequence[Expected]) -> None:
     """Where an initialiser put a new parameter in a materializing one's place, take its value."""
     for module, attribute, found in [(m, name, p) for m in root.modules() for name, p in m._parameters.items()]:
         if isinstance(found, MaterializingParameter) or found is None:
@@ -320,7 +358,7 @@ def _take_replaced(root: nn.Module, targets: Sequence[_Expected]) -> None:
 
 
 @contextlib.contextmanager
-def _random_numbers_of_rank_0(context: Context) -> Iterator[None]:
+def random_numbers_of_rank_0(context: Context) -> Iterator[None]:
     """Let all ranks draw what rank 0 draws; put its own random state back on a rank where that failed."""
     before = torch.get_rng_state()
     share_random_state(context)
@@ -337,4 +375,15 @@ def share_random_state(context: Context) -> None:
     torch.set_rng_state(states[0].to(torch.uint8))
 
 
-__all__ = ["become_sharded", "begin_materializing", "partition", "reject_lazy", "share_random_state"]
+__all__ = [
+    "Initialized",
+    "become_sharded",
+    "begin_materializing",
+    "collect",
+    "initialized",
+    "partition",
+    "random_numbers_of_rank_0",
+    "reject_lazy",
+    "share_random_state",
+    "steps_before",
+]

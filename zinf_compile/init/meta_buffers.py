@@ -41,13 +41,16 @@ class MetaBuffers:
         """Return the names of those that nothing was written to."""
         return [name for name, made in self._made.items() if not _touched(*made)]
 
-    def keep(self, device: torch.device) -> None:
-        """Let them be what they are now, on `device`."""
+    def move(self, device: torch.device) -> None:
+        """Move the model's buffers to `device`."""
         moved: dict[int, torch.Tensor] = {}
         for module in self._model.modules():
             for attribute, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[attribute] = moved.setdefault(id(buffer), buffer.to(device))
+
+    def keep(self) -> None:
+        """Let them be what they are now."""
         self._before.clear()
 
 

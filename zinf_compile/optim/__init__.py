@@ -16,6 +16,8 @@ elementwise_trial — Trial of an optimizer on a private tensor: its states, and
 first_call_in_step — Checks optimizers whose running `step(closure)` makes the first compiled call: their pre-step check saw
     whole parameters.
 fused_kernels — Chooses fused CPU kernels for Adam and AdamW with default flags.
+load_pieces — Loads an optimizer's states to where it keeps them, piece by piece, in an order that is known before the first
+    is read.
 load_states — Reconciles stored states with `optimizer.state` between steps: new and changed ones move to their tier,
     removed ones reset.
 offloaded_states — Chunked steps of parameters, gradients or states that live off the updating device: prefetch, update,
@@ -38,8 +40,7 @@ state_entry — Entries of `optimizer.state` for parameters with states on a dri
 state_exchange — Reads states from a drive into host memory, for readers of `optimizer.state` and for `state_dict()`.
 state_layout — Layout of a rank's states: the elements that they belong to, saved with the states and compared when they are
     loaded.
-state_pieces — This rank's states of an optimizer, piece by piece, wherever they live: read to be saved, written as they are
-    loaded.
+state_pieces — This rank's states of an optimizer, piece by piece, wherever they live: read to be saved.
 state_ranges — Any range of elements of this rank's shard of one state: read and written wherever it lives, without
     the others.
 state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.

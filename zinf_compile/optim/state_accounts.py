@@ -6,7 +6,7 @@ import collections
 import itertools
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ from zinf_compile.stats import log_first_step
 
 from .closure_step import hollow_of
 from .elementwise_probe import states_kept
-from .record import all_records, record_of
+from .record import OptimizerRecord, all_records, record_of
 from .split_states import split_units
 from .state_dict_hooks import drive_bytes
 from .state_entry import in_memory, states_of
@@ -32,14 +32,23 @@ from .state_entry import in_memory, states_of
 _WARNED = "gradients that are not averaged"
 
 
-def check_states_to_come(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
-    """Raise `BudgetError` if the states in memory that the first step will create exceed a cap."""
+def check_states_to_come(
+    optimizer: Optimizer, parameters: Sequence[ShardedParameter], *, loaded: Mapping[int, int] | None = None
+) -> None:
+    """Raise `BudgetError` if the states in memory that the first step will create exceed a cap.
+
+    `loaded`: bytes of a parameter's states, by its id, that are about to take the place of those that it has.
+    """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     missing: dict[Context, int] = collections.defaultdict(int)
     counted = record_of(optimizer).counted
     fresh = [p for p in parameters if id(p) not in counted]
+    for p in parameters if loaded else ():
+        known = in_memory(states_of(optimizer, p)).values()
+        held = sum(value.nbytes for value in known if isinstance(value, torch.Tensor) and value.dim())
+        missing[p._zinf_unit.context] += max(0, loaded.get(id(p), 0) - held) if loaded else 0
     for p in fresh:
-        if p.requires_grad and p not in optimizer.state:
+        if p.requires_grad and p not in optimizer.state and not (loaded and id(p) in loaded):
             unit = p._zinf_unit
             kept = states_kept(optimizer, groups[id(p)], unit.dtype)
             missing[unit.context] += sum(format_of(dtype).bytes(unit.shard_numel) for dtype in kept.values())
@@ -74,13 +83,28 @@ def account_states(optimizer: Optimizer) -> None:
 def drop_states() -> None:
     """Remove the states of partitioned parameters from every optimizer, on all tiers."""
     for optimizer, record in all_records():
-        for states in record.offloaded or []:
-            states.transfers.release()
+        _release(record)
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]:
             optimizer.state.pop(parameter, None)
-        known = record.state_bytes or {}
-        _forget(known)
-        known.clear()
+
+
+def forget_states(optimizer: Optimizer) -> None:
+    """Release what was prepared or loaded for parameters that are not partitioned after all."""
+    record = record_of(optimizer)
+    _release(record)
+    if record.offloaded is not None:
+        record.offloaded.clear()  # its hooks stay
+    record.counted.clear()
+    if record.incomplete:
+        optimizer.state.clear()
+
+
+def _release(record: OptimizerRecord) -> None:
+    for states in record.offloaded or []:
+        states.transfers.release()
+    known = record.state_bytes or {}
+    _forget(known)
+    known.clear()
 
 
 def _forget(known: dict[Ledger, int]) -> None:

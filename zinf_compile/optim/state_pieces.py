@@ -1,4 +1,4 @@
-"""This rank's states of an optimizer, piece by piece, wherever they live: read to be saved, written as they are loaded.
+"""This rank's states of an optimizer, piece by piece, wherever they live: read to be saved.
 
 States on a drive come by chunks, which hold all states of some elements; those in memory by themselves. Called by `checkpoint`.
 """
@@ -6,34 +6,28 @@ States on a drive come by chunks, which hold all states of some elements; those 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import BLOCK_BYTES
-from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.units.shard_values import pieces_of
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
-from .chunks import MASTER, part_of
 from .deferred_step import finish_deferred
 from .offloaded_states import OffloadedStates
 from .record import record_of
-from .shard_state import kept_state, shard_state
+from .shard_state import shard_state
 from .split_states import split_units
-from .state_accounts import account_states, check_states_to_come
-from .state_dict_hooks import offloaded_states
 from .state_entry import in_memory, states_of
-from .state_layout import note, noted, without_note
+from .state_layout import without_note
 from .watched_states import StatesWatch, unshared
 
 Key = tuple[torch.Tensor, str]
@@ -169,114 +163,3 @@ def _is_large(value: Any, parameter: torch.Tensor, unit: Unit | None) -> bool:
     if not isinstance(value, torch.Tensor) or not value.dim():
         return False
     return value.shape == parameter.shape or (unit is not None and value.numel() in (unit.numel, unit.shard_numel))
-
-
-@torch.no_grad()
-def prepare_states(optimizer: Optimizer, large: Collection[Key]) -> None:
-    """Make room for states of these parameters and names, where they are kept on a drive or in chunks, before anything changes.
-
-    Raises `BudgetError` naming the smallest cap that works, and `UnsupportedOptimizerError` for a state that is not kept there.
-    """
-    finish_deferred(optimizer, report=False)
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    known = offloaded_states(optimizer, hollow)
-    chunked = {p: kept for states in known for p, kept in states.kept.items()}
-    for parameter, name in large:
-        kept = chunked.get(parameter)  # type: ignore[call-overload]
-        if kept is not None and name not in kept and name != MASTER:
-            assert isinstance(parameter, ShardedParameter)
-            raise UnsupportedOptimizerError(
-                f"{name} of {parameter._zinf_unit.name} is among the states to be loaded; this {type(optimizer).__name__} keeps "
-                f"{', '.join(kept) or 'none'}: make it with the settings with which it was saved. Nothing was changed"
-            )
-    check_states_to_come(optimizer, [p for p in hollow if p._zinf_unit.backing is None and p not in chunked])
-
-
-Read = Callable[[torch.Tensor, str, OwnStates, int, int], torch.Tensor]
-"""Returns elements [start, end) of this rank's shard of a parameter's state, flat, on the host."""
-
-
-@torch.no_grad()
-def load_states(
-    optimizer: Optimizer,
-    small: Mapping[torch.Tensor, Mapping[str, Any]],
-    large: Mapping[Key, torch.dtype],
-    read: Read,
-) -> None:
-    """Replace all states: `small` ones are given, `large` ones are read piece by piece, to where this optimizer keeps them."""
-    finish_deferred(optimizer, report=False)
-    record = record_of(optimizer)
-    record.mark_ended(f"loading the states of {type(optimizer).__name__} ended in its middle: load them again")
-    hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    known, split = offloaded_states(optimizer, hollow), split_units(optimizer)
-    for states in known:
-        states.forget_step()
-    optimizer.state.clear()
-    on_drive: set[Key] = set()
-    for states in known:
-        states.reconcile(optimizer)  # nothing is stored any more
-        on_drive |= _load_chunks(states, optimizer, small, large, read)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            names = [name for owner, name in large if owner is parameter and (parameter, name) not in on_drive]
-            if not any(parameter in states.kept and MASTER in states.kept[parameter] for states in known):
-                names = [name for name in names if name != MASTER]  # it has no master copies
-            if parameter in small and not any(owner is parameter for owner, _ in on_drive):
-                unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
-                own = OwnStates(unit, {}, {})
-                kept = {name: _load_in_memory(parameter, own, name, large[parameter, name], read) for name in names}
-                moved = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
-                optimizer.state[parameter] = noted({**moved, **kept}, unit) if unit is not None else {**moved, **kept}
-    account_states(optimizer)
-    if record.steps_done is not None:
-        record.steps_done = 0  # as after `load_state_dict`: a step that failed was counted on some ranks only
-    record.mark_whole()
-
-
-def _load_chunks(
-    states: OffloadedStates,
-    optimizer: Optimizer,
-    small: Mapping[torch.Tensor, Mapping[str, Any]],
-    large: Mapping[Key, torch.dtype],
-    read: Read,
-) -> set[Key]:
-    """Fill the chunks of one `OffloadedStates` with a store; return the states that are there now."""
-    transfers, done = states.transfers, set[Key]()
-    if transfers.store is None:
-        return done
-    for number, chunk in enumerate(transfers.chunks):
-        wanted = [(p, piece, n) for p, piece in chunk.pieces for n in states.kept[p] if (p, n) in large]
-        if not wanted:
-            continue
-        buffer, views = transfers.read(number)
-        for parameter, piece, name in wanted:
-            own = OwnStates(parameter._zinf_unit, {}, {})
-            part_of(views[name], piece).copy_(read(parameter, name, own, piece.start, piece.end))
-            done.add((parameter, name))
-        transfers.write(number, buffer)
-    transfers.drain()
-    for parameter in states.kept:
-        if parameter in small:
-            entry = states.table.entry_of(parameter, optimizer)
-            entry.memory = {n: like_step(v, parameter, optimizer) for n, v in small[parameter].items()}
-            entry.stored = {name for owner, name in done if owner is parameter}
-            note(entry.memory, parameter._zinf_unit)
-    return done
-
-
-def _load_in_memory(parameter: torch.Tensor, own: OwnStates, name: str, dtype: torch.dtype, read: Read) -> torch.Tensor:
-    unit = own.unit
-    if unit is None:
-        return read(parameter, name, own, 0, parameter.numel()).view(parameter.shape).to(parameter.device)
-    on_host = unit.placement.optimizer == Tier.HOST and unit.context.link.topology.host_apart
-    shard = torch.zeros(unit.shard_numel, dtype=dtype, device="cpu" if on_host else unit.device)
-    for start, end in pieces_of(unit):
-        shard[start:end].copy_(read(parameter, name, own, start, end))
-    return cast("torch.Tensor", kept_state(shard, unit))
-
-
-def like_step(value: Any, parameter: torch.Tensor, optimizer: Optimizer) -> Any:
-    """Return a small state where PyTorch's optimizers keep it: on the device of the parameter where they are fused."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    on_device = isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable"))
-    return value.to(parameter.device) if on_device else value

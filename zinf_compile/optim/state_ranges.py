@@ -1,6 +1,6 @@
 """Any range of elements of this rank's shard of one state: read and written wherever it lives, without the others.
 
-Called by `checkpoint`, for others' loops over tensors; `state_pieces` reads and writes all states in the order of the drive.
+Called by `checkpoint`, for others' loops over tensors; `state_pieces` and `load_pieces` go by the order of the drive.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunk_transfers import ChunkTransfers
 from .chunks import part_of
 from .elementwise_probe import states_kept
+from .load_pieces import like_step, load_states
 from .offloaded_states import OffloadedStates
 from .record import record_of
 from .shard_state import shard_state
@@ -24,7 +25,7 @@ from .split_states import split_units
 from .state_accounts import account_states
 from .state_entry import states_of
 from .state_layout import noted
-from .state_pieces import Key, OwnStates, like_step, load_states, own_states
+from .state_pieces import Key, OwnStates, own_states
 
 
 class StateRange:
@@ -96,15 +97,18 @@ def states_to_load(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
     return found
 
 
+class _Zeros:
+    """A state that no step has made."""
+
+    def finish(self, into: torch.Tensor) -> None:
+        into.zero_()
+
+
 @torch.no_grad()
 def begin_loading(optimizer: Optimizer, made: Mapping[Key, torch.dtype], why: str) -> None:
     """Let steps raise `StepFailedError` with the message `why` until `end_loading`; where states are `made`, begin with zeros."""
     if made:
-
-        def zeros(parameter: torch.Tensor, name: str, own: OwnStates, start: int, end: int) -> torch.Tensor:
-            return torch.zeros(end - start, dtype=made[parameter, name])
-
-        load_states(optimizer, {p: {} for p, _ in made}, made, zeros)
+        load_states(optimizer, {p: {} for p, _ in made}, made, lambda wanted: (_Zeros() for _ in wanted))
     record_of(optimizer).mark_ended(why)
 
 

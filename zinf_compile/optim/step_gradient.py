@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.optim import Optimizer
 
+from zinf_compile._torch import no_torch_function
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -37,3 +39,18 @@ class StepGradient:
             self._local = local_gradient(self._parameter)
         assert self._local is not None, "the parameter had a gradient at the snapshot"
         return self._local
+
+
+def mark_applied(optimizer: Optimizer) -> None:
+    """Note, after a step, that it has applied the gradients as they are."""
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        with no_torch_function():
+            grad = parameter.grad
+        if grad is not None:
+            grad._zinf_applied = grad._version
+
+
+def is_applied(grad: torch.Tensor) -> bool:
+    """Say whether a step has applied a gradient, to which nothing was added since."""
+    version: int | None = getattr(grad, "_zinf_applied", None)
+    return version == grad._version

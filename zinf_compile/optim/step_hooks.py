@@ -31,6 +31,7 @@ from .split_states import join_states, split_units
 from .state_accounts import account_states, check_states_to_come, report_step, warn_of_local_gradients
 from .state_dict_hooks import offloaded_states
 from .state_layout import check_layouts
+from .step_gradient import mark_applied
 from .step_records import note, settings_of_step
 
 _installed: list[Any] = []
@@ -123,6 +124,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     record.step = None
     end_step(optimizer, running)
     note(optimizer, running.due)
+    mark_applied(optimizer)
     account_states(optimizer)
     report_step(optimizer)
 

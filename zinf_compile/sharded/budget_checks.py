@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.sizes import STAGING_BYTES
+from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -48,6 +50,44 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (caps.host - host if topology.host_apart else cap - needed)))
+
+
+@contextlib.contextmanager
+def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> Iterator[None]:
+    """Apply the caps to what is made inside, before any graph has planned for them; after an error they are those before.
+
+    `slots`: of the parameters that are made. A collective operation.
+    """
+    agree_on_memory(context)
+    memory, topology = context.memory, context.link.topology
+    claims, caps = memory.reservations, find_caps(config, context, held=memory.ledger.total()[0])
+    names = ("device_cap", "host_cap", "declared_device", "declared_host")
+    before = {name: getattr(claims, name) for name in names}
+    claims.declare(
+        device=None if config.device_memory is None else caps.device, host=None if config.host_memory is None else caps.host
+    )
+    claims.device_cap, claims.host_cap = caps.device if topology.host_apart else min(caps.device, caps.host), caps.host
+    model = model_memory(slots, config.placement(), size=context.ranks.shard_group.size, topology=topology)
+    passing = topology.counted(Sides(0, model.staging))
+    made = Reservation(
+        passing=passing.device,
+        passing_host=passing.host,
+        left=0,
+        reduced=0,
+        chunk_buffers=CHUNK_BUFFERS,
+        staging=model.staging or None,
+        least=passing,
+    )
+    claims.add(made)
+    memory.staging.limit(claims.staging or STAGING_BYTES)
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            setattr(claims, name, value)
+        raise
+    finally:
+        claims.remove(made)
 
 
 def _blocks(staging: int) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.checkpoint.saved_files import SavedFiles
-from zinf_compile.errors import CheckpointError
+from zinf_compile.errors import CheckpointError, UnsupportedModelError
 from zinf_compile.runtime.storage.engine import crc32c
 
 
@@ -125,8 +125,12 @@ def test_a_model_on_meta(saved: Path) -> None:
     with torch.device("meta"):
         model = Small()
     with pytest.raises(
-        CheckpointError, match=r"linear.weight is on meta: call zinf_compile.partition\(model, checkpoint='.*save-"
+        UnsupportedModelError, match=r"was not compiled.*or call zinf_compile.partition\(model, checkpoint=FOLDER, \.\.\.\)"
     ):
+        zinf_compile.load(saved, model)
+    (model, _) = trained(0)
+    model.seen = model.seen.to("meta")
+    with pytest.raises(CheckpointError, match=r"seen is on meta, other tensors of the model are not"):
         zinf_compile.load(saved, model)
 
 
