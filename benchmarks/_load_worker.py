@@ -27,7 +27,7 @@ class Settings(TypedDict):
     """`"save"`: take two steps, save, take another meanwhile. `"load"`: load, take that step. `"only load"`."""
     model: dict[str, int]
     cap: int
-    """Of RLIMIT_DATA, and eight times the option `device_memory`; 0: none."""
+    """Of RLIMIT_DATA, and six times the option `device_memory`; 0: none."""
     drive: str
     saved: str
     rank: int
@@ -85,7 +85,7 @@ def main() -> None:
     options: dict[str, Any] = {**dict.fromkeys(("params", "grads", "optimizer"), "nvme"), "nvme": settings["drive"]}
     options |= {"compute": "fx", "master": "float32", "reduce_dtype": "bfloat16"}
     if settings["cap"]:
-        options["device_memory"] = settings["cap"] // 8
+        options["device_memory"] = settings["cap"] // 6
     with torch.device("meta"):
         model = GPT(**settings["model"]).to(torch.bfloat16)
     if settings["do"] == "save":

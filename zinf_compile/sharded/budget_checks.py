@@ -69,12 +69,13 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
     claims.device_cap, claims.host_cap = caps.device if topology.host_apart else min(caps.device, caps.host), caps.host
     model = model_memory(slots, config.placement(), size=context.ranks.shard_group.size, topology=topology)
     passing = topology.counted(Sides(0, model.staging))
+    fitting = [cap // 4 // chunk for cap, chunk in zip((claims.device_cap, claims.host_cap), model.chunk, strict=True) if chunk]
     made = Reservation(
         passing=passing.device,
         passing_host=passing.host,
         left=0,
         reduced=0,
-        chunk_buffers=CHUNK_BUFFERS,
+        chunk_buffers=max(1, min([CHUNK_BUFFERS, *fitting])),  # they stay when graphs plan for what is left
         staging=model.staging or None,
         least=passing,
     )
