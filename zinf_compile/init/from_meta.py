@@ -100,7 +100,7 @@ def partition(
         files = open_files(model, checkpoint, context, dtype=dtype, rename=rename) if checkpoint is not None else None
         if files is not None:
             undo.callback(files.close)
-            undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
+            undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn meanwhile is overwritten
         with context.ranks.fail_together("reserving room for the model"):
             check_shards(config, [target.slot for target in targets], context)
             units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, config.placement())
@@ -255,7 +255,7 @@ def _steps(model: nn.Module, init: Initialiser | None, loads: bool) -> Iterator[
 def _materializing(
     targets: Sequence[_Expected], units: Sequence[Unit], materializer: Materializer
 ) -> Iterator[list[MaterializingParameter]]:
-    """Make the parameters materializing ones in place; on the way out, those not partitioned are put back, and ties restored."""
+    """Make the parameters materializing ones in place; at the end, restore those not partitioned, and ties."""
     made: list[MaterializingParameter] = []
     twins: list[nn.Parameter] = []
     try:
