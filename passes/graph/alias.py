@@ -49,8 +49,9 @@ def is_elementwise(node: fx.Node) -> bool:
     """Return whether each element of the result depends on the inputs' elements at its index alone, deterministically."""
     if is_cast(node):
         return True
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.pointwise in tags and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace} & {*tags}
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in node.target.tags and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def is_view(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from .shard_writer import BYTES_ON_THE_WAY, PieceWriter
 
 
 class DeferredFills:
-    """Notes how parameters are drawn. Those of one module at a time may be drawn again; those before go to their drives."""
+    """Records how parameters are drawn. Those of the current module may be drawn again; those of earlier ones are written."""
 
     def __init__(self, ledger: Ledger, *, most_bytes: int, at_once: bool) -> None:
         """`at_once`: begin to write while others are noted; False where most are drawn again, later."""

@@ -100,7 +100,7 @@ def partition(
         files = open_files(model, checkpoint, context, dtype=dtype, rename=rename) if checkpoint is not None else None
         if files is not None:
             undo.callback(files.close)
-            undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn on the way is overwritten
+            undo.enter_context(torch.random.fork_rng(devices=[]))  # what is drawn meanwhile is overwritten
         made = undo.enter_context(initialized(model, targets, steps, config, context, once=once))
         if files is not None:
             load_values(model, files, made.parameters, made.units, made.materializer)
@@ -293,7 +293,7 @@ def steps_before(model: nn.Module, init: Initialiser | None, *, loads: bool) -> 
 def _materializing(
     targets: Sequence[Expected], units: Sequence[Unit], materializer: Materializer
 ) -> Iterator[list[MaterializingParameter]]:
-    """Make the parameters materializing ones in place; on the way out, those not partitioned are put back, and ties restored."""
+    """Make the parameters materializing ones in place; at the end, restore those not partitioned, and ties."""
     made: list[MaterializingParameter] = []
     twins: list[nn.Parameter] = []
     try:

@@ -30,8 +30,8 @@ class Materializer:
     """Holds the values that are whole: those of one module, and those of others that somebody still has a view of.
 
     Values may still be written to a drive while the next module's are made, as long as all of them take no more than `room`
-    bytes. A value that is only drawn is none yet, where there are `deferred`: it is made when somebody reads it,
-    or after all that draws it; to a drive it goes in pieces, of which each rank makes its own.
+    bytes. With `deferred`, a value that is only drawn is not made yet: it is made when it is read, or after the
+    last operator that draws it; to a drive it is written in pieces, of which each rank makes its own.
     """
 
     def __init__(self, ledger: Ledger, *, compare: bool, room: int = 0, deferred: DeferredFills | None = None) -> None:
@@ -53,7 +53,7 @@ class Materializer:
         opened = self._open.get(id(parameter))
         if opened is None:
             self.close(but=parameter._zinf_materialization.owner)
-            opened = self._bring(parameter, fills=fills)
+            opened = self._load(parameter, fills=fills)
         return opened.value()
 
     def filled(self, parameter: MaterializingParameter) -> None:
@@ -104,7 +104,7 @@ class Materializer:
     def close(self, *, but: int | None = None) -> None:
         """Save and drop whole values, except those of one module and those that somebody has a view of."""
         for key, opened in list(self._open.items()):
-            materialization = opened.materialization()  # None: it was replaced by another while it was here
+            materialization = opened.materialization()  # None: it was replaced by another while it was in memory
             if materialization is None or (materialization.owner != but and self._save(materialization, opened)):
                 del self._open[key]
 
@@ -128,7 +128,7 @@ class Materializer:
         self._saving.clear()
         self._memory.clear()
 
-    def _bring(self, parameter: MaterializingParameter, *, fills: bool) -> _Open:
+    def _load(self, parameter: MaterializingParameter, *, fills: bool) -> _Open:
         materialization = parameter._zinf_materialization
         opened = _Open(parameter, self._ledger, self._take_memory(parameter.nbytes))
         flat = opened.flat
@@ -140,7 +140,7 @@ class Materializer:
         elif materialization.place is not None and materialization.kept:
             materialization.place.load(flat)
         elif _has_nan(flat.dtype):
-            flat.fill_(math.nan)  # by which is seen what no initialiser touches
+            flat.fill_(math.nan)  # marks what no initialiser touches
         else:
             flat.zero_()
         self._open[id(parameter)] = opened
@@ -177,7 +177,7 @@ class Materializer:
         return opened.let_go()
 
     def _take_memory(self, size: int) -> memoryview:
-        """Return memory for so many bytes, once there is room for it or nothing else is on its way."""
+        """Return memory for so many bytes, once there is room for it or no save is in flight."""
         if self._deferred is None and not self._open and not self._saving:  # else large values are rarely whole
             self._memory.reserve(self._room)
         while self._saving:

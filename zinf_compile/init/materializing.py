@@ -94,7 +94,7 @@ class Materialization:
 
 
 class MaterializingParameter(nn.Parameter):
-    """Answers for its metadata as it is; anything else is done to its whole value, which the materializer brings and keeps."""
+    """Answers for its metadata as it is; anything else is done to its whole value, which the materializer loads and saves."""
 
     _zinf_materialization: Materialization
 

@@ -22,7 +22,7 @@ BYTES_ON_THE_WAY = 64 << 20
 
 
 class Piece(NamedTuple):
-    """A stretch [first, last) of a shard: its first `valid` elements are those of the flat parameter from `start` on."""
+    """A range [first, last) of a shard: its first `valid` elements are those of the flat parameter from `start` on."""
 
     first: int
     last: int
@@ -91,7 +91,7 @@ class PieceWriter:
 
 
 class _Write:
-    """One piece being made, and then written; its buffer goes back to the pool when somebody has waited for it."""
+    """One piece being made, and then written; its buffer is returned to the pool after a wait for it."""
 
     def __init__(self, begun: Future[Pending], pool: BufferPool, buffer: torch.Tensor) -> None:
         self._begun, self._pool, self._buffer = begun, pool, buffer

@@ -50,7 +50,7 @@ def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterat
 
     `options` are those of the backend. All ranks build the same models, from rank 0's random numbers; where one comes out with
     other values, all raise `RankMismatchError`. The code in the block may do with parameters what it likes (initialise, tie, copy
-    or convert them): each is brought when it is needed, and put away when one of another module is. So the numbers are those of
+    or convert them): each is loaded when it is needed, and saved when one of another module is. So the numbers are those of
     the model built whole.
 
     What was built is partitioned when the block ends; an error inside leaves its models unusable. A drive holds them twice for
@@ -98,7 +98,7 @@ class _Building:
             self._enlist(parameter, f"{type(module).__name__}.{name}", id(module))
 
     def on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Remember who belongs to whom."""
+        """Note both modules as built in this block."""
         for each in (module, child):
             if each is not None:
                 self._modules[id(each)] = weakref.ref(each)
@@ -109,7 +109,7 @@ class _Building:
         for _, named in models:
             for name, parameter in named:
                 _reject(parameter, name)
-                if type(parameter) is nn.Parameter:  # it came by a way that no hook sees
+                if type(parameter) is nn.Parameter:  # registered in a way that no hook sees
                     self._enlist(parameter, name, id(parameter))
         self._materializer.enlist = None
         self._materializer.finish()
@@ -117,7 +117,7 @@ class _Building:
         placed: set[int] = set()
         with_units: list[tuple[MaterializingParameter, Unit]] = []
         compared: list[str] = []
-        for _, named in [*models, (None, self._strays())]:
+        for _, named in [*models, (None, self._copied())]:
             fresh = [(name, p) for name, p in named if isinstance(p, MaterializingParameter) and id(p) not in placed]
             placed.update(id(p) for _, p in fresh)
             compared += [f"{name} {list(p.shape)} {p.dtype} {p._zinf_materialization.checksum}" for name, p in fresh]
@@ -159,12 +159,12 @@ class _Building:
             return_free_memory()
 
     def _models(self) -> list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
-        """Return the outermost modules that were built, in the order of their beginnings, and their parameters by name."""
+        """Return the outermost modules that were built, in the order in which they were begun, and their parameters by name."""
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
         inner = {id(child) for module in modules for child in module.children()}
         return [(module, list(module.named_parameters())) for module in modules if id(module) not in inner]
 
-    def _strays(self) -> list[tuple[str, nn.Parameter]]:
+    def _copied(self) -> list[tuple[str, nn.Parameter]]:
         """Return parameters of modules that were copied as a whole, under the names of what they are copies of."""
         alive = [parameter for reference in self._parameters.values() if (parameter := reference()) is not None]
         return [(parameter._zinf_materialization.name, parameter) for parameter in alive]
@@ -172,7 +172,7 @@ class _Building:
     def _keep(
         self, named: list[tuple[str, MaterializingParameter]], context: Context, device: torch.device
     ) -> list[tuple[MaterializingParameter, Unit]]:
-        """Bring values to units of their own."""
+        """Move values to units of their own."""
         if not named:
             return []
         check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
@@ -181,7 +181,7 @@ class _Building:
         for (_, parameter), unit in zip(named, units, strict=True):
             place = parameter._zinf_materialization.place
             assert isinstance(place, HostValues | SpilledValues), "built in this block"
-            if unit.tiles and unit.shard_group.size > 1:  # its shard isn't a stretch of the whole
+            if unit.tiles and unit.shard_group.size > 1:  # its shard isn't one range of the whole
                 whole = torch.empty(unit.numel, dtype=unit.dtype)
                 place.load(whole)
                 UnitValues(unit).save(whole).wait()

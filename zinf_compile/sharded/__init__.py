@@ -1,7 +1,7 @@
 """What user code sees of partitioned parameters: the parameters, their gradients, tensors partitioned alike, and eager calls on
 them.
 
-budget — Whether a captured graph fits within the caps, and how far ahead its transfers may run there.
+budget — Check of a captured graph against the caps, and the bytes that its transfers may hold ahead of their use.
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — Names of calls as the user writes them, from the function or operator that PyTorch hands to an override.
 calls — Calls of user code on partitioned tensors, before autograd sees them.
@@ -26,8 +26,7 @@ metadata_calls — Calls on partitioned parameters that need no value: those tha
     already.
 offloaded_storage — The storage of values that are off the device: its size is known, its bytes are loaded when they are
     read.
-offloaded_value — The value of a parameter that lives off the device, on one process: a tensor that loads it when it is
-    read.
+offloaded_value — The value of a parameter off the device, on one process: a tensor that loads it when it is read.
 operands — Operands of an operation on shards: the arguments that have a shard, and whether they are partitioned alike.
 operators — Operators on tensors that are partitioned alike: element by element on the shards, wherever these are.
 parameter — A partitioned parameter as the user's code sees it: the same object, hollow, answering for its metadata only.
@@ -35,10 +34,10 @@ parameter_calls — Eager calls on partitioned parameters: on shards, on whole v
     with the way out.
 parameter_ops — Eager calls on partitioned parameters whose values are spread over ranks or off the device: on shards, where
     these serve.
-partition — Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that
-    uses them.
-partition_alike — A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is
-    partitioned alike.
+partition — Partitioning of whole parameters: rank 0's values, spread over the ranks. Called by the first compiled call
+    that uses them.
+partition_alike — Partitioning of whole tensors like the parameter beside which they are changed: those made before it
+    was partitioned.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds
     it.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective
@@ -52,8 +51,7 @@ shortage — Messages of refusals for lack of memory: the bytes needed, the smal
     less.
 tensor — A tensor that is partitioned like a parameter: averages, slow weights, perturbations, and what is computed from
     parameters.
-tiled_gradient_ops — A gradient that is off the device and too large to come back as a whole: what is done to it, tile by
-    tile.
+tiled_gradient_ops — Changes of gradients that are off the device and too large to load whole: tile by tile.
 unpartitioned — Parameters of a partitioned model that no graph uses: whole on every rank, their gradients averaged.
 unpartitioned_report — Report at the first step of what is whole on every rank: parameters that no compiled graph uses,
     and their states.

@@ -1,4 +1,4 @@
-"""Whether a captured graph fits within the caps, and how far ahead its transfers may run there."""
+"""Check of a captured graph against the caps, and the bytes that its transfers may hold ahead of their use."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GraphBudget:
 
     Forward and backward are both planned before `check` speaks: the smallest cap that it names is that of both. `caps` are by
     default those of this process. While `measuring` nothing is claimed: the graph is not going to run. `together`: all ranks plan
-    for it at the same point, exchange on the way what each has room for, and refuse it together.
+    for it at the same point, exchange meanwhile what each has room for, and refuse it together.
     """
 
     def __init__(
@@ -99,30 +99,30 @@ class GraphBudget:
         """Transient memory of each graph, and how far ahead it runs."""
 
     def limits(self, graph: fx.Graph) -> tuple[int, int]:
-        """Return how many bytes may be gathered, and how many gathered or on the way."""
+        """Return how many bytes may be gathered, and how many gathered or in flight."""
         context, model = self._context, self.model
         transient = model.transient(measure_needs(graph))
         device = self._check_device(transient)
         host = self._check_host(transient)
-        standing = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
+        fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
         if self._measuring:
-            return standing
-        next_gathered, next_on_the_way = self._one_ahead(graph, transient.widening)
+            return fixed
+        next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
         spare = Sides(device.spare, host.spare)
-        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=next_on_the_way)
+        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=next_inflight)
         if context.size > 1:
             plan = self._agree(graph, transient, plan)
         self.plans.append((transient, plan))
         self._reserve(transient, plan, device, host)
         if not transient.gathered:  # what is used is held anyway
-            return standing
+            return fixed
         ahead = transient.full + plan.ahead
         return min(int(ahead / transient.widening), max(next_gathered, BUCKETS_GATHERED * self._bucket)), ahead
 
     def _agree(self, graph: fx.Graph, transient: TransientMemory, plan: GraphPlan) -> GraphPlan:
         """Return the plan of all ranks: what they send each other follows from it.
 
-        One that compiles again alone goes by what all had before, where it has reserved as much or is to take less.
+        A rank that compiles again alone keeps the earlier plan, if it has reserved as much or the plan takes less.
         """
         claims, key = self._context.memory.reservations, (self._signature, ahead_key(graph))
         known = dataclasses.replace(plan, ahead=claims.ahead.setdefault(key, plan.ahead))
@@ -156,9 +156,9 @@ class GraphBudget:
         memory.staging.limit(claims.staging or STAGING_BYTES)
 
     def _one_ahead(self, graph: fx.Graph, widening: float) -> tuple[int, int]:
-        """Return what is gathered, and gathered or on the way, where nothing but `LOOK_AHEAD` bounds the schedule, in bytes.
+        """Return the bytes gathered, and gathered or in flight, of a schedule bounded by nothing but `LOOK_AHEAD`.
 
-        That is how far the largest unit is brought ahead of its use, too; more memory would not be used.
+        The largest unit is loaded that far ahead of its use, too; more memory would not be used.
         """
         topology = self._context.link.topology
         hops = len(topology.hops(self._placement.params))
@@ -180,8 +180,8 @@ class GraphBudget:
                 side=Tier.DEVICE,
                 text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - chunk - most:,} stay there "
                 f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
-                f"{transient.largest or 'nothing'}), {reduced:,} are full gradients on their way, {chunk:,} one chunk of the "
-                f"optimizer's step, {most - gathered - reduced:,} for gradients read back and blocks on their way to a drive",
+                f"{transient.largest or 'nothing'}), {reduced:,} are full gradients in flight, {chunk:,} one chunk of the "
+                f"optimizer's step, {most - gathered - reduced:,} for gradients read back and blocks in flight to a drive",
                 fixed=least - most,
                 least=least,
                 added_by_steps=added,
@@ -205,7 +205,7 @@ class GraphBudget:
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
-                f"{most:,} on their way from drives and to them, {chunk:,} for one chunk of the optimizer's step",
+                f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step",
                 fixed=least - most,
                 least=least,
                 added_by_steps=added,
@@ -226,7 +226,7 @@ class GraphBudget:
         lacks = {side: self._lack(side) for side in SIDES}
         if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
             error = self._refusal(lacks, measure)
-            self._claims.clear()  # who has hold of the error has hold of this object: the graph is not going to run
+            self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
             raise error
         for unit in self._units.values():
             _unplanned.discard(unit)

@@ -92,7 +92,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
 
 
 def _blocks(staging: int) -> str:
-    return f", and {staging:,} for blocks on their way to a drive" if staging else ""
+    return f", and {staging:,} for blocks in flight to a drive" if staging else ""
 
 
 def check_states(context: Context, *, on_device: bool, states: int, slots: int, name: str) -> None:

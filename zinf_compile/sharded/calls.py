@@ -67,7 +67,7 @@ def _reject_differentiable(name: str, owner: ShardedTensor, args: Sequence[Any],
 
 
 def _all_sharded(args: Sequence[Any]) -> bool:
-    """Whether what a function is given that may require grad is partitioned: then its result is the same on all ranks."""
+    """Return whether all arguments that may require grad are partitioned: the result is then the same on all ranks."""
     tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
     return all(isinstance(value, ShardedTensor | ShardedGradient) or not value.requires_grad for value in tensors)
 

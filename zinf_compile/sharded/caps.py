@@ -55,18 +55,18 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     return Caps(usable_device + held, host, "what this process may use", host_source)
 
 
-def held_bytes(ledger: Ledger, more: int, cap: int, on_the_way: InflightLimit | None = None) -> int:
+def held_bytes(ledger: Ledger, more: int, cap: int, inflight: InflightLimit | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
     Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are
-    still `on_the_way`, for which there is room in what passes.
+    still `inflight`, whose room the transient memory includes.
     """
 
     def held() -> int:
         return ledger.total()[0] - ledger.now()["bounce"]
 
-    if held() + more > cap and on_the_way is not None:
-        on_the_way.drain(lambda: held() + more <= cap)
+    if held() + more > cap and inflight is not None:
+        inflight.drain(lambda: held() + more <= cap)
     if held() + more > cap:
         gc.collect()
     return held()

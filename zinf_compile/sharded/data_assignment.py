@@ -57,7 +57,7 @@ def assign(unit: Unit, value: torch.Tensor) -> None:
     """Let the parameter of `unit`, which is at hand, take over the memory of `value`: same shape, type and device.
 
     As in eager PyTorch, what was taken from `parameter.data` before keeps its values, and later changes of `value` are changes
-    of the parameter: loops swap weights so, and swap them back. It becomes a copy in the parameter's order of dimensions where
+    of the parameter: loops swap weights in this way, and back. It becomes a copy in the parameter's order of dimensions where
     `value` lies in memory in another one, is of a subclass, or was made in inference mode.
     """
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():

@@ -96,7 +96,7 @@ class ShardedGradient(torch.Tensor):
         return ShardedGradient(self._unit, self._shard, self._pending, self.dtype)
 
     def prepare(self, *, early: bool = False) -> None:
-        """Start to bring the shard for the next `local`; with `early`, only where there is room besides."""
+        """Start to load the shard for the next `local`; with `early`, only if there is room beside the others."""
         if isinstance(self._shard, OffloadedGradient):
             with self._unit.context.lanes.meter.waiting():
                 self._shard.prepare(early=early)

@@ -26,7 +26,7 @@ class _Known:
         self.by_shard: dict[int, tuple[weakref.ref[object], int, float]] = {}
 
     def still_there(self) -> dict[int, tuple[weakref.ref[object], int, float]]:
-        """Return what is known of gradients that live."""
+        """Return the norms kept of gradients that still exist."""
         return {key: known for key, known in self.by_shard.items() if known[0]() is not None}
 
     def recall(self, gradients: Sequence[ShardedGradient]) -> list[float] | None:
@@ -93,7 +93,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
     local = []
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
-            if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are brought one by one
+            if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are loaded one by one
                 each.prepare(early=each is following)
         norms = []
         for valid in gradient.valid_parts():

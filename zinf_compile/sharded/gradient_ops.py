@@ -20,7 +20,7 @@ from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ran
 from .gradient_types import as_kept, changed_by, shown_types
 from .operators import view_of_gradient
 from .tensor import ShardedTensor
-from .tiled_gradient_ops import change_parts, comes_in_parts
+from .tiled_gradient_ops import change_parts, is_loaded_by_tile
 
 _ELEMENTWISE = frozenset(
     [
@@ -95,7 +95,7 @@ def _in_turn(gradients: Sequence[Any]) -> Iterator[Any]:
     """Yield gradients; the next one, where it is off the device, is prefetched if there is room for both."""
     for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
         for each in (gradient, following):
-            if isinstance(each, ShardedGradient) and not comes_in_parts(each):
+            if isinstance(each, ShardedGradient) and not is_loaded_by_tile(each):
                 each.prepare(early=each is following)
         yield gradient
 
@@ -176,7 +176,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
             **{k: _on(v, shard.device) for k, v in named.items()},
         )
 
-    if comes_in_parts(gradient) and not alone:
+    if is_loaded_by_tile(gradient) and not alone:
         change_parts(gradient, change_part, func._schema.name.split("::")[-1])
         return
     others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
@@ -232,7 +232,7 @@ def _foreach(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _wrapped(unit: Unit, shard: torch.Tensor, dtype: torch.dtype, *, on_device: bool = False) -> ShardedGradient:
-    """Return what is made of a gradient: where gradients live or, as suits what is soon dropped, `on_device`."""
+    """Return a result as a gradient: on the tier of gradients, or `on_device` if it is soon dropped."""
     shard = shard.to(unit.reduce_dtype) if dtype == unit.dtype else shard
     unit.context.memory.ledger.track("grads", shard)
     leaves = shard.dtype == unit.reduce_dtype and not on_device  # its place is made for that type
@@ -303,7 +303,7 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
     for gradient in _in_turn(gradients):
         if isinstance(gradient, ShardedGradient):
             valid = gradient.unit.valid  # padding may hold anything
-            if comes_in_parts(gradient):
+            if is_loaded_by_tile(gradient):
                 change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]), "GradScaler.unscale_")
             else:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]

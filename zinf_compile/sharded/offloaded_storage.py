@@ -21,7 +21,7 @@ class OffloadedStorage(torch.UntypedStorage):
     """One for each unit while somebody has a value of it, tied parameters included: as in eager PyTorch, its identity and its
     address say which tensors share memory.
 
-    `data_ptr` brings the bytes to an address that is theirs as long as the storage lives. They are for reading: what is written
+    `data_ptr` loads the bytes to an address that stays theirs until the storage is freed. They are read-only: what is written
     there is not kept.
     """
 
@@ -44,13 +44,13 @@ class OffloadedStorage(torch.UntypedStorage):
         return self.unit.bytes
 
     def data_ptr(self) -> int:
-        """Bring the bytes; return where they are. Of a GPU's memory, which only kernels read: an identity, until it is there."""
+        """Load the bytes and return their address. Of a GPU's memory, which only kernels read: an identity, until it is there."""
         if self.unit.device.type != "cpu" and self._pinned is None:
             return int(self._cdata)
         return self.pin().data_ptr()
 
     def pin(self) -> torch.Tensor:
-        """Bring the value to the address that it keeps while this storage lives, and return it, flat."""
+        """Load the value to an address that it keeps until this storage is freed, and return it, flat."""
         with _lock:
             if self._pinned is None:
                 self._pinned = PinnedValue(self.unit)
@@ -65,7 +65,7 @@ class OffloadedStorage(torch.UntypedStorage):
         return fetch_to_host(self.unit) if self._pinned is None or self.unit.device.type != "cpu" else self.pin()
 
     def keep(self, value: torch.Tensor) -> None:
-        """Let the unit, wherever it lives, have this value."""
+        """Save this value in the unit, on the unit's tier."""
         self.unit.save(value)
         parameter = self.unit.parameter()
         if parameter is not None:

@@ -1,10 +1,10 @@
-"""The value of a parameter that lives off the device, on one process: a tensor that loads it when it is read.
+"""The value of a parameter off the device, on one process: a tensor that loads it when it is read.
 
 `state_dict()`, `parameter.detach()` and `parameter.data` give one. It aliases the parameter, as in eager PyTorch: what is read is
-the value after the last step, and what is written in place goes where the parameter lives.
+the value after the last step, and what is written in place is written to the parameter's tier.
 
-Note: how it is read. Operators, `numpy()` and pickling bring the value and let it go when they are done. A pointer is good as
-long as any tensor of the parameter's value lives, so `data_ptr()` pins it until then: in memory where the caps leave room, else
+Note: how it is read. Operators, `numpy()` and pickling load the value and free it when they are done. A pointer is valid as
+long as any tensor of the parameter's value exists, so `data_ptr()` pins it until then: in memory where the caps leave room, else
 in a file on the parameter's drive. Views are lazy too.
 """
 
@@ -51,7 +51,7 @@ class OffloadedValue(torch.Tensor):
         self._storage, self._geometry = storage, geometry
 
     def data_ptr(self) -> int:
-        """Return where the value is in memory, for reading, as long as a tensor of the parameter's value lives."""
+        """Return where the value is in memory, for reading, as long as a tensor of the parameter's value exists."""
         return self._on(self._storage.pin()).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -84,7 +84,7 @@ class OffloadedValue(torch.Tensor):
 
     def __iter__(self) -> Iterator[Any]:
         rows = super().__iter__()
-        self._storage.pin()  # each row would bring the whole
+        self._storage.pin()  # each row would load the whole
         return rows
 
     def __copy__(self) -> torch.Tensor:
@@ -145,7 +145,7 @@ class OffloadedValue(torch.Tensor):
 
 
 def value_of(unit: Unit) -> OffloadedValue:
-    """Return the value of a unit that lives off the device of the only rank."""
+    """Return the value of a unit off the device, on the only rank."""
     with torch.inference_mode(False), torch.no_grad():
         geometry = unit.logical(torch.empty(unit.numel, dtype=unit.dtype, device="meta"))
     return OffloadedValue(storage_of(unit), geometry)
@@ -164,8 +164,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch.inference_mode(False), torch.no_grad():
         made = func(base._geometry, *args[1:], **kwargs)
     each = made if isinstance(made, list | tuple) else [made]
-    home = base._geometry.untyped_storage()._cdata
-    if not all(isinstance(view, torch.Tensor) and view.untyped_storage()._cdata == home for view in each):
+    base_storage = base._geometry.untyped_storage()._cdata
+    if not all(isinstance(view, torch.Tensor) and view.untyped_storage()._cdata == base_storage for view in each):
         return None
     return tree_map(lambda view: OffloadedValue(base._storage, view), made)
 
@@ -189,18 +189,18 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: Sequen
     to_host = func is torch.ops.aten._to_copy.default and torch.device(kwargs.get("device") or "meta").type == "cpu"
     overwritten = args[0]._storage.unit if _overwrites(func, args) else None
 
-    def bring(item: Any) -> Any:
+    def load(item: Any) -> Any:
         if not isinstance(item, OffloadedValue):
             return item
         storage = item._storage
         key = id(storage.unit)
         if key not in flats:
-            flats[key] = storage, _brought(storage, anew=key in fresh, to_host=to_host, blank_=storage.unit is overwritten)
+            flats[key] = storage, _loaded(storage, anew=key in fresh, to_host=to_host, blank_=storage.unit is overwritten)
         real = item._on(flats[key][1])
         lazy[id(real)] = item
         return real
 
-    given = tree_map(bring, tuple(args)), tree_map(bring, kwargs)
+    given = tree_map(load, tuple(args)), tree_map(load, kwargs)
     result = func(*given[0], **given[1])
     for key in fresh:
         storage, flat = flats[key]
@@ -208,7 +208,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], written: Sequen
     return tree_map(lambda item: lazy.get(id(item), item), result) if written else result
 
 
-def _brought(storage: OffloadedStorage, *, anew: bool, to_host: bool, blank_: bool) -> torch.Tensor:
+def _loaded(storage: OffloadedStorage, *, anew: bool, to_host: bool, blank_: bool) -> torch.Tensor:
     if blank_:
         return blank(storage.unit)
     if anew:

@@ -21,7 +21,7 @@ from .data_assignment import assign, reject_reshape
 from .metadata_calls import reads_metadata
 from .parameter_ops import makes_companion
 
-_homes: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_unit_of_storage: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
 """Unit by the address of its parameter's hollow storage."""
 
 _ALWAYS_MAPPED_BYTES = (32 << 20) + 4096
@@ -107,7 +107,7 @@ def hollow_out(parameter: nn.Parameter, unit: Unit) -> None:
     """Make the parameter hollow: same object, shape, strides, type and device, 0 bytes of storage."""
     with torch.no_grad(), no_torch_function():
         parameter.data = hollow_tensor(unit)
-        _homes[parameter.untyped_storage()._cdata] = unit
+        _unit_of_storage[parameter.untyped_storage()._cdata] = unit
     parameter._zinf_unit = unit  # type: ignore[attr-defined]
     parameter.__class__ = ShardedParameter
 
@@ -143,7 +143,7 @@ def unit_behind(tensor: torch.Tensor) -> Unit | None:
     if isinstance(tensor, ShardedParameter):
         return tensor._zinf_unit
     storage = tensor.untyped_storage()
-    return _homes.get(storage._cdata) if storage.nbytes() == 0 else None
+    return _unit_of_storage.get(storage._cdata) if storage.nbytes() == 0 else None
 
 
 def assign_data(parameter: ShardedParameter, value: torch.Tensor) -> None:

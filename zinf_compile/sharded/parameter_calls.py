@@ -93,11 +93,11 @@ def _reject_optimizer(unit: Unit, name: str) -> None:
     if optimizer is None:
         return
     units = [unit, *(u for group in optimizer.param_groups for p in group["params"] if (u := unit_of(p)) is not None)]
-    away = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)
-    if away is not None:
+    refused = next((u for u in units if not u.at_hand and type(u.parameter()) is ShardedParameter), None)
+    if refused is not None:
         raise PartitionedParameterError(
-            f"{type(optimizer).__name__}.{method}() calls {name} of parameter {away.name}, shape {list(away.shape)}, but "
-            f"{_place(away).partition('.')[0]}. {_way_for_optimizer(away)}"
+            f"{type(optimizer).__name__}.{method}() calls {name} of parameter {refused.name}, shape {list(refused.shape)}, but "
+            f"{_place(refused).partition('.')[0]}. {_way_for_optimizer(refused)}"
         )
 
 

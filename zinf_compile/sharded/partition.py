@@ -1,4 +1,4 @@
-"""Whole parameters become hollow: rank 0's values, spread over the ranks. Called by the first compiled call that uses them."""
+"""Partitioning of whole parameters: rank 0's values, spread over the ranks. Called by the first compiled call that uses them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
 
 
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
-    """Bring rank 0's value to the shards of all ranks."""
+    """Scatter rank 0's value into the shards of all ranks."""
     shard = unit.blank()
     full = unit.flat(parameter.detach()) if unit.shard_group.rank == 0 else None
     scatter_whole(unit, full, shard, f"partitioning {name}")

@@ -1,4 +1,4 @@
-"""A whole tensor that was made before its parameter was partitioned, and is now changed beside it: it is partitioned alike."""
+"""Partitioning of whole tensors like the parameter beside which they are changed: those made before it was partitioned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tensor import ShardedTensor, first_sharded
 
 
 def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Partition what a function is about to change and is whole, like what is partitioned beside it.
+    """Partition the whole tensors that a function is about to change, like the partitioned arguments beside them.
 
     The same tensor object then holds this rank's shard of rank 0's values. A collective operation. Refuses what it could not
     change in all places where it is known: a view, or a tensor that shares its memory with another, as `data` and `detach()` do.
@@ -44,7 +44,7 @@ def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kw
 
 
 def _beside(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor | None:
-    """Return what is partitioned among the other arguments; of lists, what is in the same place."""
+    """Return the partitioned one among the other arguments; of lists, the element in the same place."""
     others = [*args[1:], *kwargs.values()]
     own = [value[index] if isinstance(value, (list, tuple)) and index < len(value) else value for value in others]
     return first_sharded([own, args[0] if "out" in kwargs else None])

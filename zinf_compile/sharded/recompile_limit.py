@@ -19,7 +19,7 @@ _told: set[str] = process_wide(set())
 def raise_limit() -> None:
     """Let Dynamo compile a function `RECOMPILES` times, unless the user has set another limit than PyTorch's.
 
-    That one holds for all frames of the process; from the next variant on Dynamo runs a function eagerly, which needs the values.
+    The limit counts for all frames of the process. Beyond it Dynamo runs a function eagerly, which needs the values.
     """
     if torch._dynamo.config.recompile_limit == _PYTORCHS:
         torch._dynamo.config.recompile_limit = RECOMPILES

@@ -74,7 +74,7 @@ class ShardedTensor(torch.Tensor):
         return isinstance(self._shard_values, ParameterShard)
 
     def local(self) -> torch.Tensor:
-        """Return this rank's shard on the device, flat, with its padding; a copy where it lives elsewhere."""
+        """Return this rank's shard on the device, flat, with its padding; a copy if it is kept elsewhere."""
         resident = self._shard_values.resident
         if resident is not None:
             self._shard_values.changing()  # by whom it is handed out to, perhaps

@@ -1,4 +1,4 @@
-"""A gradient that is off the device and too large to come back as a whole: what is done to it, tile by tile."""
+"""Changes of gradients that are off the device and too large to load whole: tile by tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zinf_compile.runtime.units.unit import Tile
 from .gradient import ShardedGradient
 
 
-def comes_in_parts(gradient: ShardedGradient) -> bool:
+def is_loaded_by_tile(gradient: ShardedGradient) -> bool:
     """Return whether a gradient is loaded tile by tile."""
     return gradient.offloaded is not None and bool(gradient.unit.tiles)
 
@@ -24,7 +24,7 @@ def change_parts(gradient: ShardedGradient, function: Callable[[Tile, torch.Tens
     Where that ends after the first tile, reading the gradient raises `StepFailedError`: some tiles are changed.
     """
     offloaded = gradient.offloaded
-    assert offloaded is not None, "it comes in parts"
+    assert offloaded is not None, "only offloaded gradients are loaded by tile"
     values = OffloadedGradientShard(gradient.unit, offloaded)
     with gradient.unit.context.lanes.meter.waiting(), spoiling(values, operator) as begin:
         gradient.unit.wait_updated()  # a step may still have to read the old one

@@ -31,8 +31,8 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context, plac
     """Average from now on the gradients of every other parameter of the models that `partitioned` belong to.
 
     A parameter partitioned later is averaged by its graph instead. Nothing is sent here: which module holds a parameter is
-    looked up in the process, and each rank finds the same. They are added up as those of partitioned ones are, in the type that
-    `placement` says, and come back in their own.
+    looked up in the process, and each rank finds the same. They are added up like those of partitioned ones, in the
+    type of `placement`, and returned in their own.
     """
     known = {id(parameter) for model in list(_averaged) for parameter in model.parameters()}
     if context.size == 1 or all(id(parameter) in known for parameter in partitioned):
@@ -47,7 +47,7 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context, plac
 
 
 def stop_averaging(parameter: nn.Parameter) -> None:
-    """Forget about a parameter that a graph has taken over."""
+    """Stop averaging the gradient of a parameter that a graph now reduces."""
     vars(parameter).pop("_zinf_whole", None)
     handle = vars(parameter).pop("_zinf_average", None)
     if handle is not None:

@@ -16,8 +16,8 @@ from .tensor import ShardedTensor, reads_memory
 def on_whole_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run `func` on values that are loaded when they are read; `NotImplemented` where a partitioned tensor is no parameter's.
 
-    Only this process's own parameters have whole values here; of several ranks nobody has. Nor is anything to be differentiated
-    through it: a value that is brought leads to no parameter.
+    Only parameters of one rank alone have whole values here. Autograd does not reach the parameter through a loaded value, so
+    calls that need a gradient are left to others.
     """
     found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ShardedTensor)]
     if torch.is_grad_enabled() and any(item.requires_grad for item in found):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from irtext import graph_of, unit
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zinf_compile.passes.graph.alias import alias_closure, derived_from
+from zinf_compile.passes.graph.alias import alias_closure, derived_from, is_elementwise
 
 aten = torch.ops.aten
 
@@ -89,3 +90,23 @@ def test_derived_values_are_views_and_casts_alone() -> None:
     graph = graph_of(text, w=unit(4, 4)).graph
     weight = next(iter(graph.nodes))
     assert {n.name for n in derived_from([weight])} == {"t", "c", "s", "p"}
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (aten.mul.Tensor, True),
+        (aten.gelu.default, True),
+        (aten._to_copy.default, True),
+        (aten.mul_.Tensor, False),  # changes its input
+        (aten.mul.out, False),
+        (aten.bernoulli.default, False),  # draws
+        (aten.mm.default, False),
+        (operator.getitem, False),
+    ],
+    ids=str,
+)
+def test_elementwise_is_pointwise_without_changes_and_draws(target: Callable[..., Any], expected: bool) -> None:
+    """Read from schemas where tags differ between versions: PyTorch 2.11 has no tag for operators that change their input."""
+    graph = torch.fx.Graph()
+    assert is_elementwise(graph.call_function(target, (graph.placeholder("x"),))) is expected
