@@ -79,6 +79,21 @@ def test_delays_follow_their_seed() -> None:
     assert all(end > 0.005 for end in ends)
 
 
+def test_lazy_streams_run_when_the_host_waits() -> None:
+    with late.lazily():
+        tensor = torch.zeros(10, device="late")
+        done = tensor.add_(1).sum()
+        time.sleep(0.05)
+        assert late.log() == []
+        assert done.item() == 10
+        assert len(late.log()) == 4
+        tensor.add_(1)
+        event = torch.accelerator.current_stream().record_event()
+        while not event.query():
+            time.sleep(0.001)
+        assert len(late.log()) == 5
+
+
 def test_the_host_goes_on() -> None:
     tensor = torch.zeros(10, device="late")
     with late.held():

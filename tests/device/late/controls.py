@@ -17,7 +17,7 @@ from .library import CALL, PATH, C, parsed  # noqa: F401
 
 class Defect(NamedTuple):
     kind: str
-    """ "unordered accesses" or "waits for unrecorded events"."""
+    """ "unordered accesses", "waits for unrecorded events" or "sources changed before their copy"."""
     detail: str
     """Operators and streams."""
 
@@ -49,6 +49,16 @@ def delays(longest: float, *, seed: int = 0, chance: float = 1.0, exponential: b
         yield
     finally:
         C.late_set_delays(0, 0.0, 1.0, False)
+
+
+@contextmanager
+def lazily() -> Iterator[None]:
+    """Let streams run only while the host waits for one, or after it asked whether something is done: never earlier than they have to."""
+    C.late_set_lazy(True)
+    try:
+        yield
+    finally:
+        C.late_set_lazy(False)
 
 
 @contextmanager
@@ -106,7 +116,7 @@ def counters() -> Counter[str]:
 
     Host waits: "host waits" in all, and by reason "synchronized device", "synchronized streams", "synchronized events", "blocking copies",
     "operators that the host waits for"; the last two also by operator, as "blocking copies: copy to host". "copies of unpinned memory" are
-    blocking copies that were asked not to block. Defects: "unordered accesses", "waits for unrecorded events". "record_stream", and
+    blocking copies that were asked not to block. Defects: "unordered accesses", "waits for unrecorded events", "sources changed before their copy". "record_stream", and
     "memory kept by autograd" where PyTorch's engine does the same; "failures on streams".
     """
     return Counter(parsed(C.late_report())["counters"])

@@ -64,6 +64,7 @@ Facts read(const c10::OperatorHandle& op) {
     }
     facts.returned.push_back(returned);
   }
+  if (schema.name() == "aten::index") facts.host = false;  // masks are replaced before
   facts.takes_host_indices = schema.name().find("index") != std::string::npos;
   return facts;
 }
@@ -123,7 +124,11 @@ class Call {
   void run() {
     const bool known = !facts_.host && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
     if (!known) return run_for_host();
-    infer();
+    if (composed_around_out()) {
+      for (const int returned : facts_.returned) results_.push_back(arguments_[returned]);
+    } else {
+      infer();
+    }
     if (is_view()) return finish();
     Stack cpu = for_cpu();
     if (facts_.generator >= 0 && draw(cpu)) return finish();
@@ -172,6 +177,23 @@ class Call {
   IValue elsewhere(const IValue& value, c10::DeviceType device) const {
     if (value.isDevice() && value.toDevice().is_privateuseone()) return c10::Device(device);
     return value;
+  }
+
+  // PyTorch composes `add` and `add_` of the shape, found in C++, and `add.out`. What it just made, or an input, is as large as it has to
+  // be: asking for the shape again, in Python, would take most of the time of the call.
+  bool composed_around_out() const {
+    size_t found = 0;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      if (!facts_.outs[i]) continue;
+      if (!arguments_[i].isTensor() || !on_device(arguments_[i].toTensor()) || ++found > 1) return false;
+      const Tensor& out = arguments_[i].toTensor();
+      bool right = out.numel() > 0 && is_newest(out);
+      for (size_t j = 0; j < arguments_.size(); ++j) right |= j != i && arguments_[j].isTensor() && arguments_[j].toTensor().is_same(out);
+      if (!right) return false;
+    }
+    for (const int returned : facts_.returned)
+      if (returned < 0) return false;
+    return found == 1;
   }
 
   // Asks PyTorch's kernels without memory for the results' shapes; makes the results.
