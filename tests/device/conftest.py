@@ -15,7 +15,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import late  # noqa: E402
+import late
 
 
 def pytest_configure(config: pytest.Config) -> None:

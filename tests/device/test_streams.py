@@ -175,7 +175,7 @@ def test_forbidden_waits_raise_where_they_are() -> None:
     with late.waits_forbidden():
         tensor.add_(1)
         with pytest.raises(
-            RuntimeError, match="the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"
+            RuntimeError, match=r"the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"
         ):
             tensor.sum().item()
 
@@ -183,7 +183,7 @@ def test_forbidden_waits_raise_where_they_are() -> None:
 def test_what_fails_on_a_stream_is_raised_at_the_next_wait() -> None:
     table = torch.zeros(3, 2, device="late")
     row = table[torch.full((1,), 5, device="late")]
-    with pytest.raises(RuntimeError, match="aten::index.* failed on stream 0 of device late: index 5 is out of bounds"):
+    with pytest.raises(RuntimeError, match=r"aten::index.* failed on stream 0 of device late: index 5 is out of bounds"):
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()
     del row
