@@ -80,6 +80,10 @@ CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
         ),
         (X, W),
     ),
+    "no shapes known": (
+        lambda x: (x.cummax(1), torch.geqrf(x[0]), F.batch_norm(x, x[0, :, 0].clone(), x[0, :, 1].abs().clone())),
+        (X,),
+    ),
     "linear algebra": (torch.linalg.svdvals, (W,)),
     "dynamic sizes": (
         lambda x: (

@@ -126,8 +126,8 @@ class Call {
     if (!known) return run_for_host();
     if (composed_around_out()) {
       for (const int returned : facts_.returned) results_.push_back(arguments_[returned]);
-    } else {
-      infer();
+    } else if (!infer()) {
+      return run_for_host();
     }
     if (is_view()) return finish();
     Stack cpu = for_cpu();
@@ -137,6 +137,7 @@ class Call {
       for (const auto& [at, target] : targets) {
         const IValue& result = cpu.at(at.first);
         const Tensor value = result.isTensor() ? result.toTensor() : result.toTensorVector().at(at.second);
+        if (value.numel() == 0) continue;  // statistics that nobody reads
         TORCH_CHECK(value.sizes() == target.sizes(), "PyTorch's kernel for shapes says ", target.sizes(), ", the CPU's ", value.sizes());
         target.copy_(value);
       }
@@ -196,8 +197,8 @@ class Call {
     return found == 1;
   }
 
-  // Asks PyTorch's kernels without memory for the results' shapes; makes the results.
-  void infer() {
+  // Asks PyTorch's kernels without memory for the results' shapes; makes the results. False where there is no such kernel, and it matters.
+  bool infer() {
     Stack shapes;
     Shapes seen;
     for (const IValue& value : arguments_) {
@@ -206,9 +207,14 @@ class Call {
                                                        c10::DeviceType::Meta));
     }
     const Stack given = shapes;
-    {
+    try {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.redispatchBoxed(META, &shapes);
+    } catch (const c10::NotImplementedError&) {
+      for (const int returned : facts_.returned)
+        if (returned < 0) return false;
+      for (const int returned : facts_.returned) results_.push_back(arguments_[returned]);
+      return true;
     }
     for (size_t i = 0; i < given.size(); ++i) {
       if (!facts_.outs[i] || !arguments_[i].isTensor() || !arguments_[i].toTensor().defined()) continue;
@@ -236,6 +242,7 @@ class Call {
         return made;
       }));
     }
+    return true;
   }
 
   bool is_view() const {
