@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -119,8 +120,9 @@ def _order() -> None:
     del early
 
 
+faulthandler.dump_traceback_later(250, exit=True)
 store = dist.FileStore(_STORE, _SIZE)
-dist.init_process_group("late", rank=_RANK, world_size=_SIZE, store=store, timeout=timedelta(seconds=60))
+dist.init_process_group("late", rank=_RANK, world_size=_SIZE, store=store, timeout=timedelta(seconds=200))
 with late.delays(0.002, seed=_RANK):
     _collectives()
     _functional()

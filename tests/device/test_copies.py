@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import late
 import pytest
 import torch
@@ -14,6 +16,30 @@ def test_a_copy_reads_pinned_memory_when_its_stream_gets_there() -> None:
         source.fill_(2)  # too early
     assert there.eq(2).all()
     assert late.counters()["blocking copies"] == 0
+    assert late.counters()["sources changed before their copy"] == 1
+
+
+def test_a_source_that_a_stream_writes_may_change_before_its_copy() -> None:
+    source, staging = torch.ones(10, device="late"), torch.zeros(10).pin_memory()
+    with late.lazily():
+        staging.copy_(source, non_blocking=True)
+        there = staging.to("late", non_blocking=True)
+        assert there.eq(1).all()
+    assert not late.defects()
+
+
+def test_until_a_copy_to_the_host_is_there_its_memory_is_poison() -> None:
+    source, here = torch.ones(10, device="late"), torch.zeros(10).pin_memory()
+    torch.accelerator.synchronize()
+    with late.delays(0.3, seed=1):
+        here.copy_(source, non_blocking=True)
+        for _ in range(1000):
+            if not here.eq(0).all():
+                break
+            time.sleep(0.001)
+        assert here.isnan().all()
+        torch.accelerator.synchronize()
+    assert here.eq(1).all()
 
 
 def test_a_copy_to_pinned_memory_is_there_after_a_wait_only() -> None:

@@ -120,7 +120,7 @@ def test_memory_ends_where_it_is_told_to() -> None:
     with late.memory_limit(used + (1 << 20)):
         assert torch.accelerator.get_memory_info() == (1 << 20, used + (1 << 20))
         kept = torch.empty(1 << 19, dtype=torch.uint8, device="late")
-        with pytest.raises(torch.OutOfMemoryError, match="late out of memory. Tried to allocate 1048576 bytes"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"late out of memory. Tried to allocate 1048576 bytes"):
             torch.empty(1 << 20, dtype=torch.uint8, device="late")
         del kept
         torch.empty(1 << 20, dtype=torch.uint8, device="late")  # what was cached is given back for it

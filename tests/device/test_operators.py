@@ -28,25 +28,79 @@ CASES: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...]]] = {
     "out": (lambda x: torch.add(x, x, out=torch.empty(0, device=x.device)), (X,)),
     "comparison and where": (lambda x: torch.where(x > 0, x, -x), (X,)),
     "reductions": (lambda x: (x.sum(1), x.mean(), x.max(2), x.argmax(), x.std(0), x.norm()), (X,)),
-    "views": (lambda x: (x.view(12, 5).t()[1:], x.unfold(2, 3, 1), x.transpose(0, 2).reshape(-1), x.diagonal(), x.split(2, 1)), (X,)),
-    "shapes": (lambda x: (torch.cat([x, x], 1), torch.stack([x, x]), x.flip(0), x.roll(1, 2), x.repeat(1, 2, 1), x.permute(2, 0, 1).contiguous()), (X,)),
+    "views": (
+        lambda x: (x.view(12, 5).t()[1:], x.unfold(2, 3, 1), x.transpose(0, 2).reshape(-1), x.diagonal(), x.split(2, 1)),
+        (X,),
+    ),
+    "shapes": (
+        lambda x: (
+            torch.cat([x, x], 1),
+            torch.stack([x, x]),
+            x.flip(0),
+            x.roll(1, 2),
+            x.repeat(1, 2, 1),
+            x.permute(2, 0, 1).contiguous(),
+        ),
+        (X,),
+    ),
     "sorting": (lambda x: (x.sort(-1, descending=True), x.topk(2), x.cumsum(1)), (X,)),
     "matrices": (lambda x, w: (x @ w.t(), F.linear(x, w), torch.einsum("abc,dc->abd", x, w), torch.bmm(x, x.mT)), (X, W)),
-    "indexing": (lambda x, i: (x[:, i], x.index_select(1, i), x[x > 0], x.gather(1, i[None, :, None].expand(3, 4, 5))), (X, INDEX)),
-    "writing by index": (lambda x, i: (x.index_put_((i % 3,), x[i % 3] + 1), x.index_add(1, i, x), x.scatter(1, i[None, :, None], 9.0), x.masked_fill(x > 1, 0)), (X.clone(), INDEX)),
+    "indexing": (
+        lambda x, i: (x[:, i], x.index_select(1, i), x[x > 0], x.gather(1, i[None, :, None].expand(3, 4, 5))),
+        (X, INDEX),
+    ),
+    "writing by index": (
+        lambda x, i: (
+            x.index_put_((i % 3,), x[i % 3] + 1),
+            x.index_add(1, i, x),
+            x.scatter(1, i[None, :, None], 9.0),
+            x.masked_fill(x > 1, 0),
+        ),
+        (X.clone(), INDEX),
+    ),
     "activations": (lambda x: (F.gelu(x), F.relu(x), F.silu(x), F.softmax(x, -1), F.log_softmax(x, -1), torch.tanh(x)), (X,)),
     "norms": (lambda x: (F.layer_norm(x, [5]), F.rms_norm(x, [5]), F.normalize(x)), (X,)),
-    "convolution": (lambda x: (F.conv2d(x, x[:, :, :3, :3].contiguous(), padding=1), F.max_pool2d(x, 2), F.avg_pool2d(x, 2), F.interpolate(x, scale_factor=2.0)), (IMAGE,)),
+    "convolution": (
+        lambda x: (
+            F.conv2d(x, x[:, :, :3, :3].contiguous(), padding=1),
+            F.max_pool2d(x, 2),
+            F.avg_pool2d(x, 2),
+            F.interpolate(x, scale_factor=2.0),
+        ),
+        (IMAGE,),
+    ),
     "batch norm": (lambda x: F.batch_norm(x, x[0, :, 0, 0].clone(), x[0, :, 1, 1].abs().clone(), training=True), (IMAGE,)),
     "types": (lambda x: (x.to(torch.bfloat16), x.half().float(), x.long(), x.bool(), x.double().sum()), (X,)),
     "complex": (lambda x: (torch.fft.rfft(x).abs(), torch.view_as_real(torch.fft.fft(x).conj() * 2)), (X,)),
-    "foreach": (lambda x, w: (torch._foreach_add([x, w], 1.0), torch._foreach_norm([x, w]), torch._foreach_mul([x, w], [w.sum(), w.sum()])), (X, W)),
-    "linear algebra": (lambda w: torch.linalg.svdvals(w), (W,)),
-    "dynamic sizes": (lambda x: (x.nonzero(), x.unique(), torch.masked_select(x, x > 0), torch.nonzero(x, out=torch.empty(0, device=x.device, dtype=torch.long))), (X,)),
-    "scalars of the host": (lambda x: (x * torch.tensor(2.0), x + torch.tensor(1), x.add_(torch.tensor(2.0, dtype=torch.float64))), (X.clone(),)),
+    "foreach": (
+        lambda x, w: (
+            torch._foreach_add([x, w], 1.0),
+            torch._foreach_norm([x, w]),
+            torch._foreach_mul([x, w], [w.sum(), w.sum()]),
+        ),
+        (X, W),
+    ),
+    "no shapes known": (
+        lambda x: (x.cummax(1), torch.geqrf(x[0]), F.batch_norm(x, x[0, :, 0].clone(), x[0, :, 1].abs().clone())),
+        (X,),
+    ),
+    "linear algebra": (torch.linalg.svdvals, (W,)),
+    "dynamic sizes": (
+        lambda x: (
+            x.nonzero(),
+            x.unique(),
+            torch.masked_select(x, x > 0),
+            torch.nonzero(x, out=torch.empty(0, device=x.device, dtype=torch.long)),
+        ),
+        (X,),
+    ),
+    "scalars of the host": (
+        lambda x: (x * torch.tensor(2.0), x + torch.tensor(1), x.add_(torch.tensor(2.0, dtype=torch.float64))),
+        (X.clone(),),
+    ),
     "indices of the host": (lambda x: (x[torch.tensor([0, 2])], x[:, [1, 3]]), (X,)),
     "empty": (lambda x: (x[:0] @ x[0, 0], x[:0].sum(), torch.cat([x[:0], x])), (X,)),
-}  # fmt: skip
+}
 
 
 def _same(host: object, there: object) -> bool:
@@ -145,7 +199,7 @@ def test_tensors_of_the_host_are_refused() -> None:
         lambda: torch.ones(3).add_(there),
         lambda: torch.mm(there[None], torch.ones(3, 1)),
     ):
-        with pytest.raises(RuntimeError, match="same device|two devices"):
+        with pytest.raises(RuntimeError, match=r"same device|two devices"):
             operator()
 
 

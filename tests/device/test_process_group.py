@@ -21,5 +21,5 @@ def test_collectives_run_in_the_order_of_their_stream(ranks: int, tmp_path: Path
         )
         for rank in range(ranks)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=280)[0] for process in started]
     assert [process.returncode for process in started] == [0] * ranks, "\n\n".join(outputs)

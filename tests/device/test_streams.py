@@ -79,6 +79,21 @@ def test_delays_follow_their_seed() -> None:
     assert all(end > 0.005 for end in ends)
 
 
+def test_lazy_streams_run_when_the_host_waits() -> None:
+    with late.lazily():
+        tensor = torch.zeros(10, device="late")
+        done = tensor.add_(1).sum()
+        time.sleep(0.05)
+        assert late.log() == []
+        assert done.item() == 10
+        assert len(late.log()) == 4
+        tensor.add_(1)
+        event = torch.accelerator.current_stream().record_event()
+        while not event.query():
+            time.sleep(0.001)
+        assert len(late.log()) == 5
+
+
 def test_the_host_goes_on() -> None:
     tensor = torch.zeros(10, device="late")
     with late.held():
@@ -160,7 +175,7 @@ def test_forbidden_waits_raise_where_they_are() -> None:
     with late.waits_forbidden():
         tensor.add_(1)
         with pytest.raises(
-            RuntimeError, match="the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"
+            RuntimeError, match=r"the host waits for device late .operators that the host waits for: aten::_local_scalar_dense"
         ):
             tensor.sum().item()
 
@@ -168,7 +183,7 @@ def test_forbidden_waits_raise_where_they_are() -> None:
 def test_what_fails_on_a_stream_is_raised_at_the_next_wait() -> None:
     table = torch.zeros(3, 2, device="late")
     row = table[torch.full((1,), 5, device="late")]
-    with pytest.raises(RuntimeError, match="aten::index.* failed on stream 0 of device late: index 5 is out of bounds"):
+    with pytest.raises(RuntimeError, match=r"aten::index.* failed on stream 0 of device late: index 5 is out of bounds"):
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()
     del row

@@ -1,8 +1,8 @@
 """`late`: a device for tests, on the CPU, that is never earlier than it has to be.
 
-Memory that host code can't touch; streams that only events order, each work of them after a random delay; an allocator that poisons what
-is freed; counters of what the host waits for; a detector of accesses that nothing orders. Import it before anything runs backward:
-PyTorch starts autograd's threads once, one for each device that it knows then.
+Memory that host code can't touch; streams that only events order, each work of them after a random delay; an allocator that
+poisons what is freed; counters of what the host waits for; a detector of accesses that nothing orders. Import it before anything
+runs backward: PyTorch starts autograd's threads once, one for each device that it knows then.
 
     build.py          compiles csrc/ once and keeps it
     library.py        the compiled functions
@@ -12,8 +12,8 @@ PyTorch starts autograd's threads once, one for each device that it knows then.
     dynamo.py         torch.compile's view of the device
     gaps.py           what PyTorch gets wrong for devices outside of it
     process_group.py  collectives over gloo, in the order of a stream
-    csrc/             memory, order, streams, pinned: the device; guard, tensors, fallback, operators, generator, autocast: PyTorch's side;
-                      controls: the functions of library.py
+    csrc/             the device: memory, order, streams, counters, pinned; PyTorch's side of it: guard, tensors, fallback,
+                      operators, generator, settings, autocast; the functions of library.py: controls
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from .controls import (  # noqa: E402
     detection,
     fault_output,
     held,
+    lazily,
     log,
     memory_limit,
     overlap,
@@ -59,6 +60,7 @@ __all__ = [
     "detection",
     "fault_output",
     "held",
+    "lazily",
     "log",
     "memory_limit",
     "overlap",

@@ -1,4 +1,7 @@
-"""Compiles the device once for each PyTorch, compiler and state of its sources, into build/device, where it is kept: 40 s of one core."""
+"""Compiles the device once for each PyTorch, compiler and state of its sources: 45 s of one core.
+
+What was compiled is kept in build/device.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .library import CALL, PATH, C, parsed  # noqa: F401
 
 class Defect(NamedTuple):
     kind: str
-    """ "unordered accesses" or "waits for unrecorded events"."""
+    """ "unordered accesses", "waits for unrecorded events" or "sources changed before their copy"."""
     detail: str
     """Operators and streams."""
 
@@ -43,7 +43,10 @@ class Account:
 
 @contextmanager
 def delays(longest: float, *, seed: int = 0, chance: float = 1.0, exponential: bool = False) -> Iterator[None]:
-    """Let each work of a stream be late by up to `longest` seconds, with probability `chance`; the same seed gives the same delays."""
+    """Let each work of a stream be late by up to `longest` seconds, with probability `chance`.
+
+    The same seed gives the same delays.
+    """
     C.late_set_delays(seed, longest, chance, exponential)
     try:
         yield
@@ -52,8 +55,24 @@ def delays(longest: float, *, seed: int = 0, chance: float = 1.0, exponential: b
 
 
 @contextmanager
+def lazily() -> Iterator[None]:
+    """Let streams run only while the host waits for one, or after it asked whether something is done.
+
+    They are never earlier than they have to be.
+    """
+    C.late_set_lazy(True)
+    try:
+        yield
+    finally:
+        C.late_set_lazy(False)
+
+
+@contextmanager
 def held(stream: torch.Stream | None = None) -> Iterator[None]:
-    """Let a stream stand still: what is issued inside runs on it after the end of this block. Waiting for it inside never ends."""
+    """Let a stream stand still: what is issued inside runs on it after the end of this block.
+
+    Waiting for it inside never ends.
+    """
     hold = C.late_hold((stream or torch.accelerator.current_stream()).stream_id)
     try:
         yield
@@ -104,10 +123,11 @@ def pinned_limit(limit: int) -> Iterator[None]:
 def counters() -> Counter[str]:
     """Return how often something happened since `clear`.
 
-    Host waits: "host waits" in all, and by reason "synchronized device", "synchronized streams", "synchronized events", "blocking copies",
-    "operators that the host waits for"; the last two also by operator, as "blocking copies: copy to host". "copies of unpinned memory" are
-    blocking copies that were asked not to block. Defects: "unordered accesses", "waits for unrecorded events". "record_stream", and
-    "memory kept by autograd" where PyTorch's engine does the same; "failures on streams".
+    Host waits: "host waits" in all, and by reason "synchronized device", "synchronized streams", "synchronized events",
+    "blocking copies", "operators that the host waits for"; the last two also by operator, as "blocking copies: copy to host".
+    "copies of unpinned memory" are blocking copies that were asked not to block. Defects: "unordered accesses", "waits for
+    unrecorded events", "sources changed before their copy". "record_stream", and "memory kept by autograd" where PyTorch's
+    engine does the same; "failures on streams".
     """
     return Counter(parsed(C.late_report())["counters"])
 
@@ -165,8 +185,9 @@ def run_on_stream(
     reads: Sequence[torch.Tensor] = (),
     writes: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Issue `call` to the current stream: it runs on the stream's thread, where `torch.ops.late.host_view` shows a tensor to the CPU.
+    """Issue `call` to the current stream: it runs on the stream's thread.
 
+    There `torch.ops.late.host_view` gives a tensor of the device as one that the CPU's kernels can take.
     The tensors are for the detector of unordered accesses.
     """
     number = next(_numbers)

@@ -1,4 +1,6 @@
-"""Collectives of the device, over gloo: in the order of a stream of their own, as NCCL's are. `Work.wait` orders streams, not the host.
+"""Collectives of the device, over gloo, in the order of a stream of their own, as NCCL's are.
+
+`Work.wait` orders streams; the host goes on.
 
     torch.distributed.init_process_group("late", rank=..., world_size=..., store=...)
 

@@ -54,6 +54,7 @@ void late_set_delays(uint64_t seed, double longest, double chance, bool exponent
   device().streams.set_delays({seed, longest, chance, exponential});
 }
 
+void late_set_lazy(bool on) { device().streams.set_lazy(on); }
 void late_set_detection(bool on) { device().streams.set_detection(on); }
 void late_forbid_waits(bool on) { device().streams.forbid_waits(on); }
 void late_set_capacity(size_t bytes) { device().memory.set_capacity(bytes); }

@@ -64,6 +64,7 @@ Facts read(const c10::OperatorHandle& op) {
     }
     facts.returned.push_back(returned);
   }
+  if (schema.name() == "aten::index") facts.host = false;  // masks are replaced before
   facts.takes_host_indices = schema.name().find("index") != std::string::npos;
   return facts;
 }
@@ -123,7 +124,11 @@ class Call {
   void run() {
     const bool known = !facts_.host && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
     if (!known) return run_for_host();
-    infer();
+    if (composed_around_out()) {
+      for (const int returned : facts_.returned) results_.push_back(arguments_[returned]);
+    } else if (!infer()) {
+      return run_for_host();
+    }
     if (is_view()) return finish();
     Stack cpu = for_cpu();
     if (facts_.generator >= 0 && draw(cpu)) return finish();
@@ -132,6 +137,7 @@ class Call {
       for (const auto& [at, target] : targets) {
         const IValue& result = cpu.at(at.first);
         const Tensor value = result.isTensor() ? result.toTensor() : result.toTensorVector().at(at.second);
+        if (value.numel() == 0) continue;  // statistics that nobody reads
         TORCH_CHECK(value.sizes() == target.sizes(), "PyTorch's kernel for shapes says ", target.sizes(), ", the CPU's ", value.sizes());
         target.copy_(value);
       }
@@ -174,8 +180,25 @@ class Call {
     return value;
   }
 
-  // Asks PyTorch's kernels without memory for the results' shapes; makes the results.
-  void infer() {
+  // PyTorch composes `add` and `add_` of the shape, found in C++, and `add.out`. What it just made, or an input, is as large as it has to
+  // be: asking for the shape again, in Python, would take most of the time of the call.
+  bool composed_around_out() const {
+    size_t found = 0;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      if (!facts_.outs[i]) continue;
+      if (!arguments_[i].isTensor() || !on_device(arguments_[i].toTensor()) || ++found > 1) return false;
+      const Tensor& out = arguments_[i].toTensor();
+      bool right = out.numel() > 0 && is_newest(out);
+      for (size_t j = 0; j < arguments_.size(); ++j) right |= j != i && arguments_[j].isTensor() && arguments_[j].toTensor().is_same(out);
+      if (!right) return false;
+    }
+    for (const int returned : facts_.returned)
+      if (returned < 0) return false;
+    return found == 1;
+  }
+
+  // Asks PyTorch's kernels without memory for the results' shapes; makes the results. False where there is no such kernel, and it matters.
+  bool infer() {
     Stack shapes;
     Shapes seen;
     for (const IValue& value : arguments_) {
@@ -184,9 +207,14 @@ class Call {
                                                        c10::DeviceType::Meta));
     }
     const Stack given = shapes;
-    {
+    try {
       const at::AutoDispatchBelowADInplaceOrView below;
       op_.redispatchBoxed(META, &shapes);
+    } catch (const c10::NotImplementedError&) {
+      for (const int returned : facts_.returned)
+        if (returned < 0) return false;
+      for (const int returned : facts_.returned) results_.push_back(arguments_[returned]);
+      return true;
     }
     for (size_t i = 0; i < given.size(); ++i) {
       if (!facts_.outs[i] || !arguments_[i].isTensor() || !arguments_[i].toTensor().defined()) continue;
@@ -214,6 +242,7 @@ class Call {
         return made;
       }));
     }
+    return true;
   }
 
   bool is_view() const {

@@ -8,8 +8,9 @@
 #include <ATen/ops/native_dropout.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/set_cpu_dispatch.h>
-#include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
+
+#include <cstring>
 
 #include "device.hpp"
 #include "fallback.hpp"
@@ -29,13 +30,17 @@ constexpr c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 Tensor empty(c10::IntArrayRef sizes, std::optional<at::ScalarType> type, std::optional<at::Layout>, std::optional<at::Device>,
              std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  return at::detail::empty_generic(sizes, allocator(), KEYS, at::dtype_or_default(type), format);
+  Tensor made = at::detail::empty_generic(sizes, allocator(), KEYS, at::dtype_or_default(type), format);
+  note_new(made);
+  return made;
 }
 
 Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::optional<at::ScalarType> type, std::optional<at::Layout>,
                      std::optional<at::Device>, std::optional<bool> pinned) {
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
-  return at::detail::empty_strided_generic(sizes, strides, allocator(), KEYS, at::dtype_or_default(type));
+  Tensor made = at::detail::empty_strided_generic(sizes, strides, allocator(), KEYS, at::dtype_or_default(type));
+  note_new(made);
+  return made;
 }
 
 const Tensor& resize_(const Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
@@ -66,6 +71,19 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return at::cpu::set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+uint64_t checksum(const Tensor& tensor) {
+  const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
+  uint64_t sum = 0;
+  size_t at = 0;
+  for (uint64_t word = 0; at + 8 <= tensor.nbytes(); at += 8) {
+    memcpy(&word, bytes + at, 8);
+    sum = (sum ^ word) * 0x9e3779b97f4a7c15;
+    sum ^= sum >> 29;
+  }
+  for (; at < tensor.nbytes(); ++at) sum = (sum ^ bytes[at]) * 0x9e3779b97f4a7c15;
+  return sum;
+}
+
 // Copies as CUDA does them: where types or strides differ, the host's side is converted on the host in memory that is not pinned. What
 // the host waits for: blocking copies, and those whose side on the host is not pinned.
 Tensor copy_from(const Tensor& self, const Tensor& into, bool non_blocking) {
@@ -84,9 +102,16 @@ Tensor copy_from(const Tensor& self, const Tensor& into, bool non_blocking) {
                       !(out && (!device().pinned.contains(into.storage().data()) || !into.is_non_overlapping_and_dense()));
   const bool waits = (in || out) && (!non_blocking || !pinned);
   const char* name = in ? "copy to device" : out ? "copy to host" : "aten::copy_";
+  if (out && into.is_non_overlapping_and_dense()) {  // until it is there, nothing is
+    device().streams.issue(current_stream(), {name, [into] { memset(into.mutable_data_ptr(), POISON, into.nbytes()); }, {}, 0, true});
+  }
+  std::optional<uint64_t> sum;  // of what no stream will change before the copy; so the host should not, either
+  const auto begin = reinterpret_cast<uintptr_t>(from.const_data_ptr());
+  if (in && !waits && device().streams.host_knows_writes(begin, begin + from.nbytes())) sum = checksum(from);
   device().streams.issue(current_stream(), {name,
-                                            [source = in ? from : host_view(from), target, out] {
-                                              if (out) target.zero_();  // until it is there, nothing is
+                                            [source = in ? from : host_view(from), target, sum] {
+                                              if (sum.has_value() && *sum != checksum(source))
+                                                device().counters.defect("sources changed before their copy", source.toString());
                                               target.copy_(source);
                                             },
                                             std::move(accesses), into.nbytes()});

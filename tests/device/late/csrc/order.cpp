@@ -86,6 +86,17 @@ void Order::access(size_t stream, const std::string& name, const std::vector<Acc
   }
 }
 
+bool Order::host_knows_writes(uintptr_t begin, uintptr_t end) const {
+  auto range = ranges_.upper_bound(begin);
+  if (range != ranges_.begin()) --range;
+  for (; range != ranges_.end() && range->first < end; ++range) {
+    const Use& writer = range->second.writer;
+    if (range->second.end <= begin || !range->second.written) continue;
+    if (writer.stream >= host_.size() || host_[writer.stream] < writer.number) return false;
+  }
+  return true;
+}
+
 void Order::forget(uintptr_t begin, uintptr_t end) {
   split(begin);
   split(end);

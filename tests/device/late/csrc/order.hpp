@@ -35,6 +35,8 @@ class Order {
   // Books the accesses of the work just issued; tells `report` of each earlier one that it conflicts with and isn't ordered after.
   void access(size_t stream, const std::string& name, const std::vector<Access>& accesses,
               const std::function<void(const std::string&)>& report);
+  // Whether the host has waited for all that streams were to write there.
+  bool host_knows_writes(uintptr_t begin, uintptr_t end) const;
   // Forgets what is known of these bytes: host memory that went, device memory given back to the system.
   void forget(uintptr_t begin, uintptr_t end);
 

@@ -92,6 +92,7 @@ void Streams::run(Queue& queue) {
     queue.jobs.pop_front();
     queue.busy = true;
     lock.unlock();
+    wait_until_wanted();
     job(queue);
     job = nullptr;
     lock.lock();
@@ -107,6 +108,34 @@ void Streams::push(Queue& queue, std::function<void(Queue&)> job) {
   queue.changed.notify_one();
 }
 
+void Streams::wait_until_wanted() {
+  std::unique_lock lock(gate_);
+  wanted_.wait(lock, [&] { return !lazy_ || asked_ || waiting_ > 0; });
+}
+
+void Streams::want(int change) {
+  {
+    const std::lock_guard lock(gate_);
+    waiting_ += change;
+    asked_ |= change == 0;
+  }
+  wanted_.notify_all();
+}
+
+void Streams::set_lazy(bool on) {
+  {
+    const std::lock_guard lock(gate_);
+    lazy_ = on;
+    asked_ = false;
+  }
+  wanted_.notify_all();
+}
+
+bool Streams::host_knows_writes(uintptr_t begin, uintptr_t end) {
+  const std::lock_guard lock(mutex_);
+  return order_.host_knows_writes(begin, end);
+}
+
 double Streams::delay(size_t stream, uint64_t number) {
   if (delays_.longest <= 0) return 0;
   const uint64_t bits = mixed(delays_.seed ^ mixed(stream * 0x10001 ^ mixed(number)));
@@ -119,6 +148,10 @@ double Streams::delay(size_t stream, uint64_t number) {
 void Streams::issue(size_t stream, Work work) {
   if (stopped_) return;
   const Settings settings = Settings::here();
+  {
+    const std::lock_guard lock(gate_);
+    asked_ = false;
+  }
   const std::lock_guard lock(mutex_);
   Queue& queue = at(stream);
   order_.issue(stream);
@@ -133,10 +166,10 @@ void Streams::issue(size_t stream, Work work) {
     try {
       settings.apply();
       work.run();
+    } catch (const c10::Error& error) {
+      fail(on.index, work.name, error.what_without_backtrace());
     } catch (const std::exception& error) {
-      counters_.add("failures on streams", work.name);
-      const std::lock_guard failing(mutex_);
-      if (failure_.empty()) failure_ = work.name + " failed on stream " + std::to_string(on.index) + " of device late: " + error.what();
+      fail(on.index, work.name, error.what());
     }
     if (work.prompt) return;
     const std::lock_guard logging(on.mutex);
@@ -165,17 +198,25 @@ void Streams::wait(size_t stream, const std::shared_ptr<Recording>& recording) {
 }
 
 bool Streams::query(const std::shared_ptr<Recording>& recording) {
-  if (!recording->done) return false;
+  counters_.add("queries");
+  if (!recording->done) {
+    want(0);
+    return false;
+  }
   finished_waiting(*recording);
   return true;
 }
 
 bool Streams::idle(size_t stream) {
+  counters_.add("queries");
   const std::lock_guard lock(mutex_);
   Queue& queue = at(stream);
   {
     const std::lock_guard looking(queue.mutex);
-    if (queue.busy || !queue.jobs.empty()) return false;
+    if (queue.busy || !queue.jobs.empty()) {
+      want(0);
+      return false;
+    }
   }
   order_.host_waited(order_.clock(stream));
   return true;
@@ -184,6 +225,12 @@ bool Streams::idle(size_t stream) {
 void Streams::finished_waiting(const Recording& recording) {
   const std::lock_guard lock(mutex_);
   order_.host_waited(recording.clock);
+}
+
+void Streams::fail(size_t stream, const std::string& name, const char* why) {
+  counters_.add("failures on streams", name);
+  const std::lock_guard lock(mutex_);
+  if (failure_.empty()) failure_ = name + " failed on stream " + std::to_string(stream) + " of device late: " + why;
 }
 
 void Streams::raise_failure() {
@@ -205,7 +252,9 @@ void Streams::host_wait(const std::shared_ptr<Recording>& recording, const char*
   TORCH_CHECK(!on_stream, "work on a stream of device late waits for the device: nothing would ever end");
   {
     const WithoutGil without;
+    want(1);
     recording->done.wait(false);
+    want(-1);
   }
   finished_waiting(*recording);
   raise_failure();
@@ -248,6 +297,7 @@ void Streams::clear_logs() {
 
 void Streams::stop() {
   if (stopped_.exchange(true)) return;
+  set_lazy(false);
   const WithoutGil without;
   std::vector<Queue*> queues;
   {

@@ -74,6 +74,8 @@ class Streams {
   void host_wait_all(const char* why);
 
   void set_delays(const Delays& delays);
+  void set_lazy(bool on);  // streams run only while the host waits, or asks and finds that something isn't done
+  bool host_knows_writes(uintptr_t begin, uintptr_t end);  // see Order
   void set_detection(bool on) { detects_ = on; }
   void forbid_waits(bool on) { waits_forbidden_ = on; }  // the next host wait that counts raises
   void forget(uintptr_t begin, uintptr_t end);           // see Order
@@ -92,7 +94,10 @@ class Streams {
   Queue& at(size_t stream);
   void push(Queue& queue, std::function<void(Queue&)> job);
   void finished_waiting(const Recording& recording);
+  void fail(size_t stream, const std::string& name, const char* why);
   void raise_failure();
+  void wait_until_wanted();
+  void want(int change);
 
   Counters& counters_;
   std::mutex mutex_;  // of all below, and of issuing: the order of issue is the same for all streams
@@ -101,6 +106,11 @@ class Streams {
   Order order_;
   Delays delays_;
   std::string failure_;
+  std::mutex gate_;  // of the next four
+  std::condition_variable wanted_;
+  bool lazy_ = false;
+  bool asked_ = false;  // since work was issued last
+  int waiting_ = 0;     // hosts
   std::atomic<bool> detects_ = true;
   std::atomic<bool> waits_forbidden_ = false;
   std::atomic<bool> stopped_ = false;

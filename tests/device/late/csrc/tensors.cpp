@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t MOST_RANGES = 1 << 14;
 
+thread_local const void* newest = nullptr;
+
 at::Tensor with_storage(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
   c10::TensorImpl* impl = made.unsafeGetTensorImpl();
@@ -43,6 +45,10 @@ at::Tensor Shapes::of(const at::Tensor& tensor) {
   }
   return with_storage(storage, c10::DispatchKey::Meta, tensor);
 }
+
+void note_new(const at::TensorBase& tensor) { newest = tensor.storage().unsafeGetStorageImpl(); }
+
+bool is_newest(const at::Tensor& tensor) { return tensor.storage().unsafeGetStorageImpl() == newest; }
 
 at::Tensor empty_on_device(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type) {
   return at::detail::empty_strided_generic(sizes, strides, c10::GetAllocator(c10::DeviceType::PrivateUse1),

@@ -22,6 +22,10 @@ class Shapes {
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
 };
 
+// Notes a tensor that was just made on this thread; tells whether it is the latest.
+void note_new(const at::TensorBase& tensor);
+bool is_newest(const at::Tensor& tensor);
+
 at::Tensor empty_on_device(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType type);
 at::Tensor view_on_device(const at::Tensor& base, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, at::ScalarType type);
 
