@@ -168,7 +168,8 @@ def hidden_values(activation: nn.Module, *, turned: bool, kind: str) -> set[str]
         for n in gm.graph.nodes
         if n.op == "call_function" and fake_value(n).shape[-1:] == (32,) and fake_value(n).numel() == 192
     ]
-    return {node.target.name().removeprefix("aten::").split(".")[0] for node in large}
+    names = {node.target.name().removeprefix("aten::").split(".")[0] for node in large}
+    return {"view" if name == "_unsafe_view" else name for name in names}  # in the place of a view since PyTorch 2.15
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU(), nn.Sequential(nn.SiLU(), nn.Tanh())], ids=["relu", "gelu", "two"])
