@@ -10,7 +10,10 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.system.page_locked import lock, locked_memory
+
+from .own_storage import with_own_storage
 
 _HUGE_PAGE = 2 << 20
 
@@ -27,6 +30,13 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
     return whole[start : start + size]
+
+
+def zeros_on(device: torch.device, numel: int, dtype: torch.dtype, *, beside: torch.device) -> torch.Tensor:
+    """Return zeros on a device; those on the host `beside` an accelerator in memory that this copies from and to by itself."""
+    if device.type != "cpu" or beside.type == "cpu":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return with_own_storage(aligned_buffer(format_of(dtype).bytes(numel), pinned=True).view(dtype))
 
 
 def private_memory(length: int, *, pinned: bool = False) -> memoryview:

@@ -1,4 +1,4 @@
-"""Compiled training on the device, with streams that are late: the bits of the CPU, no access that nothing orders, hosts that don't wait."""
+"""Compiled training on the device, with streams that are late: the CPU's bits, ordered accesses, and a host that goes on."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def train(device: str, options: dict[str, Any] | None, *, layers: int = 4, steps: int = 3) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Return the losses and what the last step counted."""
+def train(
+    device: str, options: dict[str, Any] | None, *, layers: int = 4, micro_batches: int = 2, clipped: bool = True
+) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Return the losses of three steps, and what the last step counted."""
     torch.compiler.reset()
     zinf_compile.reset()
     torch.manual_seed(0)
@@ -51,14 +53,15 @@ def train(device: str, options: dict[str, Any] | None, *, layers: int = 4, steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     called = model if options is None else torch.compile(model, backend="zero_infinity", options={"compute": "fx", **options})
     generator, losses = torch.Generator().manual_seed(1), []
-    batches = [torch.randn(2, 8, 32, generator=generator).to(device) for _ in range(steps)]
+    batches = [torch.randn(micro_batches, 8, 32, generator=generator).to(device) for _ in range(3)]
     for batch in batches:
         late.clear()
-        for part in batch:  # two micro-batches
+        for part in batch:
             loss = called(part)
             loss.backward()
             losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True)
+        if clipped:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
     counted = late.counters()
@@ -71,12 +74,25 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return {**found, "nvme": str(tmp_path)} if "nvme" in found.values() else found
 
 
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    return train("cpu", None)[0]
+
+
 @pytest.mark.parametrize("options", PLACEMENTS, indirect=True)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_bits_are_those_of_the_cpu_and_every_access_is_ordered(options: dict[str, Any], seed: int) -> None:
-    expected, _ = train("cpu", None)
-    with late.delays(SLOW_S, seed=seed):
+def test_bits_are_those_of_the_cpu_and_every_access_is_ordered(options: dict[str, Any], expected: list[torch.Tensor]) -> None:
+    with late.delays(SLOW_S, seed=1):
         found, counted = train("late", options)
     assert all(map(torch.equal, found, expected))
     assert late.defects() == []
     assert counted["unordered accesses"] == counted["waits for unrecorded events"] == counted["record_stream"] == 0
+
+
+@pytest.mark.parametrize("options", [name for name, found in PLACEMENTS.items() if "nvme" not in found.values()], indirect=True)
+def test_the_host_waits_once_a_graph_and_twice_a_step_however_many_layers_there_are(options: dict[str, Any]) -> None:
+    waits = []
+    for layers in (4, 16):
+        with late.delays(SLOW_S, seed=1):
+            _, counted = train("late", options, layers=layers, micro_batches=1, clipped=False)
+            waits.append(counted["host waits"])
+    assert waits[0] == waits[1] <= 2 * 1 + 2

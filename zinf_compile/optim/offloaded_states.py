@@ -22,6 +22,7 @@ from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.memory.aligned_buffers import zeros_on
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
 from zinf_compile.runtime.transfer.move import Location, StagingBuffers, UpdateRoute
 from zinf_compile.runtime.units.saving import ShardsSave
@@ -245,7 +246,7 @@ class OffloadedStates:
         unit = parameter._zinf_unit
         device = unit.device if self._route.link.topology.side(self.tier) == Tier.DEVICE else torch.device("cpu")
         if (parameter, name) not in self._making:
-            self._making[parameter, name] = torch.zeros(unit.shard_numel, dtype=dtype, device=device)
+            self._making[parameter, name] = zeros_on(device, unit.shard_numel, dtype, beside=unit.device)
 
     def _expect(self, due: Sequence[int]) -> contextlib.ExitStack:
         """Let saves in the background leave to this step what it will read anyway, until what is returned is closed."""
