@@ -16,6 +16,8 @@ states = SimpleNamespace(
     context=SimpleNamespace(lanes=SimpleNamespace(meter=meter)),
     transfers=SimpleNamespace(buffers=[0, 0], drain=lambda: print("drained")),
     _prepare=lambda number, optimizer: SimpleNamespace(drain=lambda: None, held=False),
+    _expect=lambda due: contextlib.ExitStack(),
+    _offer=lambda number, buffer: None,
 )
 chunks = OffloadedStates.load_chunks(states, None)
 print(next(chunks)[0])

@@ -157,7 +157,8 @@ class OffloadedStates:
                 self.transfers.drain()  # errors of unused prefetches
             raise
         finally:
-            expecting.close()
+            if not ending():
+                expecting.close()
 
     def applied(self, parameter: ShardedParameter) -> None:
         """Release a gradient after its last piece."""
