@@ -134,13 +134,13 @@ class Slow:
 
 
 def test_what_was_waited_for_in_vain_is_waited_for_again() -> None:
-    """Before its room is used: it may still be written to."""
+    """Before its room is used: it may still be written to. The last one is waited for first."""
     slot, transfers = ChunkBuffer(None, None), [Slow(), Slow()]
     slot.under_way, slot.chunk = list(transfers), 3
     for number in range(3):
         with pytest.raises(KeyboardInterrupt) if number < 2 else contextlib.nullcontext():
             slot.drain()
-    assert [transfer.waits for transfer in transfers] == [3, 2]
+    assert [transfer.waits for transfer in transfers] == [2, 3]
     assert slot.chunk == 3
 
 
