@@ -23,6 +23,7 @@ _TORCH = Path(torch.__file__).parent
 _FLAGS = [
     "-std=c++20",
     "-O1",
+    "-DNDEBUG",
     "-fPIC",
     "-Wall",
     "-Wextra",
