@@ -31,6 +31,10 @@ def init() -> None:
     pass
 
 
+def _lazy_init() -> None:
+    """Be there: without it PyTorch takes the device for one that was never used, and `synchronize` does nothing. [torch 2.11]"""
+
+
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
