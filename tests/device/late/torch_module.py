@@ -134,10 +134,11 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-def register_host_memory(tensor: torch.Tensor) -> bool:
-    """Pin a tensor's memory where it is, as `cudaHostRegister` does; False where part of it is pinned or the limit is reached."""
-    return bool(C.late_register_host(tensor.data_ptr(), tensor.nbytes))
+def register_host_memory(address: int, length: int) -> bool:
+    """Pin `length` bytes where they are, as `cudaHostRegister` does. False where some are pinned already, or more than may be would be."""
+    return bool(C.late_register_host(address, length))
 
 
-def unregister_host_memory(tensor: torch.Tensor) -> bool:
-    return bool(C.late_unregister_host(tensor.data_ptr()))
+def unregister_host_memory(address: int) -> bool:
+    """Undo it; False where nothing was registered at this address."""
+    return bool(C.late_unregister_host(address))
