@@ -135,7 +135,10 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def register_host_memory(address: int, length: int) -> bool:
-    """Pin `length` bytes where they are, as `cudaHostRegister` does. False where some are pinned already, or more than may be would be."""
+    """Pin `length` bytes where they are, as `cudaHostRegister` does.
+
+    False where some of them are pinned already, or where the limit leaves no room.
+    """
     return bool(C.late_register_host(address, length))
 
 
