@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import late
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Let a touch of device memory say so where pytest's own traceback of it goes, past what captures standard error."""
     late.fault_output(config.stash.get(fault_handler_stderr_fd_key, 2))

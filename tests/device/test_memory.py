@@ -143,12 +143,15 @@ def test_pinned_memory() -> None:
 
 def test_host_memory_can_be_registered() -> None:
     plain = torch.ones(1000)
-    assert torch.late.register_host_memory(plain)
+    start, length = plain.data_ptr(), plain.nbytes
+    assert torch.late.register_host_memory(start, length)
     assert plain.is_pinned()
-    assert not torch.late.register_host_memory(plain[10:])  # it is already
-    assert torch.late.unregister_host_memory(plain)
+    assert not torch.late.register_host_memory(start + 40, 40)  # it is already
+    assert torch.late.unregister_host_memory(start)
     assert not plain.is_pinned()
-    assert not torch.late.unregister_host_memory(plain)
+    assert not torch.late.unregister_host_memory(start)
+    with late.pinned_limit(100):
+        assert not torch.late.register_host_memory(start, length)
 
 
 def test_pinned_memory_stays_until_its_copy_is_over() -> None:

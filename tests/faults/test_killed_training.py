@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_killed import KEPT, MOST, STEPS, seeded, trained
+from rank_killed import KEPT, MOST, STEPS, Kill, seeded, trained
 from ranks import run_ranks
 from same_leaves import assert_equal
 
@@ -14,8 +15,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.
 
 
 def options_in(folder: Path) -> dict[str, Any]:
+    """Return options with everything on a drive, and updates of many chunks."""
     (folder / "drive").mkdir(parents=True)
-    placed = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
+    placed = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "compute_shape": {"piece_numel": 64}}
     return {**placed, "nvme": str(folder / "drive"), "timeout_s": 20}
 
 
@@ -25,28 +27,45 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(trained, 2, str(folder / "saved"), options_in(folder), None)
 
 
-def check(point: str, seed: int, uninterrupted: list[Any], folder: Path) -> None:
-    kill, options = seeded(point, seed), options_in(folder)
-    print(f"seed {seed}: {kill}")
+def killed(kill: Kill, options: dict[str, Any], folder: Path) -> None:
+    """Train until the kill; a rank that isn't killed ends, too."""
     with pytest.raises(AssertionError, match="exit code -9") as ended:
         run_ranks(trained, 2, str(folder / "saved"), options, kill, alone=True)
-    assert "gave no answer" not in str(ended.value), "the other rank ends, too"
-    assert f"rank {1 - kill.rank}:" in str(ended.value)
+    told = str(ended.value)
+    assert "gave no answer" not in told
+    assert all(f"rank {rank}:" in told for rank in range(2))
+    assert len(re.findall("exit code -9", told)) == (2 if kill.all_ranks else 1)
+
+
+def check_rest(uninterrupted: list[Any], options: dict[str, Any], folder: Path) -> None:
+    """Go on to the end, and compare states, losses, and what is left on the drive."""
     results = run_ranks(trained, 2, str(folder / "saved"), options, None)
-    for result, expected in zip(results, uninterrupted, strict=True):
-        assert_equal(result, expected)
+    for (states, losses), (expected_states, expected_losses) in zip(results, uninterrupted, strict=True):
+        assert_equal(states, expected_states)
+        assert losses == expected_losses[len(expected_losses) - len(losses) :]
     left = sorted(path.name for path in (folder / "saved").iterdir())
     assert left == [f"save-{number:08}" for number in range(STEPS // 2 - KEPT + 1, STEPS // 2 + 1)]
     assert not list((folder / "drive").iterdir())
 
 
-@pytest.mark.parametrize("point", MOST)
-def test_killed_at_a_point(point: str, uninterrupted: list[Any], tmp_path: Path) -> None:
-    check(point, 0, uninterrupted, tmp_path)
+def test_killed_at_one_point_after_the_other(uninterrupted: list[Any], tmp_path: Path) -> None:
+    options = options_in(tmp_path)
+    for kill in (
+        Kill("rename", 0, 2, under_way=False, all_ranks=False),  # as the first checkpoint gets its name
+        Kill("cleanup", 0, 1, under_way=True, all_ranks=False),
+        Kill("fsync", 0, 15, under_way=True, all_ranks=True),
+        Kill("deferred", 1, 10, under_way=False, all_ranks=False),
+        Kill("data", 1, 10, under_way=True, all_ranks=False),
+    ):
+        killed(kill, options, tmp_path)
+    check_rest(uninterrupted, options, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("point", MOST)
 def test_killed_at_twenty_moments_of_each(point: str, seed: int, uninterrupted: list[Any], tmp_path: Path) -> None:
-    check(point, seed, uninterrupted, tmp_path)
+    kill, options = seeded(point, seed), options_in(tmp_path)
+    print(f"seed {seed}: {kill}")
+    killed(kill, options, tmp_path)
+    check_rest(uninterrupted, options, tmp_path)

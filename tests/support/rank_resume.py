@@ -48,6 +48,7 @@ class Run:
             torch.optim.SGD([*self.model.norm.parameters(), *self.model.last.parameters()], lr=0.02, momentum=0.9),
         ]
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, 0.5)
+        self.losses: list[torch.Tensor] = []
         self.micro_batches(1)
         self.step()
         self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -56,7 +57,9 @@ class Run:
     def micro_batches(self, count: int) -> None:
         """Accumulate gradients of random batches, which differ from rank to rank."""
         for _ in range(count):
-            (self.compiled(torch.randn(6, 19) * random.random()) / MICRO_BATCHES).backward()
+            loss = self.compiled(torch.randn(6, 19) * random.random()) / MICRO_BATCHES
+            loss.backward()
+            self.losses.append(loss.detach())
 
     def step(self) -> None:
         """Apply the gradients."""

@@ -4,6 +4,12 @@ Memory that host code can't touch; streams that only events order, each work of 
 poisons what is freed; counters of what the host waits for; a detector of accesses that nothing orders. Import it before anything
 runs backward: PyTorch starts autograd's threads once, one for each device that it knows then.
 
+    with late.delays(0.002, seed=3):  # or late.lazily(): no stream runs before the host waits
+        train(model.to("late"))
+        torch.accelerator.synchronize()
+    assert not late.defects()
+    assert late.counters()["host waits"] <= 3
+
     build.py          compiles csrc/ once and keeps it
     library.py        the compiled functions
     torch_module.py   torch.late, what torch.get_device_module finds

@@ -1,4 +1,4 @@
-"""Compiles the device once for each PyTorch, compiler and state of its sources: 45 s of one core.
+"""Compiles the device once for each PyTorch, compiler and state of its sources: a minute of one core.
 
 What was compiled is kept in build/device.
 """
@@ -23,6 +23,7 @@ _TORCH = Path(torch.__file__).parent
 _FLAGS = [
     "-std=c++20",
     "-O1",
+    "-DNDEBUG",
     "-fPIC",
     "-Wall",
     "-Wextra",

@@ -145,7 +145,10 @@ def reset_peak() -> None:
 
 
 def fault_output(file: int) -> None:
-    """Write what a touch of device memory by the host ends with to this file; standard error before."""
+    """Write what a touch of device memory by the host ends with to this file; standard error before.
+
+    To be called again after `faulthandler.enable`, which takes the signal first and hides the address from those before it.
+    """
     C.late_set_fault_output(file)
 
 

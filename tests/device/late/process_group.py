@@ -69,6 +69,7 @@ class LateGroup(dist.ProcessGroup):
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._host_gloo)
         self._register_backend(torch.device("late"), dist.ProcessGroup.BackendType.CUSTOM, self._device_gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     @property
     def stream(self) -> torch.Stream:

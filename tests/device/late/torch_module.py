@@ -31,6 +31,10 @@ def init() -> None:
     pass
 
 
+def _lazy_init() -> None:
+    """Be there: without it PyTorch takes the device for one that was never used, and `synchronize` does nothing. [torch 2.11]"""
+
+
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
@@ -130,10 +134,14 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-def register_host_memory(tensor: torch.Tensor) -> bool:
-    """Pin a tensor's memory where it is, as `cudaHostRegister` does; False where part of it is pinned or the limit is reached."""
-    return bool(C.late_register_host(tensor.data_ptr(), tensor.nbytes))
+def register_host_memory(address: int, length: int) -> bool:
+    """Pin `length` bytes where they are, as `cudaHostRegister` does.
+
+    False where some of them are pinned already, or where the limit leaves no room.
+    """
+    return bool(C.late_register_host(address, length))
 
 
-def unregister_host_memory(tensor: torch.Tensor) -> bool:
-    return bool(C.late_unregister_host(tensor.data_ptr()))
+def unregister_host_memory(address: int) -> bool:
+    """Undo it; False where nothing was registered at this address."""
+    return bool(C.late_unregister_host(address))

@@ -104,6 +104,12 @@ void each_tensor(const IValue& value, const See& see) {
   });
 }
 
+// Calls a kernel. PyTorch's adapter of kernels that return several of their arguments drops these before it reads them: held meanwhile.
+void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack& stack) {
+  const Stack held = stack;
+  op.redispatchBoxed(keys, &stack);
+}
+
 Tensor empty_cpu(const Tensor& like) {
   return at::detail::make_tensor<c10::TensorImpl>(
              c10::Storage(c10::Storage::use_byte_size_t(), 0, c10::GetAllocator(c10::kCPU), true), CPU, like.dtype())
@@ -133,7 +139,7 @@ class Call {
     Stack cpu = for_cpu();
     if (facts_.generator >= 0 && draw(cpu)) return finish();
     issue([op = op_, cpu = std::move(cpu), targets = targets_]() mutable {
-      op.redispatchBoxed(CPU, &cpu);
+      call(op, CPU, cpu);
       for (const auto& [at, target] : targets) {
         const IValue& result = cpu.at(at.first);
         const Tensor value = result.isTensor() ? result.toTensor() : result.toTensorVector().at(at.second);
@@ -209,7 +215,7 @@ class Call {
     const Stack given = shapes;
     try {
       const at::AutoDispatchBelowADInplaceOrView below;
-      op_.redispatchBoxed(META, &shapes);
+      call(op_, META, shapes);
     } catch (const c10::NotImplementedError&) {
       for (const int returned : facts_.returned)
         if (returned < 0) return false;
@@ -291,7 +297,7 @@ class Call {
     here[facts_.generator] = generator;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      op_.redispatchBoxed(CPU, &here);
+      call(op_, CPU, here);
     }
     if (reads) return false;
     issue([drawn = std::move(drawn)] {
@@ -315,7 +321,7 @@ class Call {
       }
     }
     const Stack given = *cpu;
-    issue([op = op_, cpu] { op.redispatchBoxed(CPU, cpu.get()); });
+    issue([op = op_, cpu] { call(op, CPU, *cpu); });
     device().streams.host_wait(device().streams.record(current_stream()), "operators that the host waits for", facts_.name);
     for (const auto& [i, out] : outs) {
       out.resize_(given[i].toTensor().sizes());

@@ -20,9 +20,20 @@ constexpr size_t GRANULE = 512;
 uintptr_t guarded = 0;
 int fault_output = STDERR_FILENO;
 struct sigaction before;
+const struct sigaction standard = [] {
+  struct sigaction action = {};
+  action.sa_handler = SIG_DFL;
+  return action;
+}();
 
 // Says what happened, then lets the handler from before us (Python's faulthandler, say) show where.
 void on_fault(int signal, siginfo_t* info, void* context) {
+  static volatile sig_atomic_t entered = 0;
+  if (entered != 0) {  // by that handler, or by the instruction again
+    sigaction(SIGSEGV, &standard, nullptr);
+    return;
+  }
+  entered = 1;
   const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
   if (address >= guarded && address < guarded + SPACE) {
     char text[160] = "\nhost code touched memory of the device late, at address 0x";
@@ -32,12 +43,20 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     memcpy(text + length, rest, strlen(rest));
     [[maybe_unused]] const auto written = write(fault_output, text, length + strlen(rest));
   }
-  sigaction(SIGSEGV, &before, nullptr);
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)
     before.sa_sigaction(signal, info, context);
   else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
     before.sa_handler(signal);
-}  // returns to the instruction that faulted, which faults again under the handler from before
+}  // returns to the instruction that faulted, which faults again
+
+void install() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  struct sigaction now = {};
+  sigaction(SIGSEGV, nullptr, &now);
+  if (now.sa_sigaction != on_fault) sigaction(SIGSEGV, &action, &before);
+}
 
 void* mapped(int file, int protection) {
   void* address = mmap(nullptr, SPACE, protection, MAP_SHARED | MAP_NORESERVE, file, 0);
@@ -56,10 +75,7 @@ Memory::Memory(Streams& streams) : streams_(streams), capacity_(CAPACITY) {
   alias_base_ = reinterpret_cast<uintptr_t>(mapped(file_, PROT_READ | PROT_WRITE));
   top_ = base_;
   guarded = base_;
-  struct sigaction action = {};
-  action.sa_sigaction = on_fault;
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, &before);
+  install();
 }
 
 bool Memory::contains(const void* address) const {
@@ -212,7 +228,10 @@ void Memory::reset_accumulated() {
   account_.allocations = account_.frees = account_.retries = account_.out_of_memory = 0;
 }
 
-void Memory::set_fault_output(int file) { fault_output = file; }
+void Memory::set_fault_output(int file) {
+  fault_output = file;
+  install();  // again, before handlers that came since: those see the address no more
+}
 
 void Memory::set_capacity(size_t bytes) {
   const std::lock_guard lock(mutex_);
