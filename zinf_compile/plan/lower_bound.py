@@ -124,22 +124,20 @@ class _Programme(Programme):
         wire = unit.wire_bytes if unit.is_gathered else unit.stored_bytes
         seconds = seconds_of(link, wire, count) if link else 0.0
         uses = {self.of_region[use] for use in unit.uses}
-        present = self._over_time(uses, size, link, seconds, one=size // count if count == 1 else self.smallest[unit.name])
+        lasting = None if not unit.trained else () if unit.is_gathered else (at_home,)
+        present = self._over_time(uses, size, link, seconds, one=self.smallest[unit.name], lasting=lasting)
         for column in present.values():
             if not unit.is_gathered:
                 self.rows.add({at_home: 1.0, column: -1.0}, 0.0)
-        if unit.trained and self.intervals - 1 in present:
-            limit = {} if unit.is_gathered else {at_home: -1.0}
-            self.rows.add({present[self.intervals - 1]: 1.0, **limit}, 0.0)
-        elif unit.trained and problem.pieces_of[unit.name]:
-            pass
 
-    def _over_time(self, uses: set[int], size: float, link: Link | None, seconds: float, *, one: float) -> dict[int, int]:
+    def _over_time(
+        self, uses: set[int], size: float, link: Link | None, seconds: float, *, one: float, lasting: tuple[int, ...] | None
+    ) -> dict[int, int]:
         """Add the share that is on the device at the end of each interval, and what arrives in it. Return the former.
 
         What is used in a checked region is there at its beginning and end; what is used elsewhere in an interval has been there,
         or has arrived, once. `one`: the bytes of a unit, which has its memory from its start on: where these do not fit beside
-        what a region uses, nothing of it is there.
+        what a region uses, nothing of it is there. `lasting`: the shares that last over the step; None: all of it.
         """
         checked = {use for use in uses if use % 2}
         elsewhere = uses - checked
@@ -153,8 +151,10 @@ class _Programme(Programme):
                 self.upper[column] = 0.0
             before = present[(interval - 1) % self.intervals]
             terms = {column: 1.0}
-            if self.intervals > 1:
+            if interval or lasting is None:
                 terms[before] = terms.get(before, 0.0) - 1.0
+            else:
+                terms |= dict.fromkeys(lasting, -1.0)
             if link is not None and interval not in checked:
                 arriving = self.variable()
                 self.on_link[link.name][interval][arriving] += seconds

@@ -43,7 +43,7 @@ class Moments:
     def add(self, interval: Interval) -> None:
         """Add what an interval takes, in each step."""
         first, last = self._index(interval.start), self._index(interval.end - 1)
-        if interval.at_step and interval.start % self._count == 0:
+        if (interval.at_step or interval.through_step) and interval.start % self._count == 0:
             first -= 1
             last = max(first, last)
         if interval.through_step and interval.end % self._count == 0:
@@ -158,7 +158,9 @@ def _gradients(problem: StepProblem, plan: Plan) -> Iterator[Interval]:
     shards: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for reduction in plan.shared.reductions:
         unit = problem.unit[reduction.unit]
-        yield Interval(device, f"full gradient of {unit.name}", unit.full_gradient_bytes, reduction.regions[0], reduction.due)
+        size, late = unit.full_gradient_bytes, reduction.start == problem.count
+        what = f"full gradient of {unit.name}"
+        yield Interval(device, what, size, reduction.regions[0], reduction.due, through_step=late)
         shards[unit.name].append((reduction.start, reduction.due))
     for unit in problem.units:
         if not unit.gradients:
@@ -169,10 +171,13 @@ def _gradients(problem: StepProblem, plan: Plan) -> Iterator[Interval]:
         if home == device:
             yield Interval(device, what, unit.gradient_bytes, made[0][0], last, through_step=True)
             if unit.full_gradient_bytes:
-                yield from (Interval(device, f"{what}, added", unit.gradient_bytes, *each) for each in made[1:])
+                for start, due in made[1:]:
+                    late = start == problem.count
+                    yield Interval(device, f"{what}, added", unit.gradient_bytes, start, due, through_step=late)
             continue
         for (start, _), store in zip(made, stores[unit.name, device], strict=False):
-            yield Interval(device, what, unit.gradient_bytes, start, store.due)
+            late = store.start == problem.count
+            yield Interval(device, what, unit.gradient_bytes, start, store.due, through_step=late)
         for number, store in enumerate(stores[unit.name, device]):
             if not store.to.in_memory:
                 continue
@@ -184,7 +189,8 @@ def _gradients(problem: StepProblem, plan: Plan) -> Iterator[Interval]:
                 end = store.due
             else:
                 end = further[number].due if number < len(further) else store.due
-            yield Interval(store.to, what, unit.gradient_bytes, store.start, end)
+            late = end == problem.count
+            yield Interval(store.to, what, unit.gradient_bytes, store.start, end, through_step=late)
 
 
 def updated_by(plan: Plan, problem: StepProblem) -> dict[str, int]:

@@ -5,13 +5,15 @@ R of the step before, where R is the number of regions. A row may begin before i
 
 Note: order at a boundary
     1. What is kept until p is released.
-    2. Compute waits for the stores and reductions that are due at p: their memory is free from here on.
-    3. Updates that start at p are issued; compute waits for those due at p.
-    4. Reductions, stores, fetches and gathers that start at p are issued, in this order and each in the plan's. A link takes them
-       in the order of issue; one starts once its link is free and its source is there.
+    2. Compute waits for the stores and reductions that are due at p: their memory is free from here on. Then those that start at
+       p are issued, reductions first.
+    3. Updates that start at p are issued; compute waits for those due at p, and for what both started and is due at p.
+    4. Fetches that start at p are issued, then gathers.
     5. Compute waits for the gathers and fetches that are due at p.
     6. What is made again before p is made again.
     7. Region p runs.
+    What is issued at one boundary is issued in the plan's order. Each link takes its transfers in the order of issue; one starts
+    once its link is free and its source is there.
 
 So memory follows from boundaries alone: what starts at p and is due at q takes its memory from region p to region q - 1 whenever
 it really runs. A wrong cost makes a step slower, and never takes more memory.

@@ -96,15 +96,19 @@ class Unrolled:
         ended = step == self._steps
         freed = self._add(Task(f"boundary {region}", COMPUTE, step, 0.0), self._frees.pop(boundary, ()))
         self.freed[boundary] = freed
+        rows = sorted(self._rows.get(boundary, ()), key=lambda item: item[0])
+        for row_step, row in rows:
+            if isinstance(row, Reduction | Store):
+                self._issue(row_step, row, freed)
         for waiting in self._on_compute.pop(boundary, ()):
             self._run_update(*waiting)
         for update_step, update in self._updates.get(boundary, ()):
             self._issue_update(update_step, update, freed)
-        self.issued[boundary] = issued = self._add(
-            Task(f"issue {region}", COMPUTE, step, 0.0), self._new_values.pop(boundary, ())
-        )
-        for row_step, row in sorted(self._rows.get(boundary, ()), key=lambda item: item[0]):
-            self._issue(row_step, row, issued)
+        waits = [*self._new_values.pop(boundary, ()), *self._frees.pop(boundary, ())]
+        self.issued[boundary] = issued = self._add(Task(f"issue {region}", COMPUTE, step, 0.0), waits)
+        for row_step, row in rows:
+            if isinstance(row, Fetch | Gather):
+                self._issue(row_step, row, issued)
         if region == 0:
             self.begins.append(issued)
         if ended:

@@ -100,6 +100,8 @@ def _gradients(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
     for reduction in plan.shared.reductions:
         unit = problem.unit[reduction.unit]
         sums.regions(device, unit.full_gradient_bytes, min(reduction.regions), reduction.due)
+        if reduction.start == count:
+            sums.step(device, unit.full_gradient_bytes)
         reductions[unit.name].append((reduction.start, reduction.due))
     stored: dict[tuple[str, Tier], list[tuple[int, int, Tier]]] = defaultdict(list)
     for store in plan.local.stores:
@@ -116,16 +118,23 @@ def _gradients(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
                 sums.step(device, size)
             for start, due in made[1:] if unit.full_gradient_bytes else []:
                 sums.regions(device, size, start, due)
+                if start == count:
+                    sums.step(device, size)
             continue
-        for (start, _), (_, due, _) in zip(made, stored[unit.name, device], strict=False):
+        for (start, _), (leaving, due, _) in zip(made, stored[unit.name, device], strict=False):
             sums.regions(device, size, start, due)
+            if leaving == count:
+                sums.step(device, size)
         for number, (start, due, to) in enumerate(stored[unit.name, device]):
             if to.in_memory and to == home:
                 sums.regions(to, size, start, last if number == 0 else due)
-                if number == 0 and last == count:
+                if (last if number == 0 else due) == count:
                     sums.step(to, size)
             elif to.in_memory:
-                sums.regions(to, size, start, stored[unit.name, to][number][1])
+                gone = stored[unit.name, to][number][1]
+                sums.regions(to, size, start, gone)
+                if gone == count:
+                    sums.step(to, size)
 
 
 def _updates(problem: StepProblem, plan: Plan, sums: _Sums) -> None:
