@@ -201,4 +201,5 @@ class Plan:
         for what, places in (("param", homes.params), ("grad", homes.grads), ("states", homes.states)):
             yield from (f"{what} {name} lives on {tier}" for name, tier in places.items())
         yield from (f"unit {name} stays gathered" for name in self.shared.resident)
+        yield from (f"{self.local.update_buffers} update buffers",) if self.local.update_buffers else ()
         yield from self.rows()

@@ -30,14 +30,14 @@ def verify(problem: StepProblem, plan: Plan) -> list[str]:
     """Return what is wrong, one sentence each; nothing for a legal plan."""
     if wrong := [*_names(problem, plan), *_rows(problem, plan)]:
         return wrong  # the other checks look things up
-    return [
+    wrong = [
         *_units(problem, plan),
         *_saved(problem, plan),
         *_sources(problem, plan),
         *check_gradients(problem, plan),
         *check_updates(problem, plan),
-        *over_room(problem, held(problem, plan)),
     ]
+    return wrong or list(over_room(problem, held(problem, plan)))
 
 
 def _names(problem: StepProblem, plan: Plan) -> list[str]:

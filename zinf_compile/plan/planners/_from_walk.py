@@ -32,6 +32,7 @@ class Moved:
         reach: int = 1,
         updates: tuple[Update, ...] | None = None,
         stays: list[Stay] | None = None,
+        buffers: int | None = None,
     ) -> Plan:
         """Return the plan with these moves."""
         plan = build(
@@ -43,6 +44,7 @@ class Moved:
             saved_stores=self.saved_stores,
             reach=reach,
             updates=updates,
+            buffers=buffers,
         )
         return dataclasses.replace(plan, shared=dataclasses.replace(plan.shared, resident=self.resident))
 

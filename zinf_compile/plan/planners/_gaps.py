@@ -35,9 +35,13 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
     lanes = {name: number for number, name in enumerate(dict.fromkeys(link.on_lane for link in problem.links))}
     taken = occupied(problem, base)
     found: list[Gap] = []
+    starts: dict[str, int] = {}
+    for update in base.local.updates:
+        for name in problem.piece[update.piece].units:
+            starts[name] = max(update.start, starts.get(name, 0))
     for unit in problem.units:
         if needs_stays(unit, homes.params[unit.name], problem.device):
-            found += _of_unit(problem, unit, homes.params[unit.name], memories, lanes)
+            found += _of_unit(problem, unit, homes.params[unit.name], memories, lanes, starts)
     seconds = [region.seconds for region in problem.regions]
     walk = Walk(seconds, [problem.room(tier) for tier in memories], [taken[tier] for tier in memories], len(lanes))
     for value in problem.saved:
@@ -49,8 +53,10 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
     return Gaps(walk, found)
 
 
-def _of_unit(problem: StepProblem, unit: Unit, home: Tier, memories: list[Tier], lanes: dict[str, int]) -> list[Gap]:
-    device = problem.device
+def _of_unit(
+    problem: StepProblem, unit: Unit, home: Tier, memories: list[Tier], lanes: dict[str, int], starts: dict[str, int]
+) -> list[Gap]:
+    device, count = problem.device, problem.count
     path = [(lanes[link.on_lane], link.seconds(unit.stored_bytes)) for link in problem.hops(home, device)]
     moving = dict.fromkeys(memories, 0)
     for link in problem.hops(home, device):
@@ -76,7 +82,7 @@ def _of_unit(problem: StepProblem, unit: Unit, home: Tier, memories: list[Tier],
                 kept=tuple(kept),
                 moving=tuple(moving[tier] for tier in memories),
                 path=tuple(path),
-                earliest=problem.count if crossing and unit.trained else last + 1,
+                earliest=starts.get(unit.name, count) if crossing and unit.trained else last + 1,
                 may_stay=not (crossing and unit.trained),
             )
         )
