@@ -83,7 +83,15 @@ def training(
         for place, block in enumerate(order):
             name = f"{'backward' if place >= blocks else 'forward'} {block}"
             seconds = cost[block] * (2 if place >= blocks else 1)
-            regions.append(Region(name=name, seconds=seconds, workspace_bytes=20, structure=name.split()[0], micro_batch=batch))
+            regions.append(
+                Region(
+                    name=name,
+                    seconds=seconds,
+                    workspace_bytes=20,
+                    structure="backward" if place >= blocks else "forward",
+                    micro_batch=batch,
+                )
+            )
     for block, size in enumerate(numel):
         uses = [(2 * blocks * batch + block, 2 * blocks * (batch + 1) - 1 - block) for batch in range(micro_batches)]
         shard = -(-size // world)

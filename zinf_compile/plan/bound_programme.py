@@ -49,7 +49,8 @@ class Programme:
             self.length[interval][pause] = self.seconds[pause] = 1.0
         self.used_room: list[dict[int, float]] = [defaultdict(float) for _ in range(self.intervals)]
         self.taken = [0.0] * self.intervals
-        self.host_room: dict[Tier, dict[int, float]] = {tier: defaultdict(float) for tier in problem.tiers[1:]}
+        self.standing: dict[Tier, dict[int, float]] = {tier: defaultdict(float) for tier in problem.tiers}
+        self.buffers: list[dict[int, float]] = []
         self.on_link: dict[str, list[dict[int, float]]] = {
             link.name: [defaultdict(float) for _ in range(self.intervals)] for link in problem.links
         }
@@ -84,13 +85,13 @@ class Programme:
         return found
 
     def home(self, name: str, allowed: tuple[Tier, ...], held: dict[Tier, float]) -> dict[Tier, int]:
-        """Add shares of a home for each tier that is allowed; they take bytes on every tier but the device."""
+        """Add shares of a home for each tier that is allowed, and the bytes that they take there during the step."""
         tiers = self.problem.tiers
         shares = {tier: self.variable(1.0 if not allowed or tier in allowed else 0.0) for tier in tiers}
         self.rows.add(dict.fromkeys(shares.values(), -1.0), -1.0)
-        for tier in tiers[1:]:
+        for tier in tiers:
             if held.get(tier, 0.0):
-                self.host_room[tier][shares[tier]] += held[tier]
+                self.standing[tier][shares[tier]] += held[tier]
         self.homes[name] = shares
         return shares
 
@@ -100,9 +101,14 @@ class Programme:
         for interval in range(self.intervals):
             if np.isfinite(room):
                 self.rows.add(dict(self.used_room[interval]), room - self.taken[interval])
-        for tier, held in self.host_room.items():
+        for tier, held in self.standing.items():
             if np.isfinite(problem.room(tier)):
                 self.rows.add(dict(held), problem.room(tier))
+        for buffer in self.buffers if np.isfinite(problem.room(problem.host)) else ():
+            terms = defaultdict(float, self.standing[problem.host])
+            for column, size in buffer.items():
+                terms[column] += size
+            self.rows.add(dict(terms), problem.room(problem.host))
         lanes: dict[str, list[str]] = defaultdict(list)
         for link in problem.links:
             lanes[link.on_lane].append(link.name)

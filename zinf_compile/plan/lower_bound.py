@@ -280,6 +280,10 @@ class _Programme(Programme):
         rows = [(states, piece.read_bytes, piece.written_bytes)]
         rows += [(params, piece.value_read_bytes, piece.value_bytes)] if params else []
         rows += [(grads, piece.gradient_bytes, 0)] if grads else []
+        held = (piece.state_bytes, piece.value_bytes, piece.gradient_bytes)
+        buffer = [(homes[tier], size) for (homes, _, _), size in zip(rows, held, strict=False) for tier in problem.tiers]
+        far = {homes[tier] for homes, _, _ in rows for tier in problem.tiers if not tier.in_memory}
+        self.buffers.append({column: float(size) for column, size in buffer if column in far})
         for homes, read, written in rows:
             if problem.host != device:
                 near = problem.tiers[1]

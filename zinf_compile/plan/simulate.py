@@ -35,7 +35,7 @@ class Timeline:
 
     seconds: float
     lanes: Mapping[str, tuple[Span, ...]]
-    """In order. What the step before still moves begins before 0."""
+    """In order. What the steps before and behind it move as well begins before 0, or ends behind `seconds`."""
     memory: Mapping[Tier, tuple[tuple[float, int], ...]]
     """Bytes from each moment on, as (seconds, bytes)."""
     peak: Mapping[Tier, int]
@@ -63,7 +63,7 @@ def simulate(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> Timelin
     zero, seconds = begins[-2], begins[-1] - begins[-2]
     lanes: dict[str, list[Span]] = defaultdict(list)
     for task, start, end in zip(unrolled.tasks, times.start, times.end, strict=True):
-        if task.step == steps - 1 and (end > start or task.bytes):
+        if end > zero and start < begins[-1] and (end > start or task.bytes):
             lanes[task.lane].append(Span(task.name, start - zero, end - zero, task.bytes))
     return Timeline(
         seconds=seconds,

@@ -53,11 +53,11 @@ def test_a_fetch_ahead_hides_and_takes_memory_from_its_start_on() -> None:
     assert timeline.seconds == pytest.approx(6.0)
     assert timeline.waited == {}
     assert [(span.name, span.start, span.end) for span in timeline.lanes["nvme to device"]] == [
-        ("fetch param u", pytest.approx(-3.0), pytest.approx(-1.0)),
         ("fetch param v", pytest.approx(0.0), pytest.approx(2.0)),
+        ("fetch param u", pytest.approx(3.0), pytest.approx(5.0)),
     ]
     assert timeline.peak[DEVICE] == 45
-    assert timeline.memory[DEVICE] == ((0.0, 45), (pytest.approx(3.0), 40), (pytest.approx(6.0), 45))
+    assert timeline.memory[DEVICE] == ((0.0, 45), (pytest.approx(3.0), 40), (pytest.approx(6.0), 20))
 
 
 def test_latency_counts_once_for_each_transfer() -> None:

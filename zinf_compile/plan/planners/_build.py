@@ -58,11 +58,14 @@ def build(
     planner: str,
     saved_stays: Iterable[Stay] = (),
     saved_stores: Iterable[Store] = (),
-    reach: int = 1,
+    reach: tuple[int, int] = (1, 1),
     buffers: int | None = None,
     updates: tuple[Update, ...] | None = None,
 ) -> Plan:
-    """Return the plan with these residencies. Gradients leave within `reach` regions; updates run behind the last region."""
+    """Return the plan with these residencies. Updates run behind the last region if nothing else is said.
+
+    `reach`: regions within which a gradient has left the device, and within which it has left the host for a drive.
+    """
     fetches: list[Fetch] = []
     gathers: list[Gather] = []
     for stay in stays:
@@ -108,18 +111,19 @@ def _hops(problem: StepProblem, kind: Kind, stay: Stay, source: Tier, until: int
     return found
 
 
-def _gradients(problem: StepProblem, homes: Homes, reach: int) -> tuple[list[Reduction], list[Store]]:
+def _gradients(problem: StepProblem, homes: Homes, reach: tuple[int, int]) -> tuple[list[Reduction], list[Store]]:
     reductions, stores = [], []
     for unit in problem.units:
         for region in unit.gradients:
-            start, due = region + 1, min(region + 1 + reach, problem.count)
-            due = max(due, start)
+            start = region + 1
+            due = max(start, min(start + reach[0], problem.count))
             if unit.full_gradient_bytes:
                 reductions.append(Reduction(unit.name, (region,), start, due))
             for link in problem.hops(problem.device, homes.grads[unit.name]):
                 assert link.source is not None
                 assert link.destination is not None
-                stores.append(Store(Kind.GRAD, unit.name, link.source, link.destination, start, due))
+                left = due if link.source == problem.device else max(due, min(start + reach[1], problem.count))
+                stores.append(Store(Kind.GRAD, unit.name, link.source, link.destination, start, left))
     return sorted(reductions, key=lambda row: (row.start, row.due)), stores
 
 

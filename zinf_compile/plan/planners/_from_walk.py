@@ -29,7 +29,7 @@ class Moved:
         problem: StepProblem,
         *,
         planner: str,
-        reach: int = 1,
+        reach: tuple[int, int] = (1, 1),
         updates: tuple[Update, ...] | None = None,
         stays: list[Stay] | None = None,
         buffers: int | None = None,

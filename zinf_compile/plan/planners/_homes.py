@@ -26,6 +26,8 @@ class Choice:
 
     homes: Homes
     least: float
+    moved: float
+    """Seconds of all links together."""
 
 
 def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
@@ -35,8 +37,8 @@ def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
     for order in _orders(problem):
         for homes in _filled(problem, farthest(problem), order, nearer, rungs):
             found.setdefault(_key(homes), homes)
-    rated = [Choice(homes, least_seconds(problem, homes)) for homes in found.values() if fits(problem, homes)]
-    return sorted(rated, key=lambda choice: choice.least)
+    rated = [Choice(homes, *least_seconds(problem, homes)) for homes in found.values() if fits(problem, homes)]
+    return sorted(rated, key=lambda choice: (choice.least, choice.moved))
 
 
 def _key(homes: Homes) -> tuple[object, ...]:
@@ -124,8 +126,8 @@ def fits(problem: StepProblem, homes: Homes) -> bool:
     return all(count <= problem.room(tier) for tier, count in held.items())
 
 
-def least_seconds(problem: StepProblem, homes: Homes) -> float:
-    """Return the seconds of the busiest lane: what the homes make each step move at least."""
+def least_seconds(problem: StepProblem, homes: Homes) -> tuple[float, float]:
+    """Return the seconds of the busiest lane, of what the homes make each step move at least, and those of all links."""
     lanes: dict[str, float] = defaultdict(float)
     compute, host = problem.compute_seconds, 0.0
     for unit in problem.units:
@@ -143,4 +145,4 @@ def least_seconds(problem: StepProblem, homes: Homes) -> float:
             compute += traffic.seconds
         else:
             host += traffic.seconds
-    return max(compute, host, *lanes.values(), 0.0)
+    return max(compute, host, *lanes.values(), 0.0), sum(lanes.values())

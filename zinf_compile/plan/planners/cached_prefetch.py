@@ -7,6 +7,7 @@ least over the busiest link are planned first, until no other one can be faster.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from zinf_compile.errors import BudgetError
@@ -76,9 +77,11 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
     """Yield plans with these homes: with all updates behind the last region, and with deferred ones."""
     stays = ahead_by(problem, homes, {})
     for late in (False, True) if problem.pieces else (False,):
-        for buffers in range(CHUNK_BUFFERS, 0, -1):
+        base = None
+        for reach, buffers in itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)):
             updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
-            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=buffers if updates else 0)
+            held = buffers if updates else 0
+            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=held, reach=reach)
             if not shortage(problem, base):
                 break
         else:
@@ -92,3 +95,8 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
         )
         if not shortage(problem, plan):
             yield plan
+
+
+def _reaches(problem: StepProblem) -> list[tuple[int, int]]:
+    """Return in how many regions gradients leave device and host, longest first."""
+    return list(dict.fromkeys([(4, problem.count), (1, problem.count), (1, 1)]))
