@@ -11,6 +11,9 @@ from zinf_compile.ir.tiers import Tier
 from .problem import StepProblem
 from .problem_parts import Link
 
+WINDOWS = 16
+"""Moments until which updates are looked at."""
+
 
 class Rows:
     """Inequalities `sum(coefficient * variable) <= limit`, added up one by one."""
@@ -51,6 +54,8 @@ class Programme:
         self.taken = [0.0] * self.intervals
         self.standing: dict[Tier, dict[int, float]] = {tier: defaultdict(float) for tier in problem.tiers}
         self.buffers: list[dict[int, float]] = []
+        self.windows: dict[str, list[tuple[int, dict[int, float], float]]] = defaultdict(list)
+        """By lane: the interval until which something has to have passed, which begins with interval 0, its terms and seconds."""
         self.on_link: dict[str, list[dict[int, float]]] = {
             link.name: [defaultdict(float) for _ in range(self.intervals)] for link in problem.links
         }
@@ -109,6 +114,8 @@ class Programme:
             for column, size in buffer.items():
                 terms[column] += size
             self.rows.add(dict(terms), problem.room(problem.host))
+        for passing in self.windows.values():
+            self._limit_windows(passing)
         lanes: dict[str, list[str]] = defaultdict(list)
         for link in problem.links:
             lanes[link.on_lane].append(link.name)
@@ -117,6 +124,23 @@ class Programme:
             combined.append({"update": 1.0})
         for weights in combined:
             self._limit(weights)
+
+    def _limit_windows(self, passing: list[tuple[int, dict[int, float], float]]) -> None:
+        """What has to pass until an interval passes within the seconds until then."""
+        ends = sorted({until for until, _, _ in passing})
+        for end in ends[:: max(1, len(ends) // WINDOWS)]:
+            terms: dict[int, float] = defaultdict(float)
+            allowed = 0.0
+            for until, own, seconds in passing:
+                if until <= end:
+                    allowed -= seconds
+                    for column, value in own.items():
+                        terms[column] += value
+            for interval in range(end + 1):
+                allowed += self.fixed[interval]
+                for column, value in self.length[interval].items():
+                    terms[column] -= value
+            self.rows.add(dict(terms), allowed)
 
     def _limit(self, weights: dict[str, float]) -> None:
         """No more passes in any interval than its seconds allow, and what has no interval passes in what is left."""

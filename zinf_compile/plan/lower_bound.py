@@ -284,10 +284,14 @@ class _Programme(Programme):
         buffer = [(homes[tier], size) for (homes, _, _), size in zip(rows, held, strict=False) for tier in problem.tiers]
         far = {homes[tier] for homes, _, _ in rows for tier in problem.tiers if not tier.in_memory}
         self.buffers.append({column: float(size) for column, size in buffer if column in far})
+        until = self._window(piece)
+        if piece.host_seconds:
+            self.windows["update"].append((until, {on_device: -piece.host_seconds}, piece.host_seconds))
         for homes, read, written in rows:
             if problem.host != device:
                 near = problem.tiers[1]
-                self._across(problem.link(near, device), read, on_device, homes[device])
+                crossing = self._across(problem.link(near, device), read, on_device, homes[device])
+                self.windows[problem.link(near, device).name].append((until, crossing, 0.0))
                 self._across(problem.link(device, near), written, on_device, homes[device])
                 self._across(problem.link(near, device), written, homes[device], on_device)
                 self._across(problem.link(device, near), read, homes[device], on_device)
@@ -297,13 +301,25 @@ class _Programme(Programme):
                     for links, count in ((inward, read), (outward, written)):
                         for link in links if count else ():
                             self.total[link.name][homes[tier]] += link.seconds(count)
+                            if count == read and links is inward:
+                                self.windows[link.name].append((until, {homes[tier]: link.seconds(count)}, 0.0))
 
-    def _across(self, link: Link, count: int, more: int, less: int) -> None:
-        """Bytes cross a link by at least the share `more - less`."""
-        if count:
-            crossing = self.variable()
-            self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
-            self.total[link.name][crossing] += link.seconds(count)
+    def _window(self, piece: StatePiece) -> int:
+        """Return the last interval in which a piece's update can run: it begins with the step, at interval 0."""
+        if not piece.deferrable:
+            return 0
+        first = min(min((*unit.uses, *unit.gradients)) for unit in (self.problem.unit[name] for name in piece.units))
+        interval = self.of_region[first]
+        return interval - 1 if interval % 2 else interval or self.intervals - 1
+
+    def _across(self, link: Link, count: int, more: int, less: int) -> dict[int, float]:
+        """Bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
+        if not count:
+            return {}
+        crossing = self.variable()
+        self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
+        self.total[link.name][crossing] += link.seconds(count)
+        return {crossing: link.seconds(count)}
 
 
 def _joined(units: list[Unit]) -> Unit:

@@ -12,8 +12,8 @@ Note: order at a boundary
     5. Compute waits for the gathers and fetches that are due at p.
     6. What is made again before p is made again.
     7. Region p runs.
-    What is issued at one boundary is issued in the plan's order. Each link takes its transfers in the order of issue; one starts
-    once its link is free and its source is there.
+    What is issued at one boundary is issued in the plan's order. A link takes, of the transfers whose sources are there, the one
+    that was issued first; collectives keep to the order of issue.
 
 So memory follows from boundaries alone: what starts at p and is due at q takes its memory from region p to region q - 1 whenever
 it really runs. A wrong cost makes a step slower, and never takes more memory.

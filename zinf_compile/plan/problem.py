@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.tiers import Tier
@@ -44,9 +45,22 @@ class StepProblem(ProblemParts):
 
     def hops(self, source: Tier, destination: Tier) -> tuple[Link, ...]:
         """Return the links from a tier to another one, in order; none where they are the same."""
-        one, other = self.tiers.index(source), self.tiers.index(destination)
-        step = 1 if one < other else -1
-        return tuple(self.link(self.tiers[at], self.tiers[at + step]) for at in range(one, other, step))
+        return self._hops[source, destination]
+
+    @functools.cached_property
+    def _hops(self) -> dict[tuple[Tier, Tier], tuple[Link, ...]]:
+        found = {}
+        for one, source in enumerate(self.tiers):
+            for other, destination in enumerate(self.tiers):
+                step = 1 if one < other else -1
+                path = range(one, other, step)
+                found[source, destination] = tuple(self.link(self.tiers[at], self.tiers[at + step]) for at in path)
+        return found
+
+    @functools.cached_property
+    def traffic(self) -> dict[Any, Any]:
+        """Return the table in which `update_traffic` keeps what it found."""
+        return {}
 
     def room(self, tier: Tier) -> float:
         """Return the bytes that a plan may use on a tier."""

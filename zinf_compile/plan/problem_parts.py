@@ -195,17 +195,17 @@ class ProblemParts:
         """Return the number of regions."""
         return len(self.regions)
 
-    @property
+    @functools.cached_property
     def tiers(self) -> tuple[Tier, ...]:
         """Return the tiers from near to far."""
         return tuple(memory.tier for memory in self.memories)
 
-    @property
+    @functools.cached_property
     def device(self) -> Tier:
         """Return the tier of compute."""
         return self.memories[0].tier
 
-    @property
+    @functools.cached_property
     def host(self) -> Tier:
         """Return the tier beside the processor that runs host updates: the device's own where host memory is the device."""
         return next((tier for tier in reversed(self.tiers) if tier.in_memory), self.device)

@@ -82,7 +82,10 @@ def step_seconds(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> flo
 
 
 def run(tasks: Sequence[Task]) -> Times:
-    """Start each task once all that it waits for has ended. Transfers slow each other down as their links say."""
+    """Start each task once all that it waits for has ended, and its lane is free, in the order of issue among those.
+
+    Transfers slow each other down as their links say.
+    """
     beside = {each.link for task in tasks if task.link is not None and task.seconds for each in task.link.beside}
     waiting = [len(task.after) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
@@ -92,10 +95,19 @@ def run(tasks: Sequence[Task]) -> Times:
     start, end = [0.0] * len(tasks), [math.nan] * len(tasks)
     heap: list[tuple[float, int, int]] = []
     running = _Running(tasks)
-    ready = [(0.0, number) for number, count in enumerate(waiting) if not count]
-    while ready or heap:
-        while ready:
-            now, number = ready.pop()
+    now = 0.0
+    lanes: dict[str, list[int]] = {task.lane: [] for task in tasks}
+    free = dict.fromkeys(lanes, True)
+    touched = dict.fromkeys(lanes)
+    for number, count in enumerate(waiting):
+        if not count:
+            heapq.heappush(lanes[tasks[number].lane], number)
+    while touched or heap:
+        for lane in touched:
+            if not (free[lane] and lanes[lane]):
+                continue
+            number = heapq.heappop(lanes[lane])
+            free[lane] = False
             task = tasks[number]
             start[number] = now
             if task.link is not None and task.seconds and (task.link.beside or task.link.name in beside):
@@ -103,6 +115,9 @@ def run(tasks: Sequence[Task]) -> Times:
                     heapq.heappush(heap, event)
             else:
                 heapq.heappush(heap, (now + task.seconds, number, -1))
+        touched = {}
+        if not heap:
+            break
         now, number, version = heapq.heappop(heap)
         if version >= 0:
             if running.version.get(number) != version:
@@ -110,10 +125,13 @@ def run(tasks: Sequence[Task]) -> Times:
             for event in running.finish(number, now):
                 heapq.heappush(heap, event)
         end[number] = now
+        free[tasks[number].lane] = True
+        touched[tasks[number].lane] = None
         for follower in followers[number]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                ready.append((now, follower))
+                heapq.heappush(lanes[tasks[follower].lane], follower)
+                touched[tasks[follower].lane] = None
     stuck = [task.name for task, when in zip(tasks, end, strict=True) if math.isnan(when)]
     assert not stuck, (
         f"{stuck[0]} and {len(stuck) - 1} other tasks wait for each other: the plan is not one that `verify` accepts"

@@ -1,7 +1,8 @@
 """A plan, repeated for some steps, as tasks on lanes: what each waits for, and how long it takes by itself. `simulate` runs them.
 
-Lanes are those of the problem's links, `compute`, and `update` for updates beside compute. Each takes its tasks in the order of
-issue. All of a task's reasons to wait are in `after`, that order included, so the tasks are a graph without cycles.
+Lanes are those of the problem's links, `compute`, and `update` for updates beside compute. A lane runs one task at a time: of
+those whose reasons to wait, in `after`, are gone, the one that was issued first. Compute and collectives keep to the order of
+issue, and have the task before as a reason. So the tasks are a graph without cycles.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import networkx as nx
+
+from zinf_compile.ir.tiers import Tier
 
 from .occupancy import bytes_of
 from .plan import Fetch, Gather, Kind, Plan, Reduction, Store, Update
@@ -83,10 +86,14 @@ class Unrolled:
                 self._updates[step * count + update.start].append((step, update))
 
     def _add(self, task: Task, after: Iterable[int]) -> int:
-        """Add a task to the end of its lane."""
-        previous = self._lane_end.get(task.lane)
-        task.after = sorted({*after, *([] if previous is None else [previous])})
-        self._lane_end[task.lane] = number = len(self.tasks)
+        """Add a task; on compute, and between ranks, behind the lane's last one."""
+        number = len(self.tasks)
+        task.after = list(after)
+        if task.lane == COMPUTE or (task.link is not None and None in (task.link.source, task.link.destination)):
+            if task.lane in self._lane_end:
+                task.after.append(self._lane_end[task.lane])
+            self._lane_end[task.lane] = number
+        task.after = sorted(set(task.after))
         self.tasks.append(task)
         return number
 
@@ -189,8 +196,11 @@ class Unrolled:
             after += self._chains[-limit]  # a chain on the device has run by now: `verify`
         chain: list[int] = []
         self._chains.append(chain)
+        arrived: dict[Tier | None, list[int]] = {}
         for link, moved in traffic.reads:
-            after = [self._transfer(f"read {piece.name}", link, moved, step, after)]
+            passed = arrived.pop(link.source, after)
+            arrived.setdefault(link.destination, []).append(self._transfer(f"read {piece.name}", link, moved, step, passed))
+        after = [number for numbers in arrived.values() for number in numbers] or after
         due = step * problem.count + update.due
         if update.on == problem.device and update.due > update.start:
             self._on_compute[due].append((step, update, traffic, after, chain))

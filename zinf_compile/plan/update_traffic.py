@@ -30,7 +30,18 @@ class UpdateTraffic:
 def update_traffic(problem: StepProblem, homes: Homes, piece: StatePiece, on: Tier) -> UpdateTraffic:
     """Return what an update of the piece on a tier moves: states, gradients and old values there, states and new values home."""
     unit = piece.units[0]
-    state, value, gradient = homes.states[piece.name], homes.params[unit], homes.grads[unit]
+    return _traffic(problem, piece, homes.states[piece.name], homes.params[unit], homes.grads[unit], on)
+
+
+def _traffic(problem: StepProblem, piece: StatePiece, state: Tier, value: Tier, gradient: Tier, on: Tier) -> UpdateTraffic:
+    key = (piece.name, state, value, gradient, on)
+    if key not in problem.traffic:
+        problem.traffic[key] = _make(problem, piece, state, value, gradient, on)
+    found: UpdateTraffic = problem.traffic[key]
+    return found
+
+
+def _make(problem: StepProblem, piece: StatePiece, state: Tier, value: Tier, gradient: Tier, on: Tier) -> UpdateTraffic:
     reads: dict[str, tuple[Link, int]] = {}
     writes: dict[str, tuple[Link, int]] = {}
     buffers = dict.fromkeys((tier for tier in problem.tiers if tier.in_memory), 0)
