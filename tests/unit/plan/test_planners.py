@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
-from plan_cases import SHARES, read_only, read_only_problems
+from plan_cases import SHARES, read_only, read_only_problems, training, training_problems
 
+from zinf_compile.errors import BudgetError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.lower_bound import lower_bound
 from zinf_compile.plan.occupancy import occupied
-from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.plan import Kind, Plan
 from zinf_compile.plan.planners import PLANNERS, cached_prefetch
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed
 from zinf_compile.plan.simulate import simulate, step_seconds
 from zinf_compile.plan.verify import verify
 from zinf_compile.plan.verify_memory import held
@@ -78,3 +81,45 @@ def test_what_fits_stays_and_nothing_moves(name: str) -> None:
     assert not list(plan.rows())
     assert set(plan.local.homes.params.values()) == {Tier.DEVICE}
     assert step_seconds(problem, plan) == pytest.approx(problem.compute_seconds)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problem=training_problems(blocks=(1, 4)))
+def test_plans_of_training_are_legal_and_never_below_the_bound(problem: StepProblem) -> None:
+    bound = lower_bound(problem).seconds
+    for planner in PLANNERS.values():
+        check(problem, planner, bound)
+
+
+@pytest.mark.parametrize(("world", "tiers"), [(1, 1), (1, 2), (4, 2), (4, 3)])
+def test_a_tenth_of_the_memory_is_enough_for_less_than_twice_the_bound(world: int, tiers: int) -> None:
+    problem = training(5, 5, world=world, tiers=tiers, device=0.1, host=0.2)
+    assert step_seconds(problem, cached_prefetch(problem)) <= 2 * lower_bound(problem).seconds
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_budgets_that_are_too_small_are_refused_with_what_is_missing(name: str) -> None:
+    problem = training(5, 3, world=2).with_budgets(device=100)
+    with pytest.raises(BudgetError, match=rf"planner '{name}' needs [\d,]+ bytes of device more than the budget"):
+        PLANNERS[name](problem)
+
+
+def test_words_of_the_user_are_obeyed() -> None:
+    problem = training(5, 3, device=1.0, host=1.0)
+    allowed = Allowed(params=(Tier.HOST,), grads=(Tier.DEVICE,), states=(Tier.NVME,), update=(Tier.HOST,))
+    forced = dataclasses.replace(problem, allowed=allowed)
+    plan = cached_prefetch(forced)
+    assert not verify(forced, plan)
+    assert set(plan.local.homes.params.values()) == {Tier.HOST}
+    assert set(plan.local.homes.grads.values()) == {Tier.DEVICE}
+    assert set(plan.local.homes.states.values()) == {Tier.NVME}
+    assert {update.on for update in plan.local.updates} == {Tier.HOST}
+
+
+def test_a_saved_value_that_must_leave_leaves() -> None:
+    problem = training(5, 3, device=1.0, host=1.0)
+    values = tuple(dataclasses.replace(value, choices=("host",)) for value in problem.saved[:1])
+    forced = dataclasses.replace(problem, saved=(*values, *problem.saved[1:]))
+    plan = cached_prefetch(forced)
+    assert not verify(forced, plan)
+    assert [(store.name, store.to) for store in plan.local.stores if store.kind is Kind.SAVED] == [("a0.0", Tier.HOST)]
