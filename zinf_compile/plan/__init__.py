@@ -14,6 +14,7 @@ problem — What happens between two `optimizer.step()`: the problem that a plan
 problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
+table — A plan as text: who lives where, and what happens at each boundary.
 unroll — A plan, repeated for some steps, as tasks on lanes: a graph of what waits for what.
 update_traffic — What one update of a piece of states moves over links, and holds in buffers.
 verify — Whether a plan is legal, read from its rows alone.

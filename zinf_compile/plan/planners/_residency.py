@@ -6,12 +6,21 @@ again soonest. How much room to leave for transfers on their way is tried out: `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ._walk import Gap, Walk, Walked
+
+FEW = 24
+"""Gaps among which further choices are tried: where few fill the memory, their sizes decide what fits beside them."""
+
+
+IMPROVED = 6
+"""Rungs from one to the next for which such choices are improved step by step."""
 
 
 def best_walk(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float]) -> tuple[Walked, frozenset[int]] | None:
@@ -33,7 +42,10 @@ def family(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[fl
     They are made for rooms on a ladder, from the least to what keeps everything. It follows from the gaps alone, so that a
     larger budget adds choices and takes none away.
     """
-    order = sorted((number for number, gap in enumerate(gaps) if gap.may_stay), key=lambda number: _price(walk, gaps[number]))
+    able = [number for number, gap in enumerate(gaps) if gap.may_stay]
+    orders = [sorted(able, key=lambda number: _price(walk, gaps[number]))]
+    if len(able) <= FEW:
+        orders.append(sorted(able, key=lambda number: (-gaps[number].seconds, _price(walk, gaps[number]))))
     everything = walk.base[0].copy()
     for gap in gaps:
         walk.take(everything, -gap.kept[0], gap.last + 1, gap.next)
@@ -44,11 +56,38 @@ def family(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[fl
         room = least + (most - least) * rung // rungs
         if room > walk.rooms[0]:
             continue
-        for reserve in reserves:
+        own: set[frozenset[int]] = set()
+        for order, reserve in itertools.product(orders, reserves):
             kept = fill(walk, gaps, order, np.maximum(room - walk.base[0] - int(largest * reserve), 0))
+            own.add(kept)
             if kept not in seen:
                 seen.add(kept)
                 yield kept
+        if len(able) <= FEW and rung % IMPROVED == 0:
+            kept = _improved(walk, gaps, able, room, own)
+            if kept not in seen:
+                seen.add(kept)
+                yield kept
+
+
+def _improved(walk: Walk, gaps: Sequence[Gap], able: Sequence[int], room: int, known: Iterable[frozenset[int]]) -> frozenset[int]:
+    """Return the best of the choices made for a room of the ladder, changed by one gap, or two, as long as that is faster."""
+    smaller = Walk(walk.seconds, [room, *walk.rooms[1:]], walk.base, walk.lanes)
+
+    def seconds(kept: frozenset[int]) -> float:
+        found = smaller.run(gaps, kept)
+        return math.inf if found is None else found.seconds
+
+    best = min(sorted(known, key=sorted), key=seconds)
+    least, better = seconds(best), True
+    changes = [*((one,) for one in able), *itertools.combinations(able, 2)]
+    while better:
+        better = False
+        for change in changes:
+            other = best.symmetric_difference(change)
+            if (found := seconds(other)) < least * (1 - 1e-9):
+                best, least, better = other, found, True
+    return best
 
 
 def _price(walk: Walk, gap: Gap) -> float:

@@ -44,10 +44,13 @@ def effort_for(problem: StepProblem) -> Effort:
     """Return the effort that keeps planning within seconds."""
     size = problem.count + len(problem.units) + len(problem.pieces) + len(problem.saved)
     if not problem.pieces:
+        few = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+        if size < 40:
+            return Effort(48, few, 1, 1)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
     if size < 500:
         return Effort(6, (0.0, 1.0), 8, 12)
-    return Effort(4, (1.0,), 4, 4)
+    return Effort(4, (1.0,), 8, 4)
 
 
 def cached_prefetch(problem: StepProblem) -> Plan:
