@@ -36,7 +36,7 @@ from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
 from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
-from zinf_compile.plan.plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
+from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 
 from .verify import verify
 

@@ -39,6 +39,10 @@ class BudgetError(ZinfError, MemoryError):
     """An operation needs more memory than is available; the message says how much, and what to do."""
 
 
+class PlanError(ZinfError, ValueError):
+    """A problem or a plan makes no sense, or the plan does not fit the problem; the message names what is wrong."""
+
+
 class RankMismatchError(ZinfError, RuntimeError):
     """The ranks differ in options or in the order of collectives, or one doesn't answer in time."""
 

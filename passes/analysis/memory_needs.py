@@ -19,7 +19,7 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 from zinf_compile.passes.verify import peak_gathered_bytes
-from zinf_compile.plan.plan import GraphMemory
+from zinf_compile.plan.graph_plan import GraphMemory
 
 from .gather_stages import find_stages, peak_ahead
 

@@ -7,8 +7,8 @@ import math
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Topology
 
+from .graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, BUCKETS_REDUCED, GraphPlan
 from .memory_model import MemoryModel, TransientMemory
-from .plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, BUCKETS_REDUCED, GraphPlan
 
 
 class Headroom:

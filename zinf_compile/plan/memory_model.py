@@ -21,7 +21,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 
-from .plan import GraphMemory, GraphPlan
+from .graph_plan import GraphMemory, GraphPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

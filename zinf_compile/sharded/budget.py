@@ -18,9 +18,9 @@ from zinf_compile.ir.sizes import STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
+from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import TransientMemory, model_memory
-from zinf_compile.plan.plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation

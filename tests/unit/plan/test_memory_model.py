@@ -15,9 +15,9 @@ from zinf_compile.ir.pieces import Piece, chunk_end, cut_chunks
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, PIECE_ALIGN, Sides
 from zinf_compile.ir.tiers import Placement, Topology
+from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.plan.headroom import Headroom, plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, model_memory
-from zinf_compile.plan.plan import GraphMemory
 
 TIERS = st.sampled_from(["device", "host", "nvme"])
 

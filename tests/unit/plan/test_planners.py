@@ -1,0 +1,125 @@
+"""All planners on generated problems: legal plans, never below the bound, and the default near it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from plan_cases import SHARES, read_only, read_only_problems, training, training_problems
+
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.lower_bound import lower_bound
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Kind, Plan
+from zinf_compile.plan.planners import PLANNERS, cached_prefetch
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed
+from zinf_compile.plan.simulate import simulate, step_seconds
+from zinf_compile.plan.verify import verify
+from zinf_compile.plan.verify_memory import held
+
+SLACK = 1 - 1e-6
+"""Of the solver."""
+
+
+def check(problem: StepProblem, planner: Callable[[StepProblem], Plan], bound: float) -> float:
+    """Assert what holds for every plan, and return its seconds."""
+    plan = planner(problem)
+    assert not verify(problem, plan)
+    timeline = simulate(problem, plan, steps=6)
+    assert timeline.seconds >= bound * SLACK
+    totals, again = occupied(problem, plan), held(problem, plan)
+    for tier in problem.tiers:
+        assert (totals[tier] == again[tier]).all(), tier
+        assert max((count for _, count in timeline.memory[tier]), default=0) <= totals[tier].max()
+        assert totals[tier].max() <= problem.room(tier)
+    return timeline.seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=read_only_problems())
+def test_plans_are_legal_and_never_below_the_bound(problem: StepProblem) -> None:
+    bound = lower_bound(problem).seconds
+    seconds = {name: check(problem, planner, bound) for name, planner in PLANNERS.items()}
+    assert seconds["cached_prefetch"] <= min(seconds.values()) * 1.05
+
+
+def test_the_default_is_near_the_bound() -> None:
+    ratios = []
+    for seed in range(2):
+        for blocks in (12, 20):
+            for share in SHARES:
+                problem = read_only(seed, blocks, share)
+                ratios.append(step_seconds(problem, cached_prefetch(problem)) / lower_bound(problem).seconds)
+    assert statistics.mean(ratios) <= 1.03
+    assert max(ratios) <= 1.15
+
+
+@settings(max_examples=25, deadline=None)
+@given(problem=read_only_problems(blocks=(2, 10)))
+def test_a_larger_budget_is_never_slower(problem: StepProblem) -> None:
+    total = sum(unit.stored_bytes for unit in problem.units)
+    least = problem.memories[0].bytes
+    assert least is not None
+    before = float("inf")
+    for budget in range(least, total + 1, max(1, (total - least) // 12)):
+        larger = problem.with_budgets(device=budget)
+        seconds = step_seconds(larger, cached_prefetch(larger), steps=8)
+        assert seconds <= before * (1 + 1e-9)
+        before = seconds
+
+
+@pytest.mark.parametrize("name", ["cached_prefetch", "largest_first"])
+def test_what_fits_stays_and_nothing_moves(name: str) -> None:
+    problem = read_only(1, 8, 1.0)
+    plan = PLANNERS[name](problem)
+    assert not verify(problem, plan)
+    assert not list(plan.rows())
+    assert set(plan.local.homes.params.values()) == {Tier.DEVICE}
+    assert step_seconds(problem, plan) == pytest.approx(problem.compute_seconds)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problem=training_problems(blocks=(1, 4)))
+def test_plans_of_training_are_legal_and_never_below_the_bound(problem: StepProblem) -> None:
+    bound = lower_bound(problem).seconds
+    for planner in PLANNERS.values():
+        check(problem, planner, bound)
+
+
+@pytest.mark.parametrize(("world", "tiers"), [(1, 1), (1, 2), (4, 2), (4, 3)])
+def test_a_tenth_of_the_memory_is_enough_for_less_than_twice_the_bound(world: int, tiers: int) -> None:
+    problem = training(5, 5, world=world, tiers=tiers, device=0.1, host=0.2)
+    assert step_seconds(problem, cached_prefetch(problem)) <= 2 * lower_bound(problem).seconds
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_budgets_that_are_too_small_are_refused_with_what_is_missing(name: str) -> None:
+    problem = training(5, 3, world=2).with_budgets(device=100)
+    with pytest.raises(BudgetError, match=rf"planner '{name}' needs [\d,]+ bytes of device more than the budget"):
+        PLANNERS[name](problem)
+
+
+def test_words_of_the_user_are_obeyed() -> None:
+    problem = training(5, 3, device=1.0, host=1.0)
+    allowed = Allowed(params=(Tier.HOST,), grads=(Tier.DEVICE,), states=(Tier.NVME,), update=(Tier.HOST,))
+    forced = dataclasses.replace(problem, allowed=allowed)
+    plan = cached_prefetch(forced)
+    assert not verify(forced, plan)
+    assert set(plan.local.homes.params.values()) == {Tier.HOST}
+    assert set(plan.local.homes.grads.values()) == {Tier.DEVICE}
+    assert set(plan.local.homes.states.values()) == {Tier.NVME}
+    assert {update.on for update in plan.local.updates} == {Tier.HOST}
+
+
+def test_a_saved_value_that_must_leave_leaves() -> None:
+    problem = training(5, 3, device=1.0, host=1.0)
+    values = tuple(dataclasses.replace(value, choices=("host",)) for value in problem.saved[:1])
+    forced = dataclasses.replace(problem, saved=(*values, *problem.saved[1:]))
+    plan = cached_prefetch(forced)
+    assert not verify(forced, plan)
+    assert [(store.name, store.to) for store in plan.local.stores if store.kind is Kind.SAVED] == [("a0.0", Tier.HOST)]

@@ -1,0 +1,328 @@
+"""A bound below which no plan brings the seconds of a step: a linear programme, solved by HiGHS.
+
+Note: why it is a bound
+    Everything may be cut into any parts here, and kept, moved and brought back in any order. Rooms are checked at the beginning
+    and the end of regions, what is used in a region is there, and no link moves more in a region, or in the pause before one,
+    than its rate allows. A unit has all its memory from its start on, so nothing of it is there while a region leaves no room
+    for it. Each plan that repeats is a solution of the programme: its shares of bytes and its pauses, averaged over steps. What
+    the programme leaves out (orders, whole units, the dues of updates) can only make a step longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from zinf_compile.errors import BudgetError, PlanError
+from zinf_compile.ir.tiers import Tier
+
+from .bound_programme import Programme, seconds_of
+from .problem import StepProblem
+from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, StatePiece, Unit
+
+CELLS = 60_000
+"""Values over time in a programme; larger problems are checked at fewer regions, which can only lower the bound."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bound:
+    """The bound, and what sets it."""
+
+    seconds: float
+    busy: dict[str, float]
+    """Share of the step for which each link is busy in the solution; `compute` too."""
+
+    @property
+    def by(self) -> str:
+        """Return the name of the busiest."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+
+def lower_bound(problem: StepProblem, *, cells: int = CELLS) -> Bound:
+    """Return seconds that no plan's step can be shorter than; raise `BudgetError` where no plan fits."""
+    return _Programme(problem, cells).solve()
+
+
+class _Programme(Programme):
+    def solve(self) -> Bound:
+        """Write all rows, and return the solution."""
+        for place, region in enumerate(self.checked):
+            for interval in (2 * place, 2 * place + 1):
+                self.taken[interval] += self.problem.regions[region].workspace_bytes
+        self.slack = self._beside_uses()
+        for unit, count in self._classes():
+            self._add_unit(unit, count)
+        self._add_saved()
+        self._add_gradients()
+        self._add_pieces()
+        self.add_limits()
+        costs = np.zeros(len(self.upper))
+        for column, value in self.seconds.items():
+            costs[column] = value
+        rows = self.rows
+        matrix = coo_array((rows.value, (rows.row, rows.column)), shape=(len(rows.limit), len(costs))).tocsr()
+        bounds = np.array([(0.0, upper) for upper in self.upper])
+        found = linprog(costs, A_ub=matrix, b_ub=np.array(rows.limit), bounds=bounds, method="highs")
+        if found.status == 2:
+            raise BudgetError("no plan fits into the budgets, however things are cut; raise them")
+        if found.status != 0:
+            raise PlanError(f"HiGHS found no bound: {found.message}")
+        seconds = self.constant + float(found.fun)
+        busy = {"compute": self._compute(found.x) / seconds} if seconds else {"compute": 0.0}
+        for name, table in self.total.items():
+            moved = sum(value * found.x[column] for column, value in table.items())
+            moved += sum(value * found.x[column] for each in self.on_link[name] for column, value in each.items())
+            busy[name] = float(moved + self.least[name]) / seconds if seconds else 0.0
+        return Bound(seconds, busy)
+
+    def _compute(self, solution: npt.NDArray[np.float64]) -> float:
+        pauses = {column for interval in range(0, self.intervals, 2) for column in self.length[interval]}
+        return self.constant + float(sum(v * solution[c] for c, v in self.seconds.items() if c not in pauses))
+
+    def _classes(self) -> list[tuple[Unit, int]]:
+        """Return units that nothing tells apart here as one, with the bytes of all."""
+        same: dict[object, list[Unit]] = defaultdict(list)
+        for unit in self.problem.units:
+            places = tuple(dict.fromkeys(self.of_region[use] for use in unit.uses))
+            kept = self.problem.pieces_of[unit.name]
+            same[(places, unit.trained, unit.is_gathered, unit.name if kept else "")].append(unit)
+        self.smallest = {units[0].name: min(unit.full_bytes or unit.stored_bytes for unit in units) for units in same.values()}
+        return [(units[0], len(units)) if len(units) == 1 else (_joined(units), len(units)) for units in same.values()]
+
+    def _beside_uses(self) -> list[float]:
+        """Return what is left beside the units that are used, at the end of each interval."""
+        room = self.problem.room(self.problem.device)
+        used = [room - taken for taken in self.taken]
+        for unit in self.problem.units:
+            for use in unit.uses:
+                interval = self.of_region[use]
+                if interval % 2:
+                    for end in (interval - 1, interval):
+                        used[end] -= unit.full_bytes or unit.stored_bytes
+        return used
+
+    def _add_unit(self, unit: Unit, count: int) -> None:
+        problem, device = self.problem, self.problem.device
+        homes = self.home(f"param {unit.name}", problem.allowed.params, dict.fromkeys(problem.tiers, float(unit.stored_bytes)))
+        at_home = homes[device]
+        size = unit.full_bytes if unit.is_gathered else unit.stored_bytes
+        if unit.is_gathered:
+            for interval in range(self.intervals):
+                self.used_room[interval][at_home] += unit.stored_bytes
+            link = problem.link(None, device) if problem.world_size > 1 else None
+            self._pass_once(unit.stored_bytes, homes, count)
+        else:
+            links = problem.hops(problem.tiers[1], device) if len(problem.tiers) > 1 else ()
+            link = links[0] if links else None
+            if len(problem.tiers) > 2:
+                self._pass_far(unit.stored_bytes, homes, count)
+        wire = unit.wire_bytes if unit.is_gathered else unit.stored_bytes
+        seconds = seconds_of(link, wire, count) if link else 0.0
+        uses = {self.of_region[use] for use in unit.uses}
+        lasting = None if not unit.trained else () if unit.is_gathered else (at_home,)
+        present = self._over_time(uses, size, link, seconds, one=self.smallest[unit.name], lasting=lasting)
+        for column in present.values():
+            if not unit.is_gathered:
+                self.rows.add({at_home: 1.0, column: -1.0}, 0.0)
+
+    def _over_time(
+        self, uses: set[int], size: float, link: Link | None, seconds: float, *, one: float, lasting: tuple[int, ...] | None
+    ) -> dict[int, int]:
+        """Add the share that is on the device at the end of each interval, and what arrives in it. Return the former.
+
+        What is used in a checked region is there at its beginning and end; what is used elsewhere in an interval has been there,
+        or has arrived, once. `one`: the bytes of a unit, which has its memory from its start on: where these do not fit beside
+        what a region uses, nothing of it is there. `lasting`: the shares that last over the step; None: all of it.
+        """
+        checked = {use for use in uses if use % 2}
+        elsewhere = uses - checked
+        present = {interval: self.variable(1.0) for interval in range(self.intervals)}
+        for interval, column in present.items():
+            self.used_room[interval][column] += size
+            there = interval in checked or interval + 1 in checked
+            if there:
+                self.rows.add({column: -1.0}, -1.0)
+            elif one > self.slack[interval]:
+                self.upper[column] = 0.0
+            before = present[(interval - 1) % self.intervals]
+            terms = {column: 1.0}
+            if interval or lasting is None:
+                terms[before] = terms.get(before, 0.0) - 1.0
+            else:
+                terms |= dict.fromkeys(lasting, -1.0)
+            if link is not None and interval not in checked:
+                arriving = self.variable()
+                self.on_link[link.name][interval][arriving] += seconds
+                terms[arriving] = -1.0
+                if interval in elsewhere:
+                    self.rows.add({before: -1.0, arriving: -1.0}, -1.0)
+            elif interval in elsewhere and link is None:
+                self.rows.add({before: -1.0}, -1.0)
+            self.rows.add(terms, 0.0)
+        return present
+
+    def _pass_once(self, stored: float, homes: dict[Tier, int], count: int) -> None:
+        """A shard that does not live on the device passes each link on its way at least once a step."""
+        tiers = self.problem.tiers
+        for place, tier in enumerate(tiers[1:], 1):
+            for link in self.problem.hops(tier, tiers[0]):
+                self.total[link.name][homes[tiers[place]]] += seconds_of(link, stored, count)
+
+    def _pass_far(self, stored: float, homes: dict[Tier, int], count: int) -> None:
+        tiers = self.problem.tiers
+        for tier in tiers[2:]:
+            for link in self.problem.hops(tier, tiers[1]):
+                self.total[link.name][homes[tier]] += seconds_of(link, stored, count)
+
+    def _add_saved(self) -> None:
+        problem = self.problem
+        away = problem.tiers[1:]
+        again: dict[tuple[int, ...], int] = {}
+        for value in problem.saved:
+            choices = value.choices
+            offload = [tier for tier in away if not choices or tier in choices]
+            remake = bool(value.remade_by) and (not choices or RECOMPUTE in choices)
+            keep = not choices or KEEP in choices or not (offload or remake)
+            self._add_value(value, bool(offload), remake, keep, again)
+
+    def _add_value(self, value: SavedValue, offload: bool, remake: bool, keep: bool, again: dict[tuple[int, ...], int]) -> None:
+        problem = self.problem
+        made, uses = self.of_region[value.made_in], [self.of_region[use] for use in value.used_in]
+        last = max(uses, default=made)
+        there = {interval for interval in {made, *uses} if interval % 2}
+        gone = self.variable(1.0 if offload else 0.0)
+        remade = self.variable(1.0 if remake else 0.0)
+        if remake:
+            if value.remade_by not in again:
+                again[value.remade_by] = whole = self.variable(1.0)
+                seconds = sum(problem.regions[region].seconds for region in value.remade_by)
+                self.seconds[whole] += seconds
+                for interval in range(0, self.intervals, 2):
+                    self.length[interval][whole] = self.length[interval].get(whole, 0.0) + seconds
+            self.rows.add({remade: 1.0, again[value.remade_by]: -1.0}, 0.0)
+        out = problem.hops(problem.device, problem.tiers[1])[0] if offload else None
+        back = problem.hops(problem.tiers[1], problem.device)[0] if offload else None
+        if out is not None:
+            self.total[out.name][gone] += out.seconds(value.bytes)
+        before: int | None = None
+        for interval in range(made, last + 1):
+            if interval in there or (interval + 1 in there and interval + 1 != made):
+                column = self.variable(1.0)
+                self.rows.add({column: -1.0}, -1.0)
+            else:
+                column = self.variable(1.0)
+            if interval < last or interval % 2:
+                self.used_room[interval][column] += value.bytes
+            if before is not None and interval not in there:
+                terms = {column: 1.0, before: -1.0, remade: -1.0}
+                if back is not None:
+                    arriving = self.variable()
+                    self.on_link[back.name][interval][arriving] += back.seconds(value.bytes)
+                    self.rows.add({arriving: 1.0, gone: -1.0}, 0.0)
+                    terms[arriving] = -1.0
+                self.rows.add(terms, 0.0)
+                self.rows.add({column: -1.0, gone: -1.0, remade: -1.0}, -1.0)
+            before = column
+        if not keep:
+            self.rows.add({gone: -1.0, remade: -1.0}, -1.0)
+
+    def _add_gradients(self) -> None:
+        problem, device = self.problem, self.problem.device
+        for unit in problem.units:
+            if not unit.gradients:
+                continue
+            if problem.world_size > 1 and unit.reduced_bytes:
+                link = problem.link(device, None)
+                self.least[link.name] += link.seconds(unit.reduced_bytes)
+            held = dict.fromkeys(problem.tiers, float(unit.gradient_bytes))
+            homes = self.home(f"grad {unit.name}", problem.allowed.grads, held)
+            made = {self.of_region[region] for region in unit.gradients}
+            for interval in range(min(made), self.intervals):
+                if interval in made and interval % 2:
+                    self.taken[interval] += unit.full_gradient_bytes
+                if interval > min(made) or interval % 2:
+                    self.used_room[interval][homes[device]] += unit.gradient_bytes
+            for tier in problem.tiers[1:]:
+                for link in problem.hops(device, tier):
+                    seconds = link.seconds(unit.gradient_bytes)
+                    self.total[link.name][homes[tier]] += seconds * (len(unit.gradients) if link.source == device else 1)
+
+    def _add_pieces(self) -> None:
+        problem, device = self.problem, self.problem.device
+        for piece in problem.pieces:
+            homes = self.home(
+                f"states {piece.name}", problem.allowed.states, dict.fromkeys(problem.tiers, float(piece.state_bytes))
+            )
+            for interval in range(self.intervals):
+                self.used_room[interval][homes[device]] += piece.state_bytes
+            self._add_update(piece, homes)
+
+    def _add_update(self, piece: StatePiece, states: dict[Tier, int]) -> None:
+        problem, device = self.problem, self.problem.device
+        allowed = problem.allowed.update
+        on_device = self.variable(0.0 if allowed and device not in allowed else 1.0)
+        if problem.host == device or (allowed and problem.host not in allowed):
+            self.rows.add({on_device: -1.0}, -1.0)
+        self.seconds[on_device] += piece.device_seconds
+        for interval in range(0, self.intervals, 2):
+            self.length[interval][on_device] = piece.device_seconds
+        self.total.setdefault("update", defaultdict(float))
+        self.on_link.setdefault("update", [])
+        self.least["update"] += piece.host_seconds
+        self.total["update"][on_device] -= piece.host_seconds
+        unit = piece.units[0]
+        params, grads = self.homes.get(f"param {unit}"), self.homes.get(f"grad {unit}")
+        rows = [(states, piece.read_bytes, piece.written_bytes)]
+        rows += [(params, piece.value_read_bytes, piece.value_bytes)] if params else []
+        rows += [(grads, piece.gradient_bytes, 0)] if grads else []
+        held = (piece.state_bytes, piece.value_bytes, piece.gradient_bytes)
+        buffer = [(homes[tier], size) for (homes, _, _), size in zip(rows, held, strict=False) for tier in problem.tiers]
+        far = {homes[tier] for homes, _, _ in rows for tier in problem.tiers if not tier.in_memory}
+        self.buffers.append({column: float(size) for column, size in buffer if column in far})
+        until = self._window(piece)
+        if piece.host_seconds:
+            self.windows["update"].append((until, {on_device: -piece.host_seconds}, piece.host_seconds))
+        for homes, read, written in rows:
+            if problem.host != device:
+                near = problem.tiers[1]
+                crossing = self._across(problem.link(near, device), read, on_device, homes[device])
+                self.windows[problem.link(near, device).name].append((until, crossing, 0.0))
+                self._across(problem.link(device, near), written, on_device, homes[device])
+                self._across(problem.link(near, device), written, homes[device], on_device)
+                self._across(problem.link(device, near), read, homes[device], on_device)
+            for tier in problem.tiers:
+                if not tier.in_memory:
+                    inward, outward = problem.hops(tier, problem.host), problem.hops(problem.host, tier)
+                    for links, count in ((inward, read), (outward, written)):
+                        for link in links if count else ():
+                            self.total[link.name][homes[tier]] += link.seconds(count)
+                            if count == read and links is inward:
+                                self.windows[link.name].append((until, {homes[tier]: link.seconds(count)}, 0.0))
+
+    def _window(self, piece: StatePiece) -> int:
+        """Return the last interval in which a piece's update can run: it begins with the step, at interval 0."""
+        if not piece.deferrable:
+            return 0
+        first = min(min((*unit.uses, *unit.gradients)) for unit in (self.problem.unit[name] for name in piece.units))
+        interval = self.of_region[first]
+        return interval - 1 if interval % 2 else interval or self.intervals - 1
+
+    def _across(self, link: Link, count: int, more: int, less: int) -> dict[int, float]:
+        """Bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
+        if not count:
+            return {}
+        crossing = self.variable()
+        self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
+        self.total[link.name][crossing] += link.seconds(count)
+        return {crossing: link.seconds(count)}
+
+
+def _joined(units: list[Unit]) -> Unit:
+    sizes = ("stored_bytes", "full_bytes", "wire_bytes", "gradient_bytes", "full_gradient_bytes", "reduced_bytes")
+    total = {size: sum(getattr(unit, size) for unit in units) for size in sizes}
+    return dataclasses.replace(units[0], **total)

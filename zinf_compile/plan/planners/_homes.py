@@ -1,0 +1,148 @@
+"""Choices of homes: from everything far away to everything near, a kind of state or a unit after the other.
+
+The choices follow from the problem without its budgets, so that a larger budget adds some and takes none away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.update_traffic import update_traffic
+
+from ._build import farthest, update_tier
+
+Item = tuple[str, tuple[str, ...], int]
+"""A field of `Homes`, the names under it that move together, and their bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Homes, and the seconds below which no step with them can be."""
+
+    homes: Homes
+    least: float
+    moved: float
+    """Seconds of all links together."""
+
+
+def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
+    """Return choices of homes that fit by themselves, the most promising first."""
+    found: dict[tuple[object, ...], Homes] = {}
+    nearer = [tier for tier in problem.tiers if tier.in_memory and tier != problem.tiers[-1]]
+    for order in _orders(problem):
+        for homes in _filled(problem, farthest(problem), order, nearer, rungs):
+            found.setdefault(_key(homes), homes)
+    rated = [Choice(homes, *least_seconds(problem, homes)) for homes in found.values() if fits(problem, homes)]
+    return sorted(rated, key=lambda choice: (choice.least, choice.moved))
+
+
+def _key(homes: Homes) -> tuple[object, ...]:
+    return (tuple(homes.params.items()), tuple(homes.grads.items()), tuple(homes.states.items()))
+
+
+def _orders(problem: StepProblem) -> list[list[Item]]:
+    """Return orders in which things come nearer: kind by kind, and unit by unit with all that belongs to it.
+
+    Units are in the order of their first uses: what is updated last is used first.
+    """
+    units = sorted(problem.units, key=lambda unit: min((*unit.uses, *unit.gradients)))
+    groups = _groups(problem)
+    place = {unit.name: number for number, unit in enumerate(units)}
+    pieces = sorted(problem.pieces, key=lambda piece: min(place[name] for name in piece.units))
+    by_group: dict[str, list[str]] = defaultdict(list)
+    for unit in units:
+        by_group[groups[unit.name]].append(unit.name)
+    sizes = problem.unit
+    params: list[Item] = [("params", tuple(g), sum(sizes[name].stored_bytes for name in g)) for g in by_group.values()]
+    trained = [[name for name in g if sizes[name].trained] for g in by_group.values()]
+    grads: list[Item] = [("grads", tuple(g), sum(sizes[name].gradient_bytes for name in g)) for g in trained if g]
+    states: list[Item] = [("states", (piece.name,), piece.state_bytes) for piece in pieces]
+    owner = {piece.name: groups[piece.units[0]] for piece in pieces}
+    bundles: list[Item] = []
+    for name, members in by_group.items():
+        bundles += [item for item in (*params, *grads) if groups[item[1][0]] == name and set(item[1]) <= set(members)]
+        bundles += [item for item in states if owner[item[1][0]] == name]
+    return [[*params, *grads, *states], bundles, [*grads, *states, *params]] if problem.pieces else [params]
+
+
+def _groups(problem: StepProblem) -> dict[str, str]:
+    """Return for each unit the first of those that a piece joins it with: they have one home."""
+    found = {unit.name: unit.name for unit in problem.units}
+    for piece in problem.pieces:
+        first = found[piece.units[0]]
+        for name in piece.units[1:]:
+            if found[name] != first:
+                old = found[name]
+                found = {unit: first if group == old else group for unit, group in found.items()}
+    return found
+
+
+def _filled(problem: StepProblem, start: Homes, order: Sequence[Item], tiers: Sequence[Tier], rungs: int) -> Iterator[Homes]:
+    """Yield homes with the first items on the device, the next ones on the host, for all rungs of both."""
+    total = sum(size for _, _, size in order)
+    device, rest = tiers[0] if tiers else None, tiers[1:]
+    if device is None:
+        yield start
+        return
+    for rung in range(rungs + 1):
+        homes, left = _bring(problem, start, order, device, total * rung / rungs)
+        if not rest:
+            yield homes
+            continue
+        farther = problem.tiers[-1] != rest[0]
+        beyond = sum(size for _, _, size in left)
+        for other in range(rungs + 1) if farther else (rungs,):
+            yield _bring(problem, homes, left, rest[0], beyond * other / rungs)[0]
+
+
+def _bring(problem: StepProblem, homes: Homes, order: Sequence[Item], tier: Tier, limit: float) -> tuple[Homes, list[Item]]:
+    """Return homes with the first items that fit into the limit on a tier, and the other items."""
+    tables = {"params": dict(homes.params), "grads": dict(homes.grads), "states": dict(homes.states)}
+    left, taken = [], 0
+    for kind, names, size in order:
+        allowed: tuple[Tier, ...] = getattr(problem.allowed, kind)
+        if taken + size <= limit * (1 + 1e-9) and (not allowed or tier in allowed):
+            tables[kind].update(dict.fromkeys(names, tier))
+            taken += size
+        else:
+            left.append((kind, names, size))
+    return Homes(params=tables["params"], grads=tables["grads"], states=tables["states"]), left
+
+
+def fits(problem: StepProblem, homes: Homes) -> bool:
+    """Say whether what lives on each tier fits there."""
+    held: dict[Tier, int] = defaultdict(int)
+    for unit in problem.units:
+        held[homes.params[unit.name]] += unit.stored_bytes
+        if unit.trained:
+            held[homes.grads[unit.name]] += unit.gradient_bytes
+    for piece in problem.pieces:
+        held[homes.states[piece.name]] += piece.state_bytes
+    return all(count <= problem.room(tier) for tier, count in held.items())
+
+
+def least_seconds(problem: StepProblem, homes: Homes) -> tuple[float, float]:
+    """Return the seconds of the busiest lane, of what the homes make each step move at least, and those of all links."""
+    lanes: dict[str, float] = defaultdict(float)
+    compute, host = problem.compute_seconds, 0.0
+    for unit in problem.units:
+        if unit.trained:
+            for link in problem.hops(homes.params[unit.name], problem.device):
+                lanes[link.on_lane] += link.seconds(unit.stored_bytes)
+            for link in problem.hops(problem.device, homes.grads[unit.name]):
+                lanes[link.on_lane] += link.seconds(unit.gradient_bytes) * len(unit.gradients)
+    for piece in problem.pieces:
+        on = update_tier(problem, homes.states[piece.name])
+        traffic = update_traffic(problem, homes, piece, on)
+        for link, count in (*traffic.reads, *traffic.writes):
+            lanes[link.on_lane] += link.seconds(count)
+        if on == problem.device:
+            compute += traffic.seconds
+        else:
+            host += traffic.seconds
+    return max(compute, host, *lanes.values(), 0.0), sum(lanes.values())

@@ -1,0 +1,99 @@
+"""Moves the starts of transfers forward into memory that is left, in the order of their dues."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Homes, Plan
+from zinf_compile.plan.problem import StepProblem
+
+from ._build import Stay
+
+
+def start_early(
+    problem: StepProblem, plan: Plan, homes: Homes, stays: Sequence[Stay], least: Callable[[Stay], int]
+) -> list[Stay]:
+    """Return the stays, sorted by due and started as early as memory allows, not before boundary `least`.
+
+    `plan` has them just in time, which says what memory is left. Each starts no earlier than the one before it in the order of
+    dues: earlier it would only wait for its link. The order is that of a step that repeats, so it is followed twice.
+    """
+    free = _Free(problem, plan)
+    order = sorted(stays, key=lambda stay: stay.due)
+    starts = [stay.due for stay in order]
+    count = problem.count
+    reached = -count
+    behind = _behind(order, count)
+    for _ in range(2):
+        for number, stay in enumerate(order):
+            old = starts[number]
+            earliest = max(least(stay), reached, behind[number], 0 if problem.unit[stay.name].trained else -count)
+            sizes = path_bytes(problem, homes, stay)
+            new = free.earliest(sizes, old, earliest)
+            free.take(sizes, new, old)
+            starts[number] = new
+            reached = new
+        reached -= count
+    return [dataclasses.replace(stay, start=start) for stay, start in zip(order, starts, strict=True)]
+
+
+def _behind(order: Sequence[Stay], count: int) -> list[int]:
+    """Return for each stay the boundary at which the same unit's stay before it ends."""
+    own: dict[str, list[Stay]] = defaultdict(list)
+    for stay in order:
+        own[stay.name].append(stay)
+    found = {}
+    for stays in own.values():
+        for before, stay in zip([stays[-1], *stays], stays, strict=False):
+            found[stay.name, stay.due] = before.until - (count if before.due >= stay.due else 0)
+    return [found[stay.name, stay.due] for stay in order]
+
+
+def path_bytes(problem: StepProblem, homes: Homes, stay: Stay) -> dict[Tier, int]:
+    """Return what a stay of a unit takes on each tier from its start until its due."""
+    unit, found = problem.unit[stay.name], {}
+    for link in problem.hops(homes.params[stay.name], problem.device):
+        assert link.destination is not None
+        found[link.destination] = unit.stored_bytes
+    if unit.is_gathered:
+        found[problem.device] = found.get(problem.device, 0) + unit.full_bytes
+    return found
+
+
+class _Free:
+    """Bytes that are left while each region runs, and while the step does."""
+
+    def __init__(self, problem: StepProblem, plan: Plan) -> None:
+        self._count = problem.count
+        self._left = {tier: np.minimum(problem.room(tier), 2.0**62) - totals for tier, totals in occupied(problem, plan).items()}
+
+    def earliest(self, sizes: dict[Tier, int], due: int, earliest: int) -> int:
+        """Return the first boundary from which on the bytes are free until boundary `due`."""
+        start = due
+        while start > earliest and all(self._fits(tier, size, start - 1, start) for tier, size in sizes.items()):
+            start -= 1
+        return start
+
+    def _fits(self, tier: Tier, size: int, start: int, end: int) -> bool:
+        return all(self._left[tier][moment] >= size for moment in self._moments(start, end))
+
+    def take(self, sizes: dict[Tier, int], start: int, due: int) -> None:
+        for tier, size in sizes.items():
+            for moment in self._moments(start, due):
+                self._left[tier][moment] -= size
+
+    def _moments(self, start: int, end: int) -> list[int]:
+        """Return the moments between two boundaries; the step is one if a boundary of it lies strictly between."""
+        count = self._count
+        found = []
+        for boundary in range(start, end):
+            found.append(boundary % count)
+            if boundary % count == 0 and boundary > start:
+                found.append(count)
+        return found

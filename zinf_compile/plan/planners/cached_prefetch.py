@@ -1,0 +1,105 @@
+"""The default: what is used again soonest stays, the next missing is fetched first, as early as memory allows.
+
+Homes are chosen before that, among those of a ladder that follows from the problem without its budgets: the choices that move
+least over the busiest link are planned first, until no other one can be faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.sizes import CHUNK_BUFFERS
+from zinf_compile.plan.plan import Homes, Plan
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.simulate import step_seconds
+
+from ._build import ahead_by, at_step, build, shortage
+from ._from_walk import moved_by
+from ._gaps import find_gaps
+from ._homes import choices
+from ._residency import best_walk
+from ._updates import deferred
+from .just_in_time import just_in_time
+
+NAME = "cached_prefetch"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """How many choices are tried."""
+
+    rungs: int
+    """Of rooms on the device for what stays between uses."""
+    reserves: tuple[float, ...]
+    """Of these rooms, in largest units: left for what is on its way."""
+    home_rungs: int
+    plans: int
+    """Choices of homes that are planned at most."""
+
+
+def effort_for(problem: StepProblem) -> Effort:
+    """Return the effort that keeps planning within seconds."""
+    size = problem.count + len(problem.units) + len(problem.pieces) + len(problem.saved)
+    if not problem.pieces:
+        few = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+        if size < 40:
+            return Effort(48, few, 1, 1)
+        return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
+    if size < 500:
+        return Effort(6, (0.0, 1.0), 8, 12)
+    return Effort(4, (1.0,), 8, 4)
+
+
+def cached_prefetch(problem: StepProblem) -> Plan:
+    """Return the fastest plan found; raise `BudgetError` where not even moving everything just in time fits."""
+    effort = effort_for(problem)
+    best: tuple[float, Plan] | None = None
+    planned = 0
+    for choice in choices(problem, rungs=effort.home_rungs):
+        if best is not None and (planned >= effort.plans or choice.least >= best[0] * (1 - 1e-9)):
+            break
+        found = False
+        for plan in _plans(problem, choice.homes, effort):
+            found = True
+            seconds = step_seconds(problem, plan)
+            if best is None or seconds < best[0] * (1 - 1e-9):
+                best = seconds, plan
+        planned += found
+    if best is None:
+        try:
+            return dataclasses.replace(just_in_time(problem), planner=NAME)
+        except BudgetError as error:
+            raise BudgetError(str(error).replace("'just_in_time'", repr(NAME))) from None
+    return best[1]
+
+
+def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
+    """Yield plans with these homes: with all updates behind the last region, and with deferred ones."""
+    stays = ahead_by(problem, homes, {})
+    for late in (False, True) if problem.pieces else (False,):
+        base = None
+        for reach, buffers in itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)):
+            updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
+            held = buffers if updates else 0
+            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=held, reach=reach)
+            if not shortage(problem, base):
+                break
+        else:
+            continue
+        found = find_gaps(problem, homes, base)
+        best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves)
+        if best is None:
+            continue
+        plan = moved_by(problem, homes, best[0].moves).plan(
+            problem, planner=NAME, updates=updates, buffers=base.local.update_buffers
+        )
+        if not shortage(problem, plan):
+            yield plan
+
+
+def _reaches(problem: StepProblem) -> list[tuple[int, int]]:
+    """Return in how many regions gradients leave device and host, longest first."""
+    return list(dict.fromkeys([(4, problem.count), (1, problem.count), (1, 1)]))
