@@ -267,10 +267,11 @@ class Unit(DenseLayout):
 
         Its own storage, because who saves or compares tensors by storage must not see the whole arena.
         """
-        assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
-        if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
+        shard = self.shard
+        if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved: to memory shared with a process
+            assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode in which it is first asked for
-                own = with_own_storage(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
+                own = with_own_storage(shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
                 self._whole = self.logical(own)
         return self._whole
 
