@@ -125,18 +125,14 @@ def _swap_out(step: SwapOut, run: Run) -> None:
 
 def _gather(step: Gather, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
+    if context.size == 1:
+        _gather_at_hand(step, run)
+        return
     arriving = [registers[source] if isinstance(registers[source], SwapHandle) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     group = members[0].shard_group
     if group.size == 1:
-        for unit, arrived, (_, out) in zip(members, arriving, step.members, strict=True):
-            narrower = step.dtype if step.dtype != unit.dtype else None
-            if arrived is not None:
-                what = _gathering(step, members, run)
-                registers[out] = GatherHandle(unit.logical(arrived.shard), arrived.pending, what, narrower)
-            else:
-                whole = unit.whole()
-                registers[out] = GatherHandle(whole if narrower is None else _cast(whole, narrower, context), None)
+        _gather_at_hand(step, run)
         return
     gathers, _ = context.collectives(group)
     what = _gathering(step, members, run)
@@ -157,6 +153,21 @@ def _gather(step: Gather, run: Run) -> None:
         full = unit.logical(flat)
         context.memory.ledger.track("gathered", full)
         registers[out] = GatherHandle(full, pending, what)
+
+
+def _gather_at_hand(step: Gather, run: Run) -> None:
+    """Gather units that are not cut into shards: what is at hand, or on its way to the device, is whole."""
+    units, registers = run.units, run.registers
+    for source, out in step.members:
+        arrived = registers[source]
+        if isinstance(arrived, SwapHandle):
+            narrower = step.dtype if step.dtype != arrived.unit.dtype else None
+            full = arrived.unit.logical(arrived.shard)
+            registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
+        else:
+            unit = units[source]
+            whole = unit.whole()
+            registers[out] = GatherHandle(whole if step.dtype == unit.dtype else _cast(whole, step.dtype, run.context), None)
 
 
 def _reduce(step: Reduce, run: Run) -> None:
