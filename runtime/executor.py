@@ -156,7 +156,7 @@ def _gather(step: Gather, run: Run) -> None:
 
 
 def _gather_at_hand(step: Gather, run: Run) -> None:
-    """Gather units that are not cut into shards: what is at hand, or on its way to the device, is whole."""
+    """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
     units, registers = run.units, run.registers
     for source, out in step.members:
         arrived = registers[source]

@@ -17,7 +17,7 @@ _TO_DEVICE: Final = "host to device"
 _TO_HOST: Final = "device to host"
 
 MOST_COPIES = 64
-"""Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
+"""Most copies in flight in one direction: the schedule bounds what is loaded ahead."""
 
 
 class DeviceLink(Protocol):

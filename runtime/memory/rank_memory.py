@@ -46,7 +46,7 @@ class Memory:
         self.usable: tuple[int, int] | None = None
         """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
         self.inflight_gradients = InflightLimit()
-        """Bounds the full gradients on their way to other ranks or to their tier."""
+        """Bounds the full gradients in flight to other ranks or to their tier."""
         self.staging = BufferPool(
             staging_bytes, pinned=device.type != "cpu", account=functools.partial(self.host_ledger.add, "bounce")
         )

@@ -110,5 +110,5 @@ class Reservations:
 
     @property
     def on_the_way(self) -> int:
-        """The bytes of full gradients that may be on their way while a region makes more."""
+        """The bytes of full gradients that may be in flight while a region makes more."""
         return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)

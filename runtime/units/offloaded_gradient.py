@@ -21,7 +21,7 @@ InPlace = Callable[[torch.Tensor], object]
 
 
 class OffloadedGradient:
-    """The shard of a reduced gradient, off the device or on its way there.
+    """The shard of a reduced gradient, off the device or in flight from it.
 
     Changes that need nothing but the element itself are noted, and made when the gradient is next read.
     """
@@ -75,7 +75,7 @@ class OffloadedGradient:
 
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
-        assert not isinstance(self.unit, Tile), "a tile's is only on its way"
+        assert not isinstance(self.unit, Tile), "a tile's is only in flight"
         self.unit.wait_updated()  # a step may still have to read the old one
         self._reading = None
         self.spoiled = ""

@@ -17,7 +17,7 @@ from .swap import copy_out, swap_out, write_out
 from .unit import Tile, Unit
 
 TILES_UNDER_WAY = 2
-"""Tiles' shards of one unit on their way from the device: there are more tiles than a device can hold."""
+"""Gradient shards of a unit's tiles, in flight from the device, which cannot hold them all."""
 
 
 class TileGradients:
@@ -64,7 +64,7 @@ class TileGradients:
         if isinstance(shard, torch.Tensor):
             with unit.context.lanes.meter.waiting():
                 self._offloading.make_room(1)
-        if dst != tier:  # on its way
+        if dst != tier:  # in flight
             staged, after = swap_out(tile, shard, dst, reduction)
             assert isinstance(staged, OffloadedGradient), "it is in host memory"
             self._offloading.add(staged.arriving, 1)
@@ -87,7 +87,7 @@ class TileGradients:
         return reduction
 
     def whole(self) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-        """Return the shard of the unit, once all tiles are on their way, and when it is all there."""
+        """Return the shard of the unit, once all tiles are in flight, and what to wait for until they have arrived."""
         assert self._shard is not None, "each graph that has one tile's gradient has all"
         pending: Pending = All(self._pending)
         if isinstance(self._shard, OffloadedGradient):

@@ -105,7 +105,7 @@ class Unit(DenseLayout):
     @property
     def shard(self) -> torch.Tensor:
         """This rank's elements, flat, then zeros up to `shard_numel`; only where they are on the device."""
-        assert self._shard is not None, "the shard is brought by `load`"
+        assert self._shard is not None, "`load` loads the shard"
         return self._shard
 
     @property

@@ -30,7 +30,7 @@ gathered — Full values of partitioned models: read or change them in place, sa
     time.
 imported_files — A checkpoint of another program in the form in which `load` reads one, made to fit the model and
     optimizers that it is for.
-intake — Names and types on the way in: what `rename=` and `dtype=` make of the tensors of a checkpoint, checked as a whole.
+intake — Renaming and conversion of a checkpoint's tensors as they are loaded (`rename=`, `dtype=`), checked as a whole.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.

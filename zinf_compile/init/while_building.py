@@ -89,7 +89,7 @@ class _Building:
         self._parameters: dict[int, weakref.ref[MaterializingParameter]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._freed = 0
-        """Bytes of parameters that the allocator has had back since it was last told to let go of what is free."""
+        """Bytes of parameters that the allocator has had back since it was last told to return free memory to the system."""
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Let the materializer have a parameter that a module registers."""
