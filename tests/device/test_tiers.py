@@ -1,0 +1,37 @@
+"""Where states live changes no bit on a device either, and moves the bytes it must and no more; see tests/tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import more
+from rank_late import on_device
+from rank_tiers import train_everywhere
+from ranks import run_ranks
+from tiers import PAIRS, PLACEMENTS, Placement
+
+FLOAT, BRAIN = torch.float32, torch.bfloat16
+RANKS = [1, pytest.param(2, marks=pytest.mark.distributed)]
+
+
+def run_on_device(ranks: int, *args: Any, **named: Any) -> list[Any]:
+    """Call `on_device`: of a single rank in this process."""
+    if ranks == 1:
+        return [on_device(0, 1, *args, **named)]
+    assert not named
+    return run_ranks(on_device, ranks, *args, backend="late")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("dtype", "placements", "steps"),
+    [(FLOAT, PAIRS, 2), more(FLOAT, PLACEMENTS, 4), more(BRAIN, PLACEMENTS, 4)],
+    ids=["fp32-pairs", "fp32", "bf16"],
+)
+def test_the_bits_of_the_cpu(ranks: int, dtype: torch.dtype, placements: list[Placement], steps: int, tmp_path: Path) -> None:
+    """Loss, parameters and states after some steps; bytes over each link at every step."""
+    options = (str(tmp_path), dtype, "fx", steps, (None,), 96, None, None, placements)
+    assert run_on_device(ranks, 1, train_everywhere, *options) == [len(placements)] * ranks
