@@ -17,9 +17,9 @@ from .wait_times import WorkerWaits
 class StreamTransfer:
     """A transfer on a stream. `wait` orders the caller's stream after it; the host waits at most until it is issued.
 
-    It holds what its closure works on until the stream from which it was submitted is ordered after it, or it is known to be over:
-    memory of that is freed in the order of that stream, so another lane's wait lets nothing go. Host memory it holds until it is
-    over.
+    It holds what its closure works on until the stream from which it was submitted is ordered after it, or it is known to be
+    over: memory of that is freed in the order of that stream, so another lane's wait lets nothing go. Host memory it holds until
+    it is over.
     """
 
     def __init__(
