@@ -17,13 +17,16 @@ from .wait_times import WorkerWaits
 class StreamTransfer:
     """A transfer on a stream. `wait` orders the caller's stream after it; the host waits at most until it is issued.
 
-    It holds what its closure works on until another stream is ordered after it, and host memory until it is over.
+    It holds what its closure works on until the stream from which it was submitted is ordered after it, or it is known to be
+    over: memory of that is freed in the order of that stream, so another lane's wait lets nothing go. Host memory it holds until
+    it is over.
     """
 
     def __init__(
         self, device: torch.device, transfer: Callable[[], None], host_memory: Sequence[torch.Tensor], waits: WorkerWaits
     ) -> None:
         self._device = device
+        self._compute = torch.accelerator.current_stream(device)
         self._transfer: Callable[[], None] | None = transfer
         self._host_memory = host_memory
         self._waits = waits
@@ -64,15 +67,17 @@ class StreamTransfer:
         """Return whether the device is done with it, or it failed; host memory is given up then."""
         over = self._error is not None or (self._event is not None and self._event.query())
         if over:
-            self._host_memory = ()
+            self._transfer, self._host_memory = None, ()
         return over
 
     def wait(self) -> None:
         """Let what this thread issues next, on its current stream, come after the transfer; raise why it was not issued."""
         self._wait_issued()
         assert self._event is not None
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
-        self._transfer = None
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(self._event)
+        if stream == self._compute:
+            self._transfer = None
 
     def reads(self, memory: torch.Tensor) -> bool:
         """Return whether it holds host memory that overlaps with this."""

@@ -67,7 +67,7 @@ class GatherMemory:
             if start is None and not fresh:
                 return None
             if start is None:
-                view = private_memory(length)
+                view = private_memory(length, pinned=self._pinned)
             else:
                 assert self._arena is not None
                 view = self._arena[start : start + length]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from places import place
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -34,12 +35,12 @@ def generator(step: int, rank: int = 0) -> torch.Generator:
 def vectors(step: int, rank: int = 0, *, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs [rows, 7] and targets [rows, 5]."""
     numbers = generator(step, rank)
-    return torch.randn(rows, IN, generator=numbers), torch.randn(rows, OUT, generator=numbers)
+    return torch.randn(rows, IN, generator=numbers).to(place()), torch.randn(rows, OUT, generator=numbers).to(place())
 
 
 def tokens(step: int, rank: int = 0, *, rows: int = 3, length: int = 11) -> tuple[torch.Tensor]:
     """Return token numbers [rows, length]."""
-    return (torch.randint(WORDS, (rows, length), generator=generator(step, rank)),)
+    return (torch.randint(WORDS, (rows, length), generator=generator(step, rank)).to(place()),)
 
 
 class Mlp(nn.Module):

@@ -37,11 +37,12 @@ class Noisy(nn.Module):
 class Run:
     """A model in the middle of training: two optimizers, a scheduler, and an averaged model."""
 
-    def __init__(self, options: dict[str, Any], seed: int) -> None:
+    def __init__(self, options: dict[str, Any], seed: int, device: str = "cpu") -> None:
         torch.compiler.reset()
         torch.manual_seed(seed)
         random.seed(seed)
-        self.model = Noisy()
+        self.device = device
+        self.model = Noisy().to(device)
         self.compiled = torch.compile(self.model, backend=BACKEND, options=options)
         self.optimizers = [
             torch.optim.AdamW(self.model.first.parameters(), lr=0.02, fused=True),
@@ -57,7 +58,7 @@ class Run:
     def micro_batches(self, count: int) -> None:
         """Accumulate gradients of random batches, which differ from rank to rank."""
         for _ in range(count):
-            loss = self.compiled(torch.randn(6, 19) * random.random()) / MICRO_BATCHES
+            loss = self.compiled((torch.randn(6, 19) * random.random()).to(self.device)) / MICRO_BATCHES
             loss.backward()
             self.losses.append(loss.detach())
 
@@ -83,22 +84,23 @@ class Run:
 
     def whole(self) -> dict[str, Any]:
         """Return all that training changes, whole on rank 0."""
+        gradients = {name: whole_gradient(p) for name, p in self.model.named_parameters()}
         return {
             "model": zinf_compile.full_state_dict(self.both),
             "optimizers": [zinf_compile.full_optimizer_state_dict(each) for each in self.optimizers],
-            "gradients": {name: whole_gradient(p) for name, p in self.model.named_parameters()},
+            "gradients": {name: None if grad is None else grad.cpu() for name, grad in gradients.items()},
             "scheduler": self.scheduler.state_dict(),
             "random": (torch.get_rng_state(), random.getstate()),
         }
 
 
-def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: int) -> tuple[Any, ...]:
+def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: int, device: str = "cpu") -> tuple[Any, ...]:
     """Save with `done` micro-batches of a step; return the whole states as they were then, as loaded, and after training both.
 
     Then the calls that a buffer counted, and whether a deferred step was pending at the save.
     """
     options = {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
-    run = Run(options, rank)
+    run = Run(options, rank, device)
     run.train(2, held_s=0.3)
     run.micro_batches(done)
     pending = run.pending()
@@ -107,7 +109,7 @@ def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: in
     run.micro_batches(MICRO_BATCHES - done)
     run.step()
     run.train(1)
-    again = Run(options, rank + 77)
+    again = Run(options, rank + 77, device)
     again.micro_batches(1)
     again.scheduler.load_state_dict(zinf_compile.load(folder, again.both, again.optimizers)["scheduler"])
     loaded, calls = again.whole(), float(again.model.calls)

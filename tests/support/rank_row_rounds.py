@@ -35,33 +35,39 @@ class Words(nn.Module):
 
 
 def look_up_anywhere(
-    rank: int, size: int, folder: str, shapes: Sequence[tuple[int, int, int]] = SHAPES, *, every: bool = True
+    rank: int,
+    size: int,
+    folder: str,
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    *,
+    every: bool = True,
+    device: str | None = None,
 ) -> int:
     """Look rows up in embeddings of these shapes, on each tier; return how often.
 
     Not `every`: on each tier every other shape, a tier the even ones, the next tier the odd ones.
 
-    Raises where a row is wrong, or moved for nothing.
+    `device` is one of PyTorch's; without one host memory is the device, and then the CPU plays one. Raises where a row is wrong,
+    or moved for nothing.
     """
     warnings.filterwarnings("ignore", category=StoreWarning)
     done = 0
-    for device, tiers in (
-        (contextlib.nullcontext(), ("device", "nvme")),
-        (simulating(SimulatedDevice()), ("device", "host", "nvme")),
-    ):
-        with device:
+    apart = ("device", "host", "nvme")
+    without = ((contextlib.nullcontext(), ("device", "nvme")), (simulating(SimulatedDevice()), apart))
+    for played, tiers in without if device is None else ((contextlib.nullcontext(), apart),):
+        with played:
             for (number, tier), (place, (rows, columns, tile_rows)) in itertools.product(enumerate(tiers), enumerate(shapes)):
                 if not every and (number + place) % 2:
                     continue
                 torch.compiler.reset()
-                done += _look_up(rank, size, Path(folder), tier, rows, columns, tile_rows * columns * 4)
+                done += _look_up(rank, size, Path(folder), tier, rows, columns, tile_rows * columns * 4, device or "cpu")
     return done
 
 
-def _look_up(rank: int, size: int, folder: Path, tier: str, rows: int, columns: int, tile: int) -> int:
+def _look_up(rank: int, size: int, folder: Path, tier: str, rows: int, columns: int, tile: int, device: str) -> int:
     torch.manual_seed(rows)
-    model = Words(rows, columns)
-    weight = model.words.weight.detach().clone()
+    model = Words(rows, columns).to(device)
+    weight = model.words.weight.detach().cpu().clone()
     options = {"params": tier, "tile": tile, "compute": "fx", **({"nvme": folder} if tier == "nvme" else {}), **in_pieces(64)}
     model.compile(backend="zero_infinity", options=options, dynamic=True)
     generator = torch.Generator().manual_seed(rank)
@@ -76,7 +82,7 @@ def _look_up(rank: int, size: int, folder: Path, tier: str, rows: int, columns: 
         with torch.no_grad():
             before = zinf_compile.stats(model)
             what = f"{rows}x{columns} {tier} {indices.shape}"
-            assert_same(what, model(indices), torch.nn.functional.embedding(indices, weight))
+            assert_same(what, torch.nn.functional.embedding(indices, weight), model(indices.to(device)))
             after = zinf_compile.stats(model)
         if before and size > 1:
             moved = after["links"]["from ranks"]["bytes"] - before["links"]["from ranks"]["bytes"]

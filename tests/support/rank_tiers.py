@@ -55,16 +55,18 @@ def train_everywhere(
     master: str | None = None,
     reduced: torch.dtype | None = None,
     placements: Sequence[Placement] = PLACEMENTS,
+    device: str | None = None,
 ) -> int:
     """Train with all combinations on a device with memory of its own; return their number.
 
-    Raises where one has other bits than all on the device has, or moved another number of bytes than it needs.
+    `device` is one of PyTorch's; without one the CPU plays it. Raises where a combination has other bits than training on the
+    CPU has, with all of it there, or moved another number of bytes than it needs.
     """
     _prepare()
     others = {"compute": compute, "master": master, "reduce_dtype": reduced, **in_pieces(piece_numel)}
     expected = _train(rank, others, Meter(None), None, dtype, steps)
-    with simulating(SimulatedDevice()) as device:
-        meter = Meter(device)
+    with contextlib.nullcontext() if device else simulating(SimulatedDevice()) as simulated:
+        meter = Meter(simulated)
         for placement in placements:
             for update in updates:
                 needed = Needed(
@@ -78,7 +80,8 @@ def train_everywhere(
                     piece=piece_numel,
                 )
                 options = options_for(placement, folder, update=update, **others)
-                _check(placement, update, _train(rank, options, meter, needed, dtype, steps), expected)
+                found = _train(rank, options, meter, needed, dtype, steps, device=device)
+                _check(placement, update, found, expected)
     return len(placements) * len(updates)
 
 
@@ -113,8 +116,11 @@ def train_in_tiles(
     fake: bool,
     build: Build,
     placements: Sequence[Placement] | None = None,
+    device: str | None = None,
 ) -> int:
-    """Train with large parameters in tiles, and with their states anywhere; compare with all in tiles on the device.
+    """Train with large parameters in tiles, and with their states anywhere; compare with all in tiles on the CPU.
+
+    The device is `device`, one of PyTorch's, or played by the CPU where it is `fake`, or else host memory.
 
     Returns the number of combinations; raises where one has other bits, or where tiles change more than the order of sums does.
     """
@@ -123,11 +129,11 @@ def train_in_tiles(
     expected = _train(rank, {"compute": compute, "tile": tile}, Meter(None), None, dtype, 2, build)
     assert_close_runs(whole, expected, dtype)
     placements = (PLACEMENTS if fake else UNIFIED) if placements is None else placements
-    with simulating(SimulatedDevice()) if fake else contextlib.nullcontext() as device:
-        meter = Meter(device)
+    with simulating(SimulatedDevice()) if fake and device is None else contextlib.nullcontext() as simulated:
+        meter = Meter(simulated)
         for placement in placements:
             options = options_for(placement, folder, piece=PIECE, compute=compute, tile=tile)
-            _check(placement, None, _train(rank, options, meter, None, dtype, 2, build), expected)
+            _check(placement, None, _train(rank, options, meter, None, dtype, 2, build, device), expected)
     return len(placements)
 
 
@@ -186,10 +192,11 @@ def _train(
     dtype: torch.dtype,
     steps: int,
     build: Build = sundry,
+    device: str | None = None,
 ) -> Run:
     torch.compiler.reset()
-    model = compiled(build(dtype), options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    model = compiled(build(dtype).to(device), options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
     losses: list[float] = []
     for step in range(steps):
         losses += train_step(model, optimizer, step, rank)

@@ -56,10 +56,11 @@ def train_in_tiles_of_ranks(
     *,
     fake: bool,
     placements: Sequence[Placement] | None = None,
+    device: str | None = None,
 ) -> int:
     """Train with states anywhere, or at these places."""
     tile = 200 * dtype.itemsize
-    return train_in_tiles(rank, size, folder, dtype, compute, tile, fake=fake, build=wide, placements=placements)
+    return train_in_tiles(rank, size, folder, dtype, compute, tile, fake=fake, build=wide, placements=placements, device=device)
 
 
 CAP = 1 << 20

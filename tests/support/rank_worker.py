@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -40,6 +41,8 @@ class Case:
     rendezvous: str
     """The file by which the ranks find each other."""
     timeout_s: float
+    backend: str = "gloo"
+    """The process group's; "late" is that of the device for tests, which the process then has."""
 
 
 def work(connection: Connection) -> None:
@@ -76,8 +79,10 @@ def _answer(connection: Connection, case: Case, rank: int) -> None:
         warnings.filterwarnings("ignore", accepted)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.size))
     try:
+        if case.backend == "late":
+            importlib.import_module("late.process_group")  # it registers itself, where this process has the device
         dist.init_process_group(
-            "gloo",
+            case.backend,
             init_method=f"file://{case.rendezvous}",
             rank=rank,
             world_size=case.size,

@@ -1,8 +1,9 @@
 """Run a function on several real ranks: processes joined by gloo, kept from one case to the next.
 
-There is one pool of workers for each process of tests. A case is a function that all ranks call, over a process group of its
-own; between cases a worker lets go of all that the product made (`zinf_compile.reset`) and puts back what a case may have
-changed of the process. A worker that fails, dies or gives no answer ends the pool; the next case makes another.
+There is one pool of workers for each process of tests, and one more where ranks are on the device for tests. A case is a
+function that all ranks call, over a process group of its own; between cases a worker lets go of all that the product made
+(`zinf_compile.reset`) and puts back what a case may have changed of the process. A worker that fails, dies or gives no answer
+ends the pool; the next case makes another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.dist
 """What processes that are forked for a case have imported already."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, alone: bool = False, afresh: bool = False) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, alone: bool = False, afresh: bool = False, backend: str = "gloo"
+) -> list[Any]:
     """Call `function(rank, world_size, *args)` on each of `world_size` ranks; return the results in rank order.
 
     `function` must be importable by name from a module under tests/ (a helper module, not a test file). An exception on any
@@ -34,11 +37,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, alone: 
 
     `alone`: in processes of their own, which end with it: for what measures a process's memory, or leaves ranks out of step.
     `afresh`: these have not even the libraries at first, of which the kernel counts those of a forked process differently.
+    `backend`: of the process group; "late" for ranks on the device of tests/device, which imports it.
     """
     if alone or afresh:
         with contextlib.closing(Pool(afresh=afresh, once=True)) as own:
             return own.run(function, world_size, args)
-    return _pool.run(function, world_size, args)
+    return _pools[backend].run(function, world_size, args)
 
 
 @dataclasses.dataclass
@@ -52,11 +56,12 @@ class _Worker:
 class Pool:
     """Processes that wait for cases; made when they are first needed, as many as the largest case took."""
 
-    def __init__(self, *, afresh: bool = False, once: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, *, afresh: bool = False, once: bool = False, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> None:
         self._context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
         self._context.set_forkserver_preload(PRELOADED)
         self._main = run_once if once else work
         self._timeout_s = timeout_s
+        self._backend = backend
         self._workers: list[_Worker] = []
 
     @property
@@ -68,7 +73,8 @@ class Pool:
         """Run one case; see `run_ranks`."""
         try:
             with tempfile.TemporaryDirectory() as folder:
-                return self._run(Case(function, size, tuple(args), str(Path(folder) / "rendezvous"), self._timeout_s))
+                rendezvous = str(Path(folder) / "rendezvous")
+                return self._run(Case(function, size, tuple(args), rendezvous, self._timeout_s, self._backend))
         except BaseException:  # an interrupt and a test's own time-out, too: ranks may wait for each other
             self.close()
             raise
@@ -137,5 +143,6 @@ class Pool:
         return worker.ready
 
 
-_pool = Pool()
-atexit.register(_pool.close)  # the workers end with the session
+_pools = {backend: Pool(backend=backend) for backend in ("gloo", "late")}
+for _pool in _pools.values():
+    atexit.register(_pool.close)  # the workers end with the session

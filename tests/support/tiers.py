@@ -17,6 +17,7 @@ from training import BACKEND
 from zinf_compile.ir.tiers import TIERS
 from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.device.simulated import SimulatedDevice
 from zinf_compile.runtime.lanes.lanes import Lane
 from zinf_compile.sharded.parameter import ShardedParameter
@@ -27,6 +28,7 @@ STATES = 2
 """That AdamW keeps for each element; a master copy is one more."""
 IN_MEMORY = 3
 """Chunks."""
+WAYS = ("host to device", "device to host")
 PAGE, GAP = 4096, 4096
 """Bytes that a drive moves as one; elements, of which a piece in a chunk takes whole multiples."""
 
@@ -114,16 +116,17 @@ def let_steps_end() -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int = 0) -> list[float]:
-    """Accumulate, clip, update; return the losses."""
+    """Accumulate, clip, update; return the losses. Waits for a device at its end only."""
     losses = []
+    device = next(model.parameters()).device
     for micro in range(MICRO_BATCHES):
-        loss = model(words(step, micro, rank)) / MICRO_BATCHES
+        loss = model(words(step, micro, rank).to(device)) / MICRO_BATCHES
         loss.backward()
-        losses.append(loss.item())
+        losses.append(loss.detach())
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-    return losses
+    return [loss.item() for loss in losses]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Traffic:
 
 
 class Meter:
-    """Says what crossed since it was last read; of one device and its ranks."""
+    """Says what crossed since it was last read; of one device and its ranks: a simulated one, or that of the model."""
 
     def __init__(self, device: SimulatedDevice | None) -> None:
         self._device = device
@@ -156,6 +159,8 @@ class Meter:
         """Return it, once nothing moves any more. `model` is one that is partitioned."""
         let_steps_end()
         context, links = context_of(model), self._device.links if self._device is not None else {}
+        if isinstance(context.link, AcceleratorLink):
+            torch.accelerator.synchronize()
         lanes: list[Lane] = [link._lane for link in links.values()]
         if context.lanes._swap is not None:
             lanes.insert(0, context.lanes._swap)  # what it writes may have to be copied first
@@ -165,7 +170,11 @@ class Meter:
         while engine is not None and engine.in_flight:
             time.sleep(0.001)
         drive = (engine.bytes_read, engine.bytes_written) if engine is not None else (0, 0)
-        now = Traffic(*drive, *(link.bytes for link in links.values()))
+        counted = context.lanes.meter.report()
+        copied = [link.bytes for link in links.values()] or [
+            counted[way]["bytes"] for way in ("host to device", "device to host")
+        ]
+        now = Traffic(*drive, *map(int, copied))
         self._before, since = now, now - self._before
         return since
 

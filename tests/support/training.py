@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from models import Case, loss_of
+from places import place
 from torch import fx, nn
 from torch._dynamo import register_backend
 from torch.optim import Optimizer
@@ -70,9 +71,9 @@ def wrapped(model: nn.Module) -> Any:
 
 
 def twins(build: Callable[[], nn.Module], *, seed: int = 7) -> tuple[nn.Module, nn.Module]:
-    """Return two equal models."""
+    """Return two equal models, on the place for them."""
     torch.manual_seed(seed)
-    model = build()
+    model = build().to(place())
     return model, copy.deepcopy(model)
 
 
@@ -141,8 +142,8 @@ def whole_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _distance(expected: torch.Tensor, found: torch.Tensor) -> float:
-    return float((expected.double() - found.double()).abs().max())
+    return float((expected.cpu().double() - found.cpu().double()).abs().max())

@@ -60,7 +60,7 @@ class ChunkStep:
             self._pieces.append((piece, value))
             other = owner.table.other_states(parameter, optimizer)
             if other is not None:
-                small = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in other.items()}
+                small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
@@ -144,6 +144,11 @@ def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[Chun
     with contextlib.closing(states.load_chunks(optimizer)) as brought:
         for number, buffer in brought:
             yield ChunkStep(states, number, states.chunks[number], buffer, optimizer)
+
+
+def _copied(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Copy a small state; to the host where the part is updated there: PyTorch loads those of fused optimizers to the device."""
+    return value.clone() if part.device.type != "cpu" or value.device.type == "cpu" else value.cpu()
 
 
 def _alias(piece: torch.Tensor) -> torch.Tensor:

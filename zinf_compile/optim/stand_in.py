@@ -12,6 +12,9 @@ from torch.optim import Optimizer
 from .fused_kernels import fused_settings
 from .record import State, record_of
 
+_OF_SCALER = ("grad_scale", "found_inf")
+"""Attributes that `GradScaler.step` gives an optimizer while it calls it."""
+
 STEP_LOCAL = ("param_groups", "state")
 """Attributes that a stand-in has of its own."""
 
@@ -21,6 +24,17 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "fused")}
 
 
+def _bring_to_host(optimizer: Optimizer) -> None:
+    """Bring what a scaler has computed on a device to the host; once a step, since the scaler takes it away again.
+
+    Fused optimizers copy it to each device of parameters without waiting, and read the host's copy at once. [torch 2.13]
+    """
+    for name in _OF_SCALER:
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            setattr(optimizer, name, value.cpu())
+
+
 def make_stand_in(
     optimizer: Optimizer, members: dict[int, torch.Tensor], *, without_members: Callable[[dict[str, Any]], bool]
 ) -> tuple[Optimizer, list[dict[str, Any]]]:
@@ -28,6 +42,8 @@ def make_stand_in(
 
     Returns it with the original of each of its groups. A group without members is kept only if `without_members(group)`.
     """
+    if any(member.device.type == "cpu" for member in members.values()):
+        _bring_to_host(optimizer)
     stand_in: Optimizer = object.__new__(type(optimizer))
     record_of(stand_in).state = State.STAND_IN
     vars(stand_in).update({k: v for k, v in vars(optimizer).items() if k not in STEP_LOCAL})

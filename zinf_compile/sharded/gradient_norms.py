@@ -107,11 +107,24 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
         groups.setdefault(gradient.unit.shard_group.partition, []).append(number)
     for members in groups.values():
         unit = gradients[members[0]].unit
-        ranks = unit.ranks.exchange(torch.stack([local[n] for n in members]), what=f"norm of the gradient of {unit.name}")
+        ranks = unit.ranks.exchange(_stacked([local[n] for n in members]), what=f"norm of the gradient of {unit.name}")
         for number, norm in zip(members, combine_norms(ranks, order).tolist(), strict=True):
             shard, changes = gradients[number].state()
             known.by_shard[id(shard)] = (weakref.ref(shard), changes, norm)
     return known
+
+
+def _stacked(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack numbers; those of several devices in host memory, which waits once for each device."""
+    places: dict[torch.device, list[int]] = {}
+    for number, norm in enumerate(norms):
+        places.setdefault(norm.device, []).append(number)
+    if len(places) == 1:
+        return torch.stack(list(norms))
+    out = torch.empty(len(norms), dtype=torch.float64)
+    for numbers in places.values():
+        out[numbers] = torch.stack([norms[n] for n in numbers]).cpu()
+    return out
 
 
 def combine_norms(norms: torch.Tensor, order: float) -> torch.Tensor:

@@ -295,10 +295,13 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
 def _unscale(func: Any, args: Sequence[Any]) -> None:
     gradients, found_inf, inverse_scale = args
+    by_device = {found_inf.device: (found_inf, inverse_scale)}  # gradients off the device are unscaled where they are
 
     def unscale(value: torch.Tensor) -> None:
+        if value.device not in by_device:
+            by_device[value.device] = torch.zeros_like(found_inf, device=value.device), inverse_scale.to(value.device)
         if value.numel():
-            func([value], found_inf, inverse_scale)
+            func([value], *by_device[value.device])
 
     for gradient in _in_turn(gradients):
         if isinstance(gradient, ShardedGradient):
@@ -309,6 +312,9 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:
             unscale(gradient)
+    for elsewhere, _ in by_device.values():
+        if elsewhere is not found_inf:
+            torch.maximum(found_inf, elsewhere.to(found_inf.device), out=found_inf)
     unit = next(g for g in gradients if isinstance(g, ShardedGradient)).unit
     if unit.shard_group.size > 1:
         everyone = unit.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +26,7 @@ class Defect(NamedTuple):
 class Logged(NamedTuple):
     name: str
     start: float
-    """Seconds of `time.monotonic()`, after the delay."""
+    """Seconds of `time.monotonic()`, after the delay; inside `durations`, of the model of time."""
     end: float
     bytes: int
 
@@ -52,6 +53,22 @@ def delays(longest: float, *, seed: int = 0, chance: float = 1.0, exponential: b
         yield
     finally:
         C.late_set_delays(0, 0.0, 1.0, False)
+
+
+@contextmanager
+def durations(seconds: Mapping[str, float], otherwise: float = 0.0) -> Iterator[None]:
+    """Let a model of time run beside the real one, and logs say its times: each work takes what is said for its name.
+
+    A work begins once its stream, what that waits for, and the host thread that issues it have come there. A thread of the host
+    takes no time but where it waits. So logs depend on the order of calls alone, and on no other process; so does what a query
+    of an event returns. Drives take no time.
+    """
+    names = (ctypes.c_char_p * len(seconds))(*(name.encode() for name in seconds))
+    C.late_set_durations(len(seconds), names, (ctypes.c_double * len(seconds))(*seconds.values()), otherwise)
+    try:
+        yield
+    finally:
+        C.late_set_durations(0, None, None, 0.0)
 
 
 @contextmanager
@@ -132,6 +149,16 @@ def counters() -> Counter[str]:
     return Counter(parsed(C.late_report())["counters"])
 
 
+def waits_by_thread() -> Counter[str]:
+    """Return how often each thread of the host has waited, by its name; "" is what Python doesn't know, or knows no more."""
+    names = {f"host waits: thread {thread.native_id}": thread.name for thread in threading.enumerate()}
+    found: Counter[str] = Counter()
+    for name, count in counters().items():
+        if name.startswith("host waits: thread"):
+            found[names.get(name, "")] += count
+    return found
+
+
 def defects() -> list[Defect]:
     return [Defect(*defect) for defect in parsed(C.late_report())["defects"]]
 
@@ -162,6 +189,11 @@ def log(stream: torch.Stream | int | None = None) -> list[Logged]:
     if not isinstance(stream, int):
         stream = (stream or torch.accelerator.current_stream()).stream_id
     return [Logged(*work) for work in parsed(C.late_log(stream))]
+
+
+def logs() -> dict[int, list[Logged]]:
+    """Return the logs of all streams that have run anything since `clear`, by their numbers."""
+    return {stream: found for stream in range(C.late_streams()) if (found := log(stream))}
 
 
 def overlap(some: Sequence[Logged], others: Sequence[Logged]) -> float:

@@ -28,6 +28,7 @@ for _name, _result, *_arguments in (
     ("late_start", None),
     ("late_stop", None),
     ("late_set_delays", None, _ADDRESS, _REAL, _REAL, _FLAG),
+    ("late_set_durations", None, _SIZE, ctypes.POINTER(_TEXT), ctypes.POINTER(_REAL), _REAL),
     ("late_set_lazy", None, _FLAG),
     ("late_set_detection", None, _FLAG),
     ("late_forbid_waits", None, _FLAG),

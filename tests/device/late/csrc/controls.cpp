@@ -54,6 +54,13 @@ void late_set_delays(uint64_t seed, double longest, double chance, bool exponent
   device().streams.set_delays({seed, longest, chance, exponential});
 }
 
+// `names` and `seconds` by number.
+void late_set_durations(size_t count, const char* const* names, const double* seconds, double otherwise) {
+  std::map<std::string, double> durations;
+  for (size_t i = 0; i < count; ++i) durations[names[i]] = seconds[i];
+  device().streams.set_durations(std::move(durations), otherwise);
+}
+
 void late_set_lazy(bool on) { device().streams.set_lazy(on); }
 void late_set_detection(bool on) { device().streams.set_detection(on); }
 void late_forbid_waits(bool on) { device().streams.forbid_waits(on); }

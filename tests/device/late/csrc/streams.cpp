@@ -4,6 +4,7 @@
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <cmath>
 
@@ -49,6 +50,7 @@ void Recording::finish() {
 struct Streams::Queue {
   size_t index = 0;
   uint64_t issued = 0;  // works; under Streams::mutex_
+  double time = 0;      // of the model, when all that was issued has ended; under Streams::mutex_
   std::mutex mutex;     // of what is below
   std::condition_variable changed;
   std::deque<std::function<void(Queue&)>> jobs;
@@ -159,8 +161,12 @@ void Streams::issue(size_t stream, Work work) {
     order_.access(stream, work.name, work.accesses, [&](const std::string& text) { counters_.defect("unordered accesses", text); });
   }
   const double late_by = work.prompt ? 0 : delay(stream, queue.issued++);
+  const double begins = std::max(queue.time, host_time());
+  queue.time = begins + duration(work);
+  const bool modelled = !durations_.empty();
+  const double due[] = {begins - epoch_, queue.time - epoch_};
   work.accesses.clear();
-  push(queue, [this, settings, late_by, work = std::move(work)](Queue& on) {
+  push(queue, [this, settings, late_by, modelled, from = due[0], to = due[1], work = std::move(work)](Queue& on) {
     if (late_by > 0) std::this_thread::sleep_for(std::chrono::duration<double>(late_by));
     const double start = seconds();
     try {
@@ -173,7 +179,7 @@ void Streams::issue(size_t stream, Work work) {
     }
     if (work.prompt) return;
     const std::lock_guard logging(on.mutex);
-    on.log.push_back({work.name, start, seconds(), work.bytes});
+    on.log.push_back({work.name, modelled ? from : start, modelled ? to : seconds(), work.bytes});
     if (on.log.size() > 200'000) on.log.pop_front();
   });
 }
@@ -183,6 +189,7 @@ std::shared_ptr<Recording> Streams::record(size_t stream) {
   recording->stream = stream;
   const std::lock_guard lock(mutex_);
   recording->clock = order_.clock(stream);
+  recording->due = std::max(at(stream).time, host_time());
   if (stopped_) {
     recording->finish();
   } else {
@@ -194,11 +201,16 @@ std::shared_ptr<Recording> Streams::record(size_t stream) {
 void Streams::wait(size_t stream, const std::shared_ptr<Recording>& recording) {
   const std::lock_guard lock(mutex_);
   order_.stream_waited(stream, recording->clock);
+  at(stream).time = std::max(at(stream).time, recording->due);
   if (!stopped_) push(at(stream), [recording](Queue&) { recording->done.wait(false); });
 }
 
 bool Streams::query(const std::shared_ptr<Recording>& recording) {
   counters_.add("queries");
+  if (const auto there = modelled(recording->due)) {
+    if (!*there) return false;
+    await(*recording);
+  }
   if (!recording->done) {
     want(0);
     return false;
@@ -209,6 +221,10 @@ bool Streams::query(const std::shared_ptr<Recording>& recording) {
 
 bool Streams::idle(size_t stream) {
   counters_.add("queries");
+  if (const auto there = modelled(record(stream)->due)) {
+    if (!*there) return false;
+    await(*record(stream));
+  }
   const std::lock_guard lock(mutex_);
   Queue& queue = at(stream);
   {
@@ -225,6 +241,43 @@ bool Streams::idle(size_t stream) {
 void Streams::finished_waiting(const Recording& recording) {
   const std::lock_guard lock(mutex_);
   order_.host_waited(recording.clock);
+  host_time() = std::max(host_time(), recording.due);
+}
+
+void Streams::await(const Recording& recording) {
+  const WithoutGil without;
+  want(1);
+  recording.done.wait(false);
+  want(-1);
+}
+
+std::optional<bool> Streams::modelled(double due) {
+  const std::lock_guard lock(mutex_);
+  if (durations_.empty()) return std::nullopt;
+  return due <= host_time();
+}
+
+double& Streams::host_time() {
+  double& time = host_times_[std::this_thread::get_id()];
+  time = std::max(time, epoch_);
+  return time;
+}
+
+double Streams::duration(const Work& work) const {
+  if (durations_.empty() || work.prompt) return 0;
+  const auto found = durations_.find(work.name);
+  return found == durations_.end() ? otherwise_ : found->second;
+}
+
+void Streams::set_durations(std::map<std::string, double> durations, double otherwise) {
+  const std::lock_guard lock(mutex_);
+  durations_ = std::move(durations);
+  otherwise_ = otherwise;
+  for (auto& queue : queues_)
+    if (queue) epoch_ = std::max(epoch_, queue->time);
+  for (const auto& [thread, time] : host_times_) epoch_ = std::max(epoch_, time);
+  for (auto& queue : queues_)
+    if (queue) queue->time = epoch_;
 }
 
 void Streams::fail(size_t stream, const std::string& name, const char* why) {
@@ -244,18 +297,13 @@ void Streams::raise_failure() {
 
 void Streams::host_wait(const std::shared_ptr<Recording>& recording, const char* why, const std::string& detail) {
   if (*why != 0) {
-    counters_.add("host waits");
+    counters_.add("host waits", "thread " + std::to_string(gettid()));
     counters_.add(why, detail);
     TORCH_CHECK(!waits_forbidden_, "the host waits for device late (", why, detail.empty() ? "" : ": ", detail,
                 "), which late.waits_forbidden() forbids here");
   }
   TORCH_CHECK(!on_stream, "work on a stream of device late waits for the device: nothing would ever end");
-  {
-    const WithoutGil without;
-    want(1);
-    recording->done.wait(false);
-    want(-1);
-  }
+  await(*recording);
   finished_waiting(*recording);
   raise_failure();
 }

@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,6 +29,7 @@ double seconds();  // of the monotonic clock, as in Python's time.monotonic()
 struct Recording {
   std::atomic<bool> done = false;
   double at = 0;  // seconds; valid once done
+  double due = 0;  // seconds of the model of time, see Streams::set_durations
   size_t stream = 0;
   Clock clock;  // of the stream, when the event was recorded
   void finish();
@@ -42,7 +45,7 @@ struct Work {
 
 struct Logged {
   std::string name;
-  double start;  // seconds, after the delay
+  double start;  // seconds, after the delay; of the model of time where there is one
   double end;
   size_t bytes;
 };
@@ -74,6 +77,10 @@ class Streams {
   void host_wait_all(const char* why);
 
   void set_delays(const Delays& delays);
+  // Keeps a model of time beside the real one: each work takes what is set for its name, else `otherwise`, and begins once its stream,
+  // what that waits for and the host thread that issues it have come there; a host thread takes no time but where it waits. It depends
+  // on the order of calls alone. Events are queried by it. Without durations there is no such model.
+  void set_durations(std::map<std::string, double> durations, double otherwise);
   void set_lazy(bool on);  // streams run only while the host waits, or asks and finds that something isn't done
   bool host_knows_writes(uintptr_t begin, uintptr_t end);  // see Order
   void set_detection(bool on) { detects_ = on; }
@@ -91,6 +98,10 @@ class Streams {
   struct Queue;
   void run(Queue& queue);
   double delay(size_t stream, uint64_t number);
+  void await(const Recording& recording);
+  std::optional<bool> modelled(double due);  // whether the host thread has come there, in the model of time; none without one
+  double& host_time();
+  double duration(const Work& work) const;
   Queue& at(size_t stream);
   void push(Queue& queue, std::function<void(Queue&)> job);
   void finished_waiting(const Recording& recording);
@@ -106,6 +117,10 @@ class Streams {
   Order order_;
   Delays delays_;
   std::string failure_;
+  std::map<std::string, double> durations_;
+  double otherwise_ = 0;
+  double epoch_ = 0;  // when the model began
+  std::map<std::thread::id, double> host_times_;
   std::mutex gate_;  // of the next four
   std::condition_variable wanted_;
   bool lazy_ = false;
