@@ -81,7 +81,13 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
 
 
 def _cast(gathered: GatherHandle, context: Context) -> torch.Tensor:
-    full = gathered.full.to(gathered.dtype)
+    full = gathered.full
+    if full.device.type == "cpu":
+        full = full.to(gathered.dtype)
+    else:
+        assert gathered.dtype is not None, "it is cast to a type"
+        narrow = context.gather_buffer(full.numel(), gathered.dtype, full.device)
+        full = narrow.as_strided(full.size(), full.stride()).copy_(full)
     context.memory.ledger.track("gathered", full)
     return full
 

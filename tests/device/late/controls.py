@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from .library import CALL, PATH, C, parsed  # noqa: F401
+
+_BY_THREAD = "host waits: thread "
 
 
 class Defect(NamedTuple):
@@ -130,6 +133,16 @@ def counters() -> Counter[str]:
     engine does the same; "failures on streams".
     """
     return Counter(parsed(C.late_report())["counters"])
+
+
+def host_waits_by_thread() -> Counter[str]:
+    """Return how often each thread waited for the device since `clear`, by its name in Python, "" where it has none."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: Counter[str] = Counter()
+    for name, count in counters().items():
+        if name.startswith(_BY_THREAD):
+            found[names.get(int(name.removeprefix(_BY_THREAD)), "")] += count
+    return found
 
 
 def defects() -> list[Defect]:

@@ -5,6 +5,8 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
+#include <unistd.h>
+
 #include <cmath>
 
 #include "settings.hpp"
@@ -245,6 +247,7 @@ void Streams::raise_failure() {
 void Streams::host_wait(const std::shared_ptr<Recording>& recording, const char* why, const std::string& detail) {
   if (*why != 0) {
     counters_.add("host waits");
+    counters_.add("host waits: thread " + std::to_string(gettid()));
     counters_.add(why, detail);
     TORCH_CHECK(!waits_forbidden_, "the host waits for device late (", why, detail.empty() ? "" : ": ", detail,
                 "), which late.waits_forbidden() forbids here");
