@@ -81,7 +81,10 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
 
 
 def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context) -> torch.Tensor:
-    full = value.to(dtype)
+    if value.device.type == "cpu":
+        full = value.to(dtype)
+    else:
+        full = context.gather_buffer(value.numel(), dtype, value.device).as_strided(value.size(), value.stride()).copy_(value)
     context.memory.ledger.track("gathered", full)
     return full
 

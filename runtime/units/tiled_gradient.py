@@ -7,11 +7,10 @@ from collections.abc import Collection
 import torch
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.memory.inflight import InflightQueue
 
 from .backing import HostBacking
-from .nvme_shards import All
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from .swap import copy_out, swap_out, write_out
 from .unit import Tile, Unit
@@ -89,7 +88,7 @@ class TileGradients:
     def whole(self) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
         """Return the shard of the unit, once all tiles are in flight, and what to wait for until they have arrived."""
         assert self._shard is not None, "each graph that has one tile's gradient has all"
-        pending: Pending = All(self._pending)
+        pending: Pending = All(self._pending[::-1])  # the last one's end is that of many
         if isinstance(self._shard, OffloadedGradient):
             self._shard.arrive(pending)
         return self._shard, pending

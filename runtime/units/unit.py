@@ -208,14 +208,16 @@ class Unit(DenseLayout):
             move(self.location(), on_host(host), by=by).wait()
         if not link.topology.host_apart:
             return host
-        shard = link.device_buffer(self.shard_numel, self.dtype)
+        shard = link.device_buffer(self.shard_numel, self.dtype, lasting=True)
         move(on_host(host), Location(shard), by=by).wait()
         return shard
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
         self.changing()
-        return self.shard if self.backing is None else self.context.link.device_buffer(self.shard_numel, self.dtype)
+        if self.backing is None:
+            return self.shard
+        return self.context.link.device_buffer(self.shard_numel, self.dtype, lasting=True)
 
     def save(self, shard: torch.Tensor) -> None:
         """Save the memory that `blank` returned as the shard."""
