@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tiers import context_of
@@ -41,6 +42,7 @@ class Run:
         torch.compiler.reset()
         torch.manual_seed(seed)
         random.seed(seed)
+        np.random.seed(seed)
         self.model = Noisy()
         self.compiled = torch.compile(self.model, backend=BACKEND, options=options)
         self.optimizers = [
@@ -57,7 +59,7 @@ class Run:
     def micro_batches(self, count: int) -> None:
         """Accumulate gradients of random batches, which differ from rank to rank."""
         for _ in range(count):
-            loss = self.compiled(torch.randn(6, 19) * random.random()) / MICRO_BATCHES
+            loss = self.compiled(torch.randn(6, 19) * random.random() * np.random.rand()) / MICRO_BATCHES
             loss.backward()
             self.losses.append(loss.detach())
 
@@ -88,7 +90,7 @@ class Run:
             "optimizers": [zinf_compile.full_optimizer_state_dict(each) for each in self.optimizers],
             "gradients": {name: whole_gradient(p) for name, p in self.model.named_parameters()},
             "scheduler": self.scheduler.state_dict(),
-            "random": (torch.get_rng_state(), random.getstate()),
+            "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]),
         }
 
 
@@ -117,15 +119,15 @@ def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: in
     return saved, loaded, run.whole(), again.whole(), calls, pending
 
 
-def saved_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float]:
-    """Save after a step; return the next numbers of both generators."""
+def saved_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, float]:
+    """Save after a step; return the next numbers of the generators."""
     run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank)
     zinf_compile.save(folder, run.model)
-    return torch.rand(3), random.random()
+    return torch.rand(3), random.random(), np.random.rand()
 
 
-def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, list[str]]:
-    """Load after a step; return the next numbers of both generators, and what is logged."""
+def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, float, list[str]]:
+    """Load after a step; return the next numbers of the generators, and what is logged."""
     run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank + 50)
     logged: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("zinf_compile")
@@ -138,4 +140,4 @@ def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, 
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return torch.rand(3), random.random(), [line for line in logged if "random generators" in line]
+    return torch.rand(3), random.random(), np.random.rand(), [line for line in logged if "random generators" in line]

@@ -22,7 +22,7 @@ from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, rank_manifest, write_json
-from .random_states import add_random_states
+from .random_states import add_random_states, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .save_folder import SaveFolder
@@ -70,7 +70,8 @@ def save(
             contents.add_optimizer(prefix, each, names)
         add_gradients(contents, state_names(model))
     add_local_buffers(contents, state_names(model), ranks)
-    add_random_states(contents, size, {tensor.device.type for tensor in state_names(model).values()})
+    devices = {tensor.device.type for tensor in state_names(model).values()}
+    add_random_states(contents, size, devices, numpy=uses_numpy(ranks))
     with saving_together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
     if ranks is not None:
