@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_bad_checkpoints import loads, saves, two_jobs
+from rank_bad_checkpoints import loads, saves, two_jobs, under_a_cap
 from ranks import run_ranks
 from small_drives import MIB, mounted, small_drive
 
@@ -98,3 +98,10 @@ def test_two_jobs_of_several_ranks_in_one_folder(tmp_path: Path) -> None:
         for error in job if job[0] else ():
             assert re.search(r"CheckpointError: .*another process saves its checkpoints in .*one job for each folder", error)
     assert all(names == ["save-00000001", "save-00000002", "save-00000003"] for _, names in results)
+
+
+def test_a_cap_that_is_too_small(tmp_path: Path) -> None:
+    results = run_ranks(under_a_cap, 2, str(tmp_path), 100_000)
+    assert results[0] == results[1], "all ranks name one cap"
+    assert "load" in [where for where, _ in results[0]], results[0]
+    assert len(results[0]) < 5, "what is named works in the end"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.storage.engine import crc32c
 
 Damage = Callable[[Path], object]
@@ -246,3 +248,69 @@ def two_jobs(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
     after = zinf_compile.full_state_dict(model)
     assert all(torch.equal(value, after[name]) for name, value in before.items()), "both jobs have the same values"
     return error, names
+
+
+class Stack(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(200, 151, bias=False), nn.Linear(151, 250, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Heavy(torch.optim.Optimizer):
+    """Keeps more states than a first call counts."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                for number in range(9):
+                    state = self.state[p].setdefault(f"mean {number}", torch.zeros_like(p))
+                    state.mul_(0.5).add_(p.grad)
+                    p.add_(state, alpha=-0.01)
+
+
+def under_a_cap(rank: int, size: int, folder: str, cap: int) -> list[tuple[str, int]]:
+    """Load under a cap on memory, and under each one that is named as the smallest; return what was refused, and the caps."""
+    group = placed({"compute_shape": {"piece_numel": 1 << 12}, "timeout_s": 60}, size)
+
+    def build_stack(options: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+        zinf_compile.reset()  # of what earlier models have reserved
+        torch.manual_seed(0)
+        model = Stack()
+        model.compile(backend=BACKEND, options={**group, **options})
+        return model, Heavy(model.parameters(), {})
+
+    def call(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 200)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build_stack({})
+    call(model, optimizer)
+    saved = zinf_compile.save(f"{folder}/saved", model, optimizer, wait=True)
+    refused: list[tuple[str, int]] = []
+    while len(refused) < 5:
+        model, optimizer = build_stack({"device_memory": cap})
+        where = "call"
+        try:
+            with torch.no_grad():
+                model(torch.ones(2, 200))
+            before = zinf_compile.full_state_dict(model)
+            where = "load"
+            zinf_compile.load(saved, model, optimizer)
+            where = "training"
+            call(model, optimizer)
+        except BudgetError as error:
+            if where == "load":
+                assert_equal(zinf_compile.full_state_dict(model), before)
+            (said,) = re.findall(r"smallest (?:device_memory )?that works is ([\d,]+)", str(error))
+            cap = int(said.replace(",", ""))
+            refused.append((where, cap))
+        else:
+            break
+    return refused
