@@ -24,6 +24,7 @@ from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
+    from zinf_compile.ir.checkpoint_folder import CheckpointFolder
     from zinf_compile.runtime.comm.collectives import Collectives
     from zinf_compile.runtime.comm.ranks import Ranks
     from zinf_compile.runtime.comm.shard_group import ShardGroup
@@ -81,6 +82,8 @@ class Unit(DenseLayout):
         """The deferred step that may still update the shard."""
         self.saving: ShardsSave | None = None
         """The save in the background that has still to write some of the shard, perhaps."""
+        self.checkpoint: CheckpointFolder | None = None
+        """The folder that was announced for checkpoints of its model."""
         self.steps_digest = 0
         """Sum of the digests of its steps, see `steps_done`."""
         self.last_step: StepDone | None = None

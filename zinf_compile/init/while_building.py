@@ -178,6 +178,8 @@ class _Building:
         check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
+        for unit in units:
+            unit.checkpoint = self._config.checkpoint_folder()
         for (_, parameter), unit in zip(named, units, strict=True):
             place = parameter._zinf_materialization.place
             assert isinstance(place, HostValues | SpilledValues), "built in this block"
