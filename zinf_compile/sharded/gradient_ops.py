@@ -191,12 +191,14 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
         return value.on_host if on_host and isinstance(value, ShardedGradient) else _local_argument(value, unit)
 
     def change_part(tile: Tile, part: torch.Tensor) -> None:
+        device = part.device  # `cut` refers to itself: what it referred to else would stay until a garbage collection
+
         def cut(value: Any) -> Any:
             if isinstance(value, list):
                 return [cut(item) for item in value]
             if isinstance(value, ShardedGradient):
                 return value.part(tile)
-            own = _on(local(value), part.device)
+            own = _on(local(value), device)
             return tile.part(own) if isinstance(own, torch.Tensor) and own.numel() == unit.shard_numel else own
 
         func([part] if foreach else part, *map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
