@@ -322,6 +322,22 @@ void Streams::set_delays(const Delays& delays) {
     if (queue) queue->issued = 0;
 }
 
+Drive Streams::drive_begins(const std::string& name, const Access& access) {
+  const std::lock_guard lock(mutex_);
+  const size_t stream = MOST + drives_++ % 64;
+  order_.issue(stream);
+  if (detects_)
+    order_.access(stream, name, {access}, [&](const std::string& text) { counters_.defect("unordered accesses", text); });
+  return {stream, order_.clock(stream)[stream]};
+}
+
+void Streams::drive_ended(const Drive& drive) {
+  const std::lock_guard lock(mutex_);
+  Clock clock(drive.stream + 1, 0);
+  clock[drive.stream] = drive.number;
+  order_.host_waited(clock);
+}
+
 void Streams::forget(uintptr_t begin, uintptr_t end) {
   const std::lock_guard lock(mutex_);
   order_.forget(begin, end);

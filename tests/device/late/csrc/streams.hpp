@@ -50,6 +50,11 @@ struct Logged {
   size_t bytes;
 };
 
+struct Drive {
+  size_t stream;
+  uint64_t number;
+};
+
 struct Delays {
   uint64_t seed = 0;
   double longest = 0;  // seconds
@@ -86,6 +91,11 @@ class Streams {
   void set_detection(bool on) { detects_ = on; }
   void forbid_waits(bool on) { waits_forbidden_ = on; }  // the next host wait that counts raises
   void forget(uintptr_t begin, uintptr_t end);           // see Order
+
+  // A transfer between a drive and host memory, for the detector: ordered after all that the host has waited for, and known to it once
+  // it has waited. Each is like a work on one of a few further streams. Returns what to name it by.
+  Drive drive_begins(const std::string& name, const Access& access);
+  void drive_ended(const Drive& drive);
   std::vector<Logged> log(size_t stream);
   void clear_logs();
 
@@ -114,6 +124,7 @@ class Streams {
   std::mutex mutex_;  // of all below, and of issuing: the order of issue is the same for all streams
   std::vector<std::shared_ptr<Queue>> queues_;
   size_t created_ = 1;  // the default stream is there
+  size_t drives_ = 0;   // transfers of drives so far
   Order order_;
   Delays delays_;
   std::string failure_;
