@@ -24,6 +24,7 @@ from zinf_compile.runtime.device.simulated import simulated_link
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.rank_lanes import Lanes
 from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.memory.device_arena import DeviceArena
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.system.malloc import return_large_blocks
@@ -44,8 +45,11 @@ class Context:
         self.lanes = Lanes()
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
-        gather_memory = GatherMemory()
-        self.link: DeviceLink = link or (HostIsDevice(gather_memory) if device.type == "cpu" else AcceleratorLink(device))
+        gather_memory = GatherMemory() if device.type == "cpu" else DeviceArena(device)
+        if isinstance(gather_memory, DeviceArena):
+            self.link: DeviceLink = AcceleratorLink(device, gather_memory)
+        else:
+            self.link = link or HostIsDevice(gather_memory)
         self.link.attach(self.lanes.meter)
         self._engine: Engine | None = None
         self.memory = Memory(
@@ -133,12 +137,14 @@ class Context:
     def _unit_gone(self) -> None:
         if not self.units:
             self.memory.gather_memory.clear()
+            if not self.closed:  # else it has no link any more
+                self.link.clear()
 
     def gather_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a `full_buffer` for a gather of the schedule: these come and go all the time."""
-        if device.type != "cpu":  # there PyTorch's allocator keeps memory by itself
-            return self.full_buffer(numel, dtype, device)
-        return self.memory.gather_memory.lend(numel, dtype)
+        if device.type == "cpu":
+            return self.memory.gather_memory.lend(numel, dtype)
+        return self.memory.gather_memory.lend(self.gathers.padded_numel(numel), dtype)[:numel]
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer that a gather can fill, whatever mode the caller is in."""

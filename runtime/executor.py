@@ -80,8 +80,11 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
     return make_gradient(value.unit, value.shard, value.reduction)
 
 
-def _cast(gathered: GatherHandle, context: Context) -> torch.Tensor:
-    full = gathered.full.to(gathered.dtype)
+def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context) -> torch.Tensor:
+    if value.device.type == "cpu":
+        full = value.to(dtype)
+    else:
+        full = context.gather_buffer(value.numel(), dtype, value.device).as_strided(value.size(), value.stride()).copy_(value)
     context.memory.ledger.track("gathered", full)
     return full
 
@@ -96,7 +99,7 @@ def _wait(step: Wait, run: Run) -> None:
     gathered = run.registers[step.handle]
     if gathered.pending is not None:
         run.context.finish(gathered.pending, gathered.what)
-    run.registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered, run.context)
+    run.registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered.full, gathered.dtype, run.context)
 
 
 def _release(step: Release, run: Run) -> None:
@@ -125,21 +128,17 @@ def _swap_out(step: SwapOut, run: Run) -> None:
 
 def _gather(step: Gather, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
+    if context.size == 1:
+        _gather_at_hand(step, run)
+        return
     arriving = [registers[source] if isinstance(registers[source], SwapHandle) else None for source, _ in step.members]
     members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
-    what = f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
     group = members[0].shard_group
-    gathers, _ = context.collectives(group)
     if group.size == 1:
-        for unit, arrived, (_, out) in zip(members, arriving, step.members, strict=True):
-            narrower = step.dtype if step.dtype != unit.dtype else None
-            if arrived is not None:
-                registers[out] = GatherHandle(unit.logical(arrived.shard), arrived.pending, what, narrower)
-            elif narrower is None:
-                registers[out] = GatherHandle(unit.whole(), None, what)
-            else:
-                registers[out] = GatherHandle(_cast(GatherHandle(unit.whole(), None, what, narrower), context), None, what)
+        _gather_at_hand(step, run)
         return
+    gathers, _ = context.collectives(group)
+    what = _gathering(step, members, run)
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
     before = [a.pending for a in arriving if a is not None and a.pending is not None]
     context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
@@ -159,12 +158,26 @@ def _gather(step: Gather, run: Run) -> None:
         registers[out] = GatherHandle(full, pending, what)
 
 
+def _gather_at_hand(step: Gather, run: Run) -> None:
+    """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
+    units, registers = run.units, run.registers
+    for source, out in step.members:
+        arrived = registers[source]
+        if isinstance(arrived, SwapHandle):
+            narrower = step.dtype if step.dtype != arrived.unit.dtype else None
+            full = arrived.unit.logical(arrived.shard)
+            registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
+        else:
+            unit = units[source]
+            whole = unit.whole()
+            registers[out] = GatherHandle(whole if step.dtype == unit.dtype else _cast(whole, step.dtype, run.context), None)
+
+
 def _reduce(step: Reduce, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
     members = [units[slot] for _, slot, _, _ in step.members]
     together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
     group = members[0].shard_group
-    _, reductions = context.collectives(group)
     if group.size == 1:
         for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.on_device:
@@ -177,6 +190,7 @@ def _reduce(step: Reduce, run: Run) -> None:
                 context.memory.ledger.track("grads", shard)
             registers[out] = ReduceHandle(unit, shard, _DONE, whole)
         return
+    _, reductions = context.collectives(group)
     grads = _full_gradients(step, members, registers, context)
     held = sum(full.nbytes for full in grads)
     parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -264,6 +278,10 @@ def _reduce_buffer(step: ReduceBuffer, run: Run) -> None:
 def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
     """Return `flat`, or where `copy` is needed and laying it out made none, a copy."""
     return flat.clone() if copy and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
+
+
+def _gathering(step: Gather, members: Sequence[Unit | Tile], run: Run) -> str:
+    return f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
 
 
 def _names(units: Sequence[Unit | Tile]) -> str:

@@ -17,10 +17,11 @@ class GatherHandle:
 
     __slots__ = ("dtype", "full", "pending", "what")
 
-    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, full: torch.Tensor, pending: Pending | None, what: str = "", dtype: torch.dtype | None = None) -> None:
         self.full = full
         self.pending = pending
         self.what = what
+        """What is under way, for errors."""
         self.dtype = dtype
         """The type to cast the unit to, where that is another than it arrives in."""
 

@@ -3,6 +3,7 @@
 import importlib
 from types import ModuleType
 
+from zinf_compile.checkpoint.announced import rehearse as _rehearse
 from zinf_compile.checkpoint.background import wait_for_save
 from zinf_compile.checkpoint.dcp import dcp_state_dict
 from zinf_compile.checkpoint.gathered import full_state_dict, gathered, load_full_state_dict
@@ -13,6 +14,7 @@ from zinf_compile.checkpoint.save_safetensors import save_safetensors
 from zinf_compile.init.from_meta import partition
 from zinf_compile.init.load import load
 from zinf_compile.init.while_building import partitioned
+from zinf_compile.optim.before_updates import before_updates as _before_updates
 from zinf_compile.optim.deferred_step import synchronize
 from zinf_compile.optim.precision import keep_precision
 
@@ -33,6 +35,8 @@ from .errors import (
 )
 from .reset import reset
 from .stats import memory, stats
+
+_before_updates(_rehearse)  # of a save, where a folder for checkpoints was announced
 
 __version__ = "0.1.0"
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
@@ -141,6 +142,14 @@ class Config:
     nvme: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """A folder on a drive, or several, over which states are striped; `{local_rank}` in a name is replaced."""
 
+    checkpoint: str | os.PathLike[str] | None = None
+    """A folder for checkpoints by `zinf_compile.save`, the same on all ranks. Before the first update of each optimizer a dry run
+    of a save takes place, and space is reserved for as many checkpoints as are kept there and one more, so that no save finds
+    the drive full. Models and optimizers with the same folder count as one checkpoint."""
+
+    checkpoint_keep: int = 1
+    """Checkpoints kept in that folder; the default of `keep` of `zinf_compile.save` there."""
+
     device_memory: int | str | None = None
     """Cap on device bytes of each rank: shards on this tier, gathered units, gradients in flight, buffers of the step.
     Activations are PyTorch's and don't count. Default: the memory that the process may use, less a tenth. A cap above that is
@@ -226,6 +235,7 @@ class Config:
             f"optimizer={self.optimizer} update={self.update} master={self.master} "
             f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
+            + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" compute_shape={sorted(self.compute_shape.items())}" if self.compute_shape else "")
         )
 
@@ -242,6 +252,12 @@ class Config:
             tile=self.tile_bytes,
             piece_numel=self.shape().piece_numel,
         )
+
+    def checkpoint_folder(self) -> CheckpointFolder | None:
+        """Return the folder that was announced for checkpoints."""
+        if self.checkpoint is None:
+            return None
+        return CheckpointFolder(os.path.abspath(os.fspath(self.checkpoint)), self.checkpoint_keep)
 
     def resolve_group(self) -> dist.ProcessGroup | None:
         """Return the group to partition over; None when torch.distributed is not initialised."""
@@ -263,6 +279,7 @@ class Config:
                 f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
             )
         self._validate_shape()
+        self._validate_checkpoint()
         parse_dtype(self.reduce_dtype, option="reduce_dtype")
         parse_bytes(self.bucket, option="bucket")
         for option in ("tile", "device_memory", "host_memory"):
@@ -284,6 +301,19 @@ class Config:
             if not isinstance(self.mesh, DeviceMesh) or self.mesh.ndim != 1:
                 found = f"{self.mesh.ndim}-dimensional" if isinstance(self.mesh, DeviceMesh) else type(self.mesh).__name__
                 raise OptionError(f"option mesh is {found}; accepted: a one-dimensional DeviceMesh (slice it by name first)")
+
+    def _validate_checkpoint(self) -> None:
+        given = self.checkpoint
+        if given is not None and not (isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and str(given)):
+            raise OptionError(f"option checkpoint={given!r} is not a path; accepted: a folder, the same one on all ranks")
+        if type(self.checkpoint_keep) is not int or self.checkpoint_keep < 1:
+            raise OptionError(
+                f"option checkpoint_keep={self.checkpoint_keep!r}; accepted: the number of checkpoints to keep, 1 or more"
+            )
+        if given is None and self.checkpoint_keep != 1:
+            raise OptionError(
+                f"option checkpoint_keep={self.checkpoint_keep} is given, but no folder: add checkpoint='/path/to/a/folder'"
+            )
 
     def _validate_shape(self) -> None:
         pinned = {} if self.compute_shape is None else self.compute_shape

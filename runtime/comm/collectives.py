@@ -17,6 +17,9 @@ class Collectives(Protocol):
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer of `numel` elements that `all_gather` can fill."""
 
+    def padded_numel(self, numel: int) -> int:
+        """Return the elements of memory that such a buffer takes."""
+
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """Fill each full unit from all ranks' shards, cast before they travel where the full unit is of another type."""
 
@@ -51,6 +54,10 @@ class PeerToPeer:
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return exactly the unit's elements: padding never travels."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def padded_numel(self, numel: int) -> int:
+        """See `Collectives.padded_numel`."""
+        return numel
 
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """See `Collectives.all_gather`."""
@@ -151,7 +158,11 @@ class DeviceCollectives:
 
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the first `numel` elements of a buffer that has room for the padding."""
-        return torch.empty(self._size * shard_numel(numel, self._size), dtype=dtype, device=device)[:numel]
+        return torch.empty(self.padded_numel(numel), dtype=dtype, device=device)[:numel]
+
+    def padded_numel(self, numel: int) -> int:
+        """See `Collectives.padded_numel`."""
+        return self._size * shard_numel(numel, self._size)
 
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """See `Collectives.all_gather`; `fulls` come from `full_buffer`."""
@@ -208,6 +219,10 @@ class SingleRank:
     def full_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty flat buffer."""
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def padded_numel(self, numel: int) -> int:
+        """See `Collectives.padded_numel`."""
+        return numel
 
     def all_gather(self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor]) -> None:
         """Copy."""

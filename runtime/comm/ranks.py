@@ -135,7 +135,7 @@ class Ranks:
         mismatch: type[Exception] = RankMismatchError,
         within_s: float | None = None,
     ) -> list[float]:
-        """Check that all ranks are about to do the same, and exchange one number on the way.
+        """Check that all ranks are about to do the same, and exchange one number with that.
 
         16 bytes per rank on the control group: a hash of `lines`, or `digest`, and `value`. On a mismatch all ranks raise, naming
         the first line that differs, or the first of `details`, which only then are asked for. Waits `within_s` seconds, by
@@ -204,7 +204,7 @@ class Ranks:
         error: BaseException | None = None
         try:
             yield
-        except BaseException as raised:  # an interrupt too: the others are on their way here
+        except BaseException as raised:  # an interrupt too: the others are about to wait here
             error = raised
         if callable(elsewhere):
             told = self.problem_of_any("" if error is None else str(error) or repr(error), what=what)

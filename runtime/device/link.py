@@ -12,12 +12,13 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.link_meter import Meter
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer, TransferToHost
 from zinf_compile.runtime.memory.arena import GatherMemory
+from zinf_compile.runtime.memory.device_arena import DeviceArena
 
 _TO_DEVICE: Final = "host to device"
 _TO_HOST: Final = "device to host"
 
 MOST_COPIES = 64
-"""Copies of one direction that may be under way: what is brought ahead is bounded by the schedule."""
+"""Most copies in flight in one direction: the schedule bounds what is loaded ahead."""
 
 
 class DeviceLink(Protocol):
@@ -35,8 +36,11 @@ class DeviceLink(Protocol):
     def host_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return flat host memory, content undefined, that drives and the device copy from and to without another copy."""
 
-    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return flat memory of the device, content undefined."""
+    def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
+        """Return flat memory of the device, content undefined. What is `lasting` is not for a transfer alone."""
+
+    def clear(self) -> None:
+        """Let memory go that is kept to be used again: no model uses it."""
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy host memory to the device, once `after` is over; both stay until then."""
@@ -46,6 +50,9 @@ class DeviceLink(Protocol):
 
     def wait_read(self, host: torch.Tensor) -> None:
         """Return when no copy to the device reads this host memory any more: call it before that is changed."""
+
+    def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
+        """Return the copies to the device that read this host memory and may be under way; who waits waits for their end."""
 
 
 class HostIsDevice:
@@ -66,7 +73,12 @@ class HostIsDevice:
         """See `DeviceLink.host_buffer`."""
         return self._memory.lend(numel, dtype)
 
-    device_buffer = host_buffer
+    def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
+        """See `DeviceLink.device_buffer`."""
+        return self._memory.lend(numel, dtype)
+
+    def clear(self) -> None:
+        """See `DeviceLink.clear`; the arena is the context's."""
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
@@ -79,14 +91,18 @@ class HostIsDevice:
     def wait_read(self, host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; nothing is copied."""
 
+    def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
+        """See `DeviceLink.reads_of`; nothing is copied."""
+        return ()
+
 
 class AcceleratorLink:
     """An accelerator: pinned host memory, and a stream for each direction."""
 
     topology = Topology(host_apart=True)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, memory: DeviceArena) -> None:
+        self._device, self._memory = device, memory
         self._meters: list[Meter] = []
         self._host_memory = GatherMemory(pinned=True)
         self._lanes: dict[str, StreamLane] = {}
@@ -106,10 +122,16 @@ class AcceleratorLink:
         """See `DeviceLink.host_buffer`; used again, since pinning takes milliseconds."""
         return self._host_memory.lend(numel, dtype)
 
-    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """See `DeviceLink.device_buffer`."""
+        if not lasting:
+            return self._memory.lend(numel, dtype)
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def clear(self) -> None:
+        """See `DeviceLink.clear`; the arena of the device is the context's."""
+        self._host_memory.clear()
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
@@ -124,6 +146,10 @@ class AcceleratorLink:
         """See `DeviceLink.wait_read`."""
         for reader in self._readers(host):
             reader.synchronize()
+
+    def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
+        """See `DeviceLink.reads_of`."""
+        return [TransferToHost(reader) for reader in self._readers(host)]
 
     def _copy(
         self, way: str, source: torch.Tensor, into: torch.Tensor, after: Sequence[Pending], *, host: torch.Tensor

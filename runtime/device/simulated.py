@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -75,9 +75,12 @@ class SimulatedDevice:
         """See `DeviceLink.host_buffer`."""
         return self.host_memory.lend(numel, dtype)
 
-    def device_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """See `DeviceLink.device_buffer`."""
         return self.memory.lend(numel, dtype)
+
+    def clear(self) -> None:
+        """See `DeviceLink.clear`; it serves the next model."""
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
@@ -89,6 +92,10 @@ class SimulatedDevice:
 
     def wait_read(self, host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; who waits for a copy here waits for its end."""
+
+    def reads_of(self, host: torch.Tensor) -> Sequence[Pending]:
+        """See `DeviceLink.reads_of`."""
+        return ()
 
 
 _simulated: list[DeviceLink] = []

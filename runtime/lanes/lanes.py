@@ -60,7 +60,22 @@ class Done:
         """Return at once."""
 
 
-class _Job:
+class All:
+    """Several transfers as one."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self.parts = parts
+
+    def wait(self) -> None:
+        """Return when all are over; raise the first one's error, after all have ended."""
+        wait_for_all(part.wait for part in self.parts)
+
+
+class Job:
+    """A transfer on a `ThreadLane`."""
+
     def __init__(
         self, transfer: Callable[[], None], after: Sequence[Pending], waits: WorkerWaits, ended: Callable[[], None] | None
     ) -> None:
@@ -73,6 +88,7 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, earlier: BaseException | None) -> BaseException | None:
+        """Perform it, on the lane's thread, unless an `earlier` one has failed; return the error."""
         try:
             if earlier is not None:
                 raise earlier
@@ -92,7 +108,12 @@ class _Job:
                 self._running.release()
         return self._error
 
+    def is_over(self) -> bool:
+        """Return whether `wait` returns, or raises, at once."""
+        return not self._running.locked()
+
     def wait(self) -> None:
+        """See `Pending.wait`."""
         if self._running.locked():
             start = time.perf_counter()
             with self._running:
@@ -120,7 +141,7 @@ class ThreadLane:
         self._forgiving = forgiving
         self._closed = False
         self.log: Spans | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._most = most
         self._unfinished = 0
         self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition, or a semaphore, locked
@@ -131,11 +152,11 @@ class ThreadLane:
 
     def submit(
         self, transfer: Callable[[], None], *, after: Sequence[Pending] = (), ended: Callable[[], None] | None = None
-    ) -> Pending:
+    ) -> Job:
         """Queue `transfer`; the worker waits for what it comes after."""
         if self._closed:
             raise RuntimeError(f"{self._thread.name} is closed: the process ends")
-        job = _Job(transfer if self.log is None else timed(transfer, self.log), after, self._waits, ended)
+        job = Job(transfer if self.log is None else timed(transfer, self.log), after, self._waits, ended)
         with self._lock:
             if self._unfinished >= self._most:
                 start = time.perf_counter()

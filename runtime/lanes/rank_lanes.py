@@ -14,6 +14,13 @@ from .stream_lane import StreamLane
 
 _UNTIMED = contextlib.nullcontext()
 
+MOST_CHANGES = 1 << 14
+"""Changes that may be queued: the memory they hold is bounded by what gradients may take."""
+
+
+def _nothing() -> None:
+    """Change nothing."""
+
 
 class Lanes:
     """The lanes of a rank: of gathers, of reductions, of transfers between tiers, and of deferred updates."""
@@ -26,6 +33,7 @@ class Lanes:
         """Log of the times when compute stands still, see `overlap_log.recorded`; None: none is kept."""
         self._swap: Lane | None = None
         self._update: Lane | None = None
+        self._changes: ThreadLane | None = None
 
     def connect(self, device: torch.device) -> None:
         """Begin to move between ranks beside compute: by threads on the CPU, by streams on a device."""
@@ -49,9 +57,20 @@ class Lanes:
             self._update = ThreadLane("zinf-update", forgiving=True)
         return self._update
 
+    @property
+    def changes(self) -> ThreadLane:
+        """The lane of changes of gradients in host memory beside a device, each after its copies; made when first needed."""
+        if self._changes is None:
+            self._changes = ThreadLane("zinf-changes", most=MOST_CHANGES, forgiving=True)
+        return self._changes
+
+    def finish_changes(self) -> None:
+        """Return when all changes submitted so far are over: one wait is that of many. Failed ones raise where they are read."""
+        self.changes.submit(_nothing).wait()
+
     def threads(self) -> list[ThreadLane | StreamLane]:
         """Return the lanes that have, or may have, a thread of their own."""
-        lanes = (self.gather, self.reduce, self._swap, self._update)
+        lanes = (self._changes, self.gather, self.reduce, self._swap, self._update)
         return [lane for lane in lanes if isinstance(lane, ThreadLane | StreamLane)]
 
     def stop_updates(self) -> None:

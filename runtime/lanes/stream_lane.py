@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .lanes import MOST_UNDER_WAY, Done, Pending, ThreadLane
+from .lanes import MOST_UNDER_WAY, All, Done, Job, Pending, ThreadLane
 from .overlap_log import Spans
 from .wait_times import WorkerWaits
 
@@ -224,6 +224,8 @@ class StreamLane:
 
 def on_stream(pending: Pending) -> Pending:
     """Return the transfer whose `wait` orders the caller's stream after it, where that of `pending` would keep the host."""
+    if isinstance(pending, All):
+        return All([on_stream(part) for part in pending.parts])
     return pending.transfer if isinstance(pending, TransferToHost) else pending
 
 
@@ -231,5 +233,9 @@ def _never_blocks(pending: Pending) -> bool:
     """Say whether a stream can be ordered after a transfer at once."""
     while (inner := getattr(pending, "awaited", None)) is not None:
         pending = inner
+    if isinstance(pending, All):
+        return all(map(_never_blocks, pending.parts))
+    if isinstance(pending, Job):
+        return pending.is_over()
     pending = on_stream(pending)
     return isinstance(pending, Done) or (isinstance(pending, StreamTransfer) and pending.is_issued())

@@ -2,9 +2,12 @@
 
 aligned_buffers — Aligned host memory for direct I/O: pinned where an accelerator copies from it, reused, counted and capped.
 arena — An arena of host memory for gathered units.
+device_arena — An arena of a device's own memory for gathers and swaps: after the first steps nothing of theirs is allocated
+    any more.
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
 own_storage — Tensors of the same memory as others, with a storage of their own that begins where the values do.
+ranges — Free ranges of an arena, taken from its beginning on: first fit, and neighbours join when they come back.
 rank_memory — The memory of one rank: its ledgers, caps and buffers.
 reservations — The bytes that graphs and optimizers of a rank may hold at once.
 """

@@ -5,7 +5,7 @@ New memory costs a page fault per 4 KiB, as much time as copying what comes in: 
 
 from __future__ import annotations
 
-import bisect
+import collections
 import itertools
 import mmap
 import threading
@@ -16,6 +16,11 @@ import torch
 from zinf_compile.ir.formats import format_of
 
 from .aligned_buffers import private_memory
+from .ranges import FreeRanges
+
+
+def _unmarked(_one: None, _other: None) -> None:
+    """Join ranges without marks."""
 
 
 class GatherMemory:
@@ -23,17 +28,27 @@ class GatherMemory:
 
     The arena is as large as the most that was lent at a time so far, and made anew, larger, at the first moment when nothing is
     lent. What doesn't fit is new memory, kept for nobody. Any thread may call, and drop tensors.
+
+    Where memory is `pinned`, all of it is: an accelerator's copies of other memory keep the host waiting. What doesn't fit is
+    then kept for loans of that size until the arena is made anew, as far as no more is held than was lent at a time.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
-        self._lock = threading.RLock()  # a tensor may be dropped inside any allocation, also one made under this lock
+        self._lock = threading.Lock()  # not entered again: a tensor dropped inside waits in `_returned`
+        self._returned: collections.deque[tuple[int, int | None, int]] = collections.deque()
+        """Leases that came back: number, start and length."""
+        self._beside: dict[int, memoryview] = {}
+        """Pinned memory beside the arena that is lent, by the number of its lease."""
+        self._spare: list[memoryview] = []
+        """The same that came back."""
         self._size = 0
         self._arena: memoryview | None = None
-        self._free: list[tuple[int, int]] = []
-        """Ranges (start, end) of the arena that are not lent, in order, none next to another."""
+        self._free: FreeRanges[None] = FreeRanges(0, None, _unmarked)
+        """Ranges of the arena that are not lent."""
         self._leases: dict[int, weakref.ref[memoryview]] = {}
         self._numbers = itertools.count()
+        self._let_go = False
         self._lent_bytes = 0
         self._most_lent_bytes = 0
 
@@ -53,6 +68,7 @@ class GatherMemory:
     def reserve(self, size: int) -> None:
         """Make the arena at least so large now, if nothing is lent."""
         with self._lock:
+            self._take_back()
             if not self._lent_bytes and self._size < size:
                 self._renew(size)
 
@@ -60,18 +76,22 @@ class GatherMemory:
         """Return at least so many bytes, which come back when the view is dropped; None where only `fresh` ones are left."""
         length = -(-max(1, size) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
+            self._take_back()
             most = max(self._most_lent_bytes, self._lent_bytes + length)
             if not self._lent_bytes and self._size < most:
                 self._renew(most)
-            start = self._take(length)
-            if start is None and not fresh:
+            found = self._free.take(length)
+            if found is None and not fresh:
                 return None
-            if start is None:
-                view = private_memory(length, pinned=self._pinned)
-            else:
+            start = None if found is None else found[0]
+            number = next(self._numbers)
+            if start is not None:
                 assert self._arena is not None
                 view = self._arena[start : start + length]
-            number = next(self._numbers)
+            elif self._pinned:
+                view = self._beside_arena(number, length)
+            else:
+                view = private_memory(length)
             self._leases[number] = weakref.ref(view, lambda _: self._come_back(number, start, length))
             self._lent_bytes += length
             self._most_lent_bytes = most
@@ -80,38 +100,55 @@ class GatherMemory:
     def held_bytes(self) -> int:
         """Return the bytes of the arena and of what is lent beside it."""
         with self._lock:
-            return self._lent_bytes + sum(end - start for start, end in self._free)
+            self._take_back()
+            return self._lent_bytes + self._free.free_bytes() + sum(map(len, self._spare))
 
     def clear(self) -> None:
         """Let memory go that isn't lent, and forget how much was needed."""
-        with self._lock:
-            self._most_lent_bytes = self._lent_bytes
+        self._let_go = True
+        self._try_taking_back()
+
+    def _beside_arena(self, number: int, length: int) -> memoryview:
+        fitting = next((i for i, spare in enumerate(self._spare) if len(spare) == length), None)
+        memory = private_memory(length, pinned=True) if fitting is None else self._spare.pop(fitting)
+        self._beside[number] = memory
+        return memory[:]  # a view of its own, which is dropped when nobody uses it
+
+    def _renew(self, size: int) -> None:
+        self._spare.clear()
+        self._size = size
+        self._arena = private_memory(size, pinned=self._pinned) if size else None
+        self._free = FreeRanges(size, None, _unmarked)
+
+    def _come_back(self, number: int, start: int | None, length: int) -> None:
+        """Note, on any thread and inside of anything, that nothing uses what was lent."""
+        self._returned.append((number, start, length))
+        self._try_taking_back()
+
+    def _try_taking_back(self) -> None:
+        if self._lock.acquire(blocking=False):  # else whoever has it, perhaps this thread, does it later
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            number, start, length = self._returned.popleft()
+            del self._leases[number]
+            self._lent_bytes -= length
+            if start is not None:
+                self._free.give(start, length, None)
+            elif self._pinned:
+                self._spare.append(self._beside.pop(number))
+                self._drop_spare()
+        if self._let_go:
+            self._let_go, self._most_lent_bytes = False, self._lent_bytes
             if not self._lent_bytes:
                 self._renew(0)
 
-    def _renew(self, size: int) -> None:
-        self._size = size
-        self._arena = private_memory(size, pinned=self._pinned) if size else None
-        self._free = [(0, size)] if size else []
-
-    def _take(self, length: int) -> int | None:
-        for i, (start, end) in enumerate(self._free):
-            if end - start >= length:
-                self._free[i : i + 1] = [(start + length, end)] if end - start > length else []
-                return start
-        return None
-
-    def _come_back(self, number: int, start: int | None, length: int) -> None:
-        with self._lock:
-            del self._leases[number]
-            self._lent_bytes -= length
-            if start is None:
-                return
-            end = start + length
-            i = bisect.bisect(self._free, (start, end))
-            if i < len(self._free) and self._free[i][0] == end:
-                end = self._free.pop(i)[1]
-            if i and self._free[i - 1][1] == start:
-                i -= 1
-                start = self._free.pop(i)[0]
-            self._free.insert(i, (start, end))
+    def _drop_spare(self) -> None:
+        """Let memory beside the arena go, the oldest first, of which no more was needed at a time."""
+        held = self._lent_bytes + self._free.free_bytes() + sum(map(len, self._spare))
+        while self._spare and held > self._most_lent_bytes:
+            held -= len(self._spare.pop(0))

@@ -36,7 +36,7 @@ class InflightLimit:
             self._held += count
 
     def drain(self, enough: Callable[[], bool]) -> None:
-        """Wait until there is `enough` memory, as those on their way leave, or until none is left."""
+        """Wait until there is `enough` memory, as transfers in flight end, or until none is left."""
         with self._lock:
             self._wait_for(lambda: not self._held or enough())
 

@@ -41,6 +41,10 @@ class Ledger:
         """Peaks of the step under way."""
         self._before = self._peak
         self._last = _Peak(dict.fromkeys(KINDS, 0), 0)
+        self._idle: int | None = None
+        """Bytes of an arena that are lent to nobody; None without one."""
+        self._beside = self._beside_last = 0
+        """The most bytes held beside gathers, in the step under way and in the last one; counted where there is an arena."""
         self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do
 
     def add(self, kind: Kind, count: int) -> None:
@@ -48,9 +52,27 @@ class Ledger:
         with self._lock:
             now = self._now[kind] = self._now[kind] + count
             self._all_now += count
+            if self._idle is not None:
+                self._count_arena()
+                return
             peak = self._peak
             peak.kinds[kind] = max(peak.kinds[kind], now)
             peak.all = max(peak.all, self._all_now)
+
+    def arena(self, change: int) -> None:
+        """Count more (fewer, when negative) bytes that an arena for gathers keeps beside what is lent of it, and `add` counts.
+
+        They are among the bytes "gathered" of `now` and of the peaks, but not in the first number of `total`: who needs memory
+        for a gather may take them.
+        """
+        with self._lock:
+            self._idle = (self._idle or 0) + change
+            self._count_arena()
+
+    def beside_gathers(self) -> int:
+        """Return the most bytes held beside gathers during the last step and the one under way, where there is an arena."""
+        with self._lock:
+            return max(self._beside, self._beside_last)
 
     def track(self, kind: Kind, tensor: torch.Tensor) -> None:
         """Count a tensor's bytes until it is dropped."""
@@ -62,7 +84,7 @@ class Ledger:
     def now(self) -> dict[str, int]:
         """Return the bytes held, by kind."""
         with self._lock:
-            return dict(self._now)
+            return self._with_arena()
 
     def peak(self) -> dict[str, int]:
         """Return the most bytes held at any time, by kind."""
@@ -83,13 +105,24 @@ class Ledger:
         """A step of an optimizer is over."""
         with self._lock:
             self._before, self._last = self._before.over(self._peak), self._peak
-            self._peak = _Peak(dict(self._now), self._all_now)
+            self._peak = _Peak(self._with_arena(), self._all_now + (self._idle or 0))
+            self._beside, self._beside_last = self._all_now - self._now["gathered"], self._beside
 
     def forget_peaks(self) -> None:
         """Let the peaks be what is held now."""
         with self._lock:
-            self._peak = _Peak(dict(self._now), self._all_now)
+            self._peak = _Peak(self._with_arena(), self._all_now + (self._idle or 0))
             self._before = self._peak
+
+    def _with_arena(self) -> dict[str, int]:
+        return {**self._now, "gathered": self._now["gathered"] + (self._idle or 0)}
+
+    def _count_arena(self) -> None:
+        """Bring the peaks up to what is held, the arena included."""
+        idle, peak = self._idle or 0, self._peak
+        peak.kinds = {kind: max(most, self._now[kind] + (idle if kind == "gathered" else 0)) for kind, most in peak.kinds.items()}
+        peak.all = max(peak.all, self._all_now + idle)
+        self._beside = max(self._beside, self._all_now - self._now["gathered"])
 
     def _forget(self, tracked: _Counted) -> None:
         del self._tracked[id(tracked)]

@@ -13,6 +13,7 @@ from zinf_compile.ir.tiers import Topology
 
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
+from .device_arena import DeviceArena
 from .inflight import InflightLimit
 from .ledger import Ledger
 from .reservations import Reservations
@@ -28,7 +29,7 @@ class Memory:
     def __init__(
         self,
         device: torch.device,
-        gather_memory: GatherMemory,
+        gather_memory: GatherMemory | DeviceArena,
         *,
         topology: Topology,
         staging_bytes: int,
@@ -41,12 +42,16 @@ class Memory:
         self.host_ledger = Ledger() if topology.host_apart else self.ledger
         """The account of host memory; the same one where that is the device."""
         self.gather_memory = gather_memory
-        """Memory for gathers of the schedule, on the CPU."""
+        """Memory for gathers and swaps of the schedule; on a device with memory of its own a part of that."""
         self.reservations = Reservations()
+        self._steps = 0
+        if isinstance(gather_memory, DeviceArena):
+            gather_memory.account, gather_memory.limit = self.ledger.arena, self._arena_limit
+            self.ledger.arena(0)
         self.usable: tuple[int, int] | None = None
         """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
         self.inflight_gradients = InflightLimit()
-        """Bounds the full gradients on their way to other ranks or to their tier."""
+        """Bounds the full gradients in flight to other ranks or to their tier."""
         self.staging = BufferPool(
             staging_bytes, pinned=device.type != "cpu", account=functools.partial(self.host_ledger.add, "bounce")
         )
@@ -77,7 +82,21 @@ class Memory:
             with self._waiting():
                 self.inflight_gradients.drain(lambda: self.has_room(ledger, size))
 
+    def _arena_limit(self) -> int | None:
+        """Return how large an arena for gathers may be that stays, also while nothing is gathered; nothing is lent of it now.
+
+        Before the first step, no more than was planned for gathers alone. Then what the cap leaves beside the most that was held
+        for other things meanwhile.
+        """
+        claims = self.reservations
+        if claims.device_cap is None:
+            return None
+        if not self._steps:
+            return max(0, claims.passing - claims.reduced)
+        return max(0, claims.device_cap - max(self.ledger.beside_gathers(), self.ledger.total()[0] + claims.reduced))
+
     def end_step(self) -> None:
         """Note that a step of an optimizer is over."""
+        self._steps += 1
         for ledger in {self.ledger, self.host_ledger}:
             ledger.end_step()

@@ -109,6 +109,11 @@ class Reservations:
         return max((reservation.chunk_numel for reservation in self._made), default=0) or None
 
     @property
+    def reduced(self) -> int:
+        """The most bytes of gradients that any of them has under way."""
+        return max((reservation.reduced for reservation in self._made), default=0)
+
+    @property
     def on_the_way(self) -> int:
-        """The bytes of full gradients that may be on their way while a region makes more."""
-        return max((c.reduced for c in self._made), default=0) - max((c.left for c in self._made), default=0)
+        """The bytes of full gradients that may be in flight while a region makes more."""
+        return self.reduced - max((reservation.left for reservation in self._made), default=0)

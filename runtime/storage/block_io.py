@@ -24,7 +24,7 @@ _PATIENCE_S = 0.05
 
 
 class Piece:
-    """One block on its way. Any thread may finish it; the first one does, the others wait until it has."""
+    """One block in flight. Any thread may finish it: the first does, the others wait for it."""
 
     def __init__(self, io: BlockIO, block: Block, data: torch.Tensor, staging: torch.Tensor | None, *, write: bool) -> None:
         self.block = block

@@ -91,7 +91,7 @@ class File:
         self._buffered = self._direct = None
 
     def abandon(self) -> None:
-        """In a forked child: let go of the file at once, though copies of transfers in flight still refer to its descriptors."""
+        """In a forked child: close the file at once, though copies of transfers in flight still refer to its descriptors."""
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for descriptor in (self._buffered, self._direct):
             if descriptor is not None:

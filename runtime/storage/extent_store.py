@@ -152,7 +152,7 @@ class Store:
         return self._begin(key, source, offset, write=True)
 
     def close(self) -> None:
-        """Wait for what is under way, then let go of the files: their space is free. In a forked child there is nothing to do."""
+        """Wait for transfers in flight, then close the files, which frees their space. Does nothing in a forked child."""
         if self._closed:
             return
         self._closed = True
@@ -164,7 +164,7 @@ class Store:
             opened.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the files, so that they end with the process that made them."""
+        """In a forked child: close the files, so that they end with the process that made them."""
         self._closed = True
         for opened in self._scratch:
             opened.file.abandon()

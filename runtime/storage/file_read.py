@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileRead:
-    """Some bytes of a file, on their way into memory of the host."""
+    """Some bytes of a file, in flight to host memory."""
 
     def __init__(self, engine: Engine, file: File, fd: int, offset: int, size: int, pool: BufferPool) -> None:
         """Start to read what isn't in the page cache: past it, where the filesystem can.

@@ -1,4 +1,5 @@
-"""The accelerator of this process, whichever `torch.accelerator` knows: its memory, its names, methods that move tensors.
+"""The accelerator of this process, whichever `torch.accelerator` knows: its memory, its names, its current stream, methods that
+move tensors.
 
 What only CUDA and ROCm have is in `page_locked`.
 """
@@ -15,6 +16,11 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     free, total = torch.accelerator.get_memory_info(device)
     unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return free + unused, total
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return this thread's current stream of an accelerator, an object of the caller's own to be entered; None on the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def is_initialized() -> bool:

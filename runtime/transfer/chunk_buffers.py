@@ -82,7 +82,7 @@ class ChunkBuffers:
         self._buffers = [  # the one used last at the end
             ChunkBuffer(
                 aligned_buffer(host, pinned=pinned) if host else None,
-                link.device_buffer(device, torch.uint8) if device else None,
+                link.device_buffer(device, torch.uint8, lasting=True) if device else None,
             )
             for _ in range(count)
         ]

@@ -38,7 +38,7 @@ def on_host(tensor: torch.Tensor) -> Location:
 
 @dataclasses.dataclass(frozen=True)
 class StagingBuffers:
-    """Memory for a piece on its way; None on a side where none of its kind ever needs any."""
+    """Memory for a piece in flight; None on a side where its kind needs none."""
 
     host: torch.Tensor | None
     device: torch.Tensor | None
@@ -133,7 +133,7 @@ class _Write:
 
 
 class _Arrive:
-    """Counts a shard that is copied among those on their way until it is there."""
+    """Counts a copied shard as in flight until it has arrived."""
 
     def __init__(self, copying: Pending, room: InflightLimit, size: int) -> None:
         self._copying, self._room, self._size = copying, room, size

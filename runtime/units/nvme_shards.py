@@ -15,7 +15,7 @@ import torch
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import cut_pieces
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import Pending, wait_for_all
+from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.lanes.link_meter import READ, WRITTEN, Meter
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
@@ -32,19 +32,6 @@ class ShardSpec:
     dtype: torch.dtype
     cuts: tuple[int, ...] = ()
     """Further borders of pieces, where parts are read and written by themselves."""
-
-
-class All:
-    """Several transfers as one."""
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        """Return when all are over; raise the first one's error, after all have ended."""
-        wait_for_all(part.wait for part in self._parts)
 
 
 class NvmeShards:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import format_of
-from zinf_compile.runtime.lanes.lanes import Done, Pending
-from zinf_compile.runtime.transfer.move import move, on_host, route_of
+from zinf_compile.runtime.lanes.lanes import Done, Job, Pending
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import NvmeBacking, ShardBacking
 from .nvme_gradient_pool import NvmeGradientPool
@@ -21,9 +21,10 @@ InPlace = Callable[[torch.Tensor], object]
 
 
 class OffloadedGradient:
-    """The shard of a reduced gradient, off the device or on its way there.
+    """The shard of a reduced gradient, off the device or in flight from it.
 
-    Changes that need nothing but the element itself are noted, and made when the gradient is next read.
+    Changes that need nothing but the element itself are noted, and made when the gradient is next read. In host memory they are
+    made there, on the lane of changes, each after the copy that brings what it changes: nobody waits for them but who reads.
     """
 
     def __init__(self, unit: Unit | Tile, backing: ShardBacking, numel: int, dtype: torch.dtype) -> None:
@@ -53,6 +54,8 @@ class OffloadedGradient:
         if self.spoiled:
             raise StepFailedError(self.spoiled)
         if self._arriving is not None:
+            if isinstance(self._arriving, Job) and not self._arriving.is_over():
+                self.unit.context.lanes.finish_changes()
             self._arriving.wait()
             self._arriving = None
 
@@ -75,7 +78,7 @@ class OffloadedGradient:
 
     def store(self, shard: torch.Tensor) -> None:
         """Replace the shard by one in host memory."""
-        assert not isinstance(self.unit, Tile), "a tile's is only on its way"
+        assert not isinstance(self.unit, Tile), "a tile's is only in flight"
         self.unit.wait_updated()  # a step may still have to read the old one
         self._reading = None
         self.spoiled = ""
@@ -118,17 +121,49 @@ class OffloadedGradient:
         place = self.backing.location(start, start + source.numel())
         move(on_host(source), place, by=route_of(self.unit.context)).wait()
 
-    def change(self, change: InPlace) -> None:
-        """Note a change; where the shard is in host memory, make it."""
+    def change(self, change: InPlace, *, of: Sequence[OffloadedGradient] = ()) -> None:
+        """Note a change; where the shard is in host memory, have it made, once it and those `of` which it is made are there."""
         self._reading = None
         self.version += 1
         resident = self.backing.resident
         if resident is None:
+            assert not of, "what is on a drive is read to be changed by another"
             self._changes.append(change)
-        else:
+            return
+        if spoiled := next((each.spoiled for each in (self, *of) if each.spoiled), ""):
+            raise StepFailedError(spoiled)
+        context, shard = self.unit.context, resident
+        before = [*(each.arriving for each in (self, *of)), *context.link.reads_of(shard)]
+
+        def run() -> None:
+            for pending in before:
+                pending.wait()
+            change(shard)
+
+        with context.lanes.meter.waiting():
+            self._arriving = context.lanes.changes.submit(run)
+
+    def change_now(self, change: InPlace) -> None:
+        """Make a change of a shard in host memory, where it is."""
+        resident = self.backing.resident
+        assert resident is not None, "what is on a drive is loaded"
+        self._reading = None
+        self.version += 1
+        self.wait_written()
+        self.unit.context.link.wait_read(resident)
+        change(resident)
+
+    def copy_to_device(self, start: int = 0, end: int | None = None) -> tuple[torch.Tensor, Pending]:
+        """Start to copy elements [start, end) of a shard in host memory to the device, to be read there and dropped."""
+        context, resident = self.unit.context, self.backing.resident
+        assert resident is not None, "what is on a drive comes to host memory first"
+        if self.spoiled or isinstance(self._arriving, Job):  # else the copies order each other
             self.wait_written()
-            self.unit.context.link.wait_read(resident)
-            change(resident)
+        part = resident[start:end]
+        context.memory.make_room(context.memory.ledger, part.nbytes)
+        there = context.link.device_buffer(part.numel(), part.dtype)
+        context.memory.ledger.track("staging", there)
+        return there, move(on_host(part), Location(there), by=route_of(context), after=self._arriving)
 
     def apply(self, part: torch.Tensor) -> None:
         """Make the noted changes on what was read."""

@@ -15,11 +15,10 @@ import torch
 
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.lanes.wait_times import WorkerWaits, worker
 
 from .backing import NvmeBacking, ShardBacking
-from .nvme_shards import All
 
 Span = tuple[int, int]
 """A range [start, end) of a shard, in elements."""

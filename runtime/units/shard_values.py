@@ -111,7 +111,7 @@ class DeviceShard(_Counted):
         piece = self.shard[start:end]
         if piece.device.type == "cpu":
             return lambda: piece
-        return _brought(self.unit, Location(piece), end - start, self.dtype)
+        return _fetched(self.unit, Location(piece), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
@@ -133,7 +133,7 @@ class BackedShard(_Counted):
             piece = self.backing.resident[start:end]
             self.unit.context.link.wait_read(piece)
             return lambda: piece
-        return _brought(self.unit, self.backing.location(start, end), end - start, self.dtype)
+        return _fetched(self.unit, self.backing.location(start, end), end - start, self.dtype)
 
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
@@ -210,7 +210,7 @@ class OffloadedGradientShard(_Counted):
     def write(self, start: int, piece: torch.Tensor) -> Pending:
         """See `ShardValues.write`."""
         self.unit.wait_updated()  # a step may still have to read the old one
-        self._gradient.arriving.wait()  # else what is still on its way would overwrite this
+        self._gradient.arriving.wait()  # else the transfer in flight would overwrite this
         return _kept(self.unit, piece, self._gradient.backing, start)
 
     def spoil(self, why: str) -> None:
@@ -227,7 +227,7 @@ class OffloadedGradientShard(_Counted):
         self._gradient.stored()
 
 
-def _brought(unit: Unit, source: Location, numel: int, dtype: torch.dtype) -> Fetch:
+def _fetched(unit: Unit, source: Location, numel: int, dtype: torch.dtype) -> Fetch:
     """Start to bring elements to host memory of their own."""
     buffer = unit.context.memory.staged_buffer(numel, dtype)
     reading = move(source, on_host(buffer), by=route_of(unit.context))
@@ -245,5 +245,5 @@ def _kept(unit: Unit, piece: torch.Tensor, backing: ShardBacking, start: int) ->
 
 
 def pieces_of(unit: Unit) -> list[tuple[int, int]]:
-    """Return the pieces [start, end) in which shards like this unit's are brought."""
+    """Return the pieces [start, end) in which shards like this unit's are loaded."""
     return cut_pieces(unit.shard_numel, piece_numel=unit.placement.piece_numel, cuts=unit.cuts)

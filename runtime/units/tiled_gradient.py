@@ -7,17 +7,16 @@ from collections.abc import Collection
 import torch
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.lanes.lanes import All, Pending
 from zinf_compile.runtime.memory.inflight import InflightQueue
 
 from .backing import HostBacking
-from .nvme_shards import All
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
 from .swap import copy_out, swap_out, write_out
 from .unit import Tile, Unit
 
 TILES_UNDER_WAY = 2
-"""Tiles' shards of one unit on their way from the device: there are more tiles than a device can hold."""
+"""Gradient shards of a unit's tiles, in flight from the device, which cannot hold them all."""
 
 
 class TileGradients:
@@ -64,7 +63,7 @@ class TileGradients:
         if isinstance(shard, torch.Tensor):
             with unit.context.lanes.meter.waiting():
                 self._offloading.make_room(1)
-        if dst != tier:  # on its way
+        if dst != tier:  # in flight
             staged, after = swap_out(tile, shard, dst, reduction)
             assert isinstance(staged, OffloadedGradient), "it is in host memory"
             self._offloading.add(staged.arriving, 1)
@@ -87,9 +86,9 @@ class TileGradients:
         return reduction
 
     def whole(self) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
-        """Return the shard of the unit, once all tiles are on their way, and when it is all there."""
+        """Return the shard of the unit, once all tiles are in flight, and what to wait for until they have arrived."""
         assert self._shard is not None, "each graph that has one tile's gradient has all"
-        pending: Pending = All(self._pending)
+        pending: Pending = All(self._pending[::-1])  # the last one's end is that of many
         if isinstance(self._shard, OffloadedGradient):
             self._shard.arrive(pending)
         return self._shard, pending

@@ -24,6 +24,7 @@ from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
 
 if TYPE_CHECKING:
+    from zinf_compile.ir.checkpoint_folder import CheckpointFolder
     from zinf_compile.runtime.comm.collectives import Collectives
     from zinf_compile.runtime.comm.ranks import Ranks
     from zinf_compile.runtime.comm.shard_group import ShardGroup
@@ -81,6 +82,8 @@ class Unit(DenseLayout):
         """The deferred step that may still update the shard."""
         self.saving: ShardsSave | None = None
         """The save in the background that has still to write some of the shard, perhaps."""
+        self.checkpoint: CheckpointFolder | None = None
+        """The folder that was announced for checkpoints of its model."""
         self.steps_digest = 0
         """Sum of the digests of its steps, see `steps_done`."""
         self.last_step: StepDone | None = None
@@ -105,7 +108,7 @@ class Unit(DenseLayout):
     @property
     def shard(self) -> torch.Tensor:
         """This rank's elements, flat, then zeros up to `shard_numel`; only where they are on the device."""
-        assert self._shard is not None, "the shard is brought by `load`"
+        assert self._shard is not None, "`load` loads the shard"
         return self._shard
 
     @property
@@ -208,14 +211,16 @@ class Unit(DenseLayout):
             move(self.location(), on_host(host), by=by).wait()
         if not link.topology.host_apart:
             return host
-        shard = link.device_buffer(self.shard_numel, self.dtype)
+        shard = link.device_buffer(self.shard_numel, self.dtype, lasting=True)
         move(on_host(host), Location(shard), by=by).wait()
         return shard
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
         self.changing()
-        return self.shard if self.backing is None else self.context.link.device_buffer(self.shard_numel, self.dtype)
+        if self.backing is None:
+            return self.shard
+        return self.context.link.device_buffer(self.shard_numel, self.dtype, lasting=True)
 
     def save(self, shard: torch.Tensor) -> None:
         """Save the memory that `blank` returned as the shard."""
@@ -267,10 +272,11 @@ class Unit(DenseLayout):
 
         Its own storage, because who saves or compares tensors by storage must not see the whole arena.
         """
-        assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
-        if self._whole is None or self._whole.data_ptr() != self.shard.data_ptr():  # moved: to memory shared with a process
+        shard = self.shard
+        if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved: to memory shared with a process
+            assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
             with torch.inference_mode(False), torch.no_grad():  # it outlives the mode in which it is first asked for
-                own = with_own_storage(self.shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
+                own = with_own_storage(shard) if self.numel else torch.empty(0, dtype=self.dtype, device=self.device)
                 self._whole = self.logical(own)
         return self._whole
 

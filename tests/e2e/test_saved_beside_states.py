@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from training import BACKEND, whole_gradient
 
 import zinf_compile
+from zinf_compile.checkpoint import random_states
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.gradient import ShardedGradient
@@ -178,17 +182,69 @@ def test_companions_in_buffers_come_back(place: str, drive: Path, tmp_path: Path
 def test_generators_come_back(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     random.seed(3)
+    np.random.seed(3)
     random.gauss(0, 1)  # of which a second one is at hand
+    np.random.standard_normal()  # likewise
     torch.randn(5)
     zinf_compile.save(tmp_path, model)
 
     def drawn() -> tuple[Any, ...]:
-        return torch.randn(7).tolist(), random.gauss(0, 1), random.random()
+        return (
+            torch.randn(7).tolist(),
+            random.gauss(0, 1),
+            random.random(),
+            np.random.standard_normal(),
+            np.random.rand(700).tolist(),
+        )
 
     expected = drawn()
     assert drawn() != expected
     zinf_compile.load(tmp_path, model)
     assert drawn() == expected
+
+
+def test_a_program_without_numpys_generator_saves_none_and_one_with_it_gets_it(tmp_path: Path) -> None:
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("numpy.random", None)
+        zinf_compile.save(tmp_path / "without", nn.Linear(3, 3))
+    np.random.seed(5)
+    zinf_compile.save(tmp_path / "with", nn.Linear(3, 3))
+    expected = np.random.rand(3).tolist()
+    zinf_compile.load(tmp_path / "without", nn.Linear(3, 3))
+    assert np.random.rand(3).tolist() != expected, "it goes on from where it was"
+    zinf_compile.load(tmp_path / "with", nn.Linear(3, 3))
+    assert np.random.rand(3).tolist() == expected
+
+
+def test_another_generator_in_numpys_place_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "zinf_compile")
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(7))
+    try:
+        zinf_compile.save(tmp_path, nn.Linear(3, 3))
+        assert "numpy's global generator is a PCG64 and not saved; accepted: MT19937" in caplog.text
+        expected = np.random.PCG64(7).random_raw(2).tolist()
+        zinf_compile.load(tmp_path, nn.Linear(3, 3))
+        assert np.random.get_bit_generator().random_raw(2).tolist() == expected
+        np.random.set_bit_generator(before)
+        zinf_compile.save(tmp_path, nn.Linear(3, 3))
+        np.random.set_bit_generator(np.random.PCG64(7))
+        zinf_compile.load(tmp_path, nn.Linear(3, 3))
+        assert np.random.get_bit_generator().random_raw(2).tolist() == expected
+        assert "numpy's global generator is a PCG64 and not restored; accepted: MT19937" in caplog.text
+    finally:
+        np.random.set_bit_generator(before)
+
+
+def test_damaged_numbers_of_numpy_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    np.random.seed(3)
+    with mock.patch.object(random_states, "_numpy_state", return_value=torch.full((628,), 1 << 40)):
+        zinf_compile.save(tmp_path, model)
+    state = np.random.get_state()
+    with pytest.raises(CheckpointError, match=r"random\.0\.numpy is the state of no random generator known here"):
+        zinf_compile.load(tmp_path, model)
+    assert np.array_equal(np.random.get_state()[1], state[1])
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,11 @@ def test_stats_of_a_step(tmp_path: Path) -> None:
         assert side["peak"]["all"] >= side["peak_last_step"]["all"] > 0
 
 
-NOTICED_S = 0.15
-"""Seconds; what waits take anyway is less."""
-
-
 def waited(found: dict[str, Any], which: str = "waited_s_last_step") -> dict[str, float]:
-    """Return the links that were waited for, and how long."""
-    return {link: numbers[which] for link, numbers in found["links"].items() if numbers[which] > NOTICED_S}
+    """Return the links waited for longest, and how long: on a busy machine any wait takes its time, but not a third of theirs."""
+    times = {link: numbers[which] for link, numbers in found["links"].items()}
+    longest = max(times.values())
+    return {link: time for link, time in times.items() if time > longest / 3}
 
 
 @pytest.mark.parametrize("slow", ["to device", "to host"])

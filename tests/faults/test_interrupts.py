@@ -19,7 +19,7 @@ from torch import nn
 import zinf_compile
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.lanes.lanes import ThreadLane, _Job
+from zinf_compile.runtime.lanes.lanes import Job, ThreadLane
 from zinf_compile.runtime.storage.block_io import BlockIO, Piece
 from zinf_compile.runtime.storage.engine import Request
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
@@ -32,7 +32,7 @@ pytestmark = [
 
 WAITS: dict[str, tuple[Any, str]] = {
     "drive": (Request, "wait"),
-    "lane": (_Job, "wait"),
+    "lane": (Job, "wait"),
     "update": (Updates, "_wait_for"),
 }
 """Where the main thread may stand still."""

@@ -8,28 +8,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from small_drives import MIB, mounted
 
 from zinf_compile.errors import StoreError, StoreWarning
 from zinf_compile.runtime.storage.extent_store import Store
-
-MIB = 1 << 20
-
-
-@contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    """Mount something at `folder`; skip the test where that is not allowed."""
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", *arguments, folder], check=False, capture_output=True).returncode:
-        pytest.skip("needs the right to mount")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture

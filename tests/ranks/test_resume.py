@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_resume import loaded_generators, resumed, saved_generators
@@ -58,8 +59,9 @@ def test_generators_of_ranks_that_exist_are_kept_and_others_seeded(tmp_path: Pat
     assert_equal(more[0], more[1])
     for rank in (0, 1):
         assert_equal(more[0][rank], (*saved[rank], []))
-    (line,) = more[0][2][2]
+    (line,) = more[0][2][3]
     expected = seed_of(0, 2)
     assert f"rank 2: the checkpoint is of 2 ranks; random generators are seeded with {expected}, from the seed 0 and" in line
     torch.manual_seed(expected)
     assert torch.equal(more[0][2][0], torch.rand(3))
+    assert more[0][2][2] == np.random.RandomState(expected % (1 << 32)).rand()

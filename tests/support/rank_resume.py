@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tiers import context_of
@@ -41,6 +42,7 @@ class Run:
         torch.compiler.reset()
         torch.manual_seed(seed)
         random.seed(seed)
+        np.random.seed(seed)
         self.device = device
         self.model = Noisy().to(device)
         self.compiled = torch.compile(self.model, backend=BACKEND, options=options)
@@ -58,7 +60,8 @@ class Run:
     def micro_batches(self, count: int) -> None:
         """Accumulate gradients of random batches, which differ from rank to rank."""
         for _ in range(count):
-            loss = self.compiled((torch.randn(6, 19) * random.random()).to(self.device)) / MICRO_BATCHES
+            batch = torch.randn(6, 19) * random.random() * np.random.rand()
+            loss = self.compiled(batch.to(self.device)) / MICRO_BATCHES
             loss.backward()
             self.losses.append(loss.detach())
 
@@ -90,7 +93,7 @@ class Run:
             "optimizers": [zinf_compile.full_optimizer_state_dict(each) for each in self.optimizers],
             "gradients": {name: None if grad is None else grad.cpu() for name, grad in gradients.items()},
             "scheduler": self.scheduler.state_dict(),
-            "random": (torch.get_rng_state(), random.getstate()),
+            "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]),
         }
 
 
@@ -119,15 +122,15 @@ def resumed(rank: int, size: int, folder: str, options: dict[str, Any], done: in
     return saved, loaded, run.whole(), again.whole(), calls, pending
 
 
-def saved_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float]:
-    """Save after a step; return the next numbers of both generators."""
+def saved_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, float]:
+    """Save after a step; return the next numbers of the generators."""
     run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank)
     zinf_compile.save(folder, run.model)
-    return torch.rand(3), random.random()
+    return torch.rand(3), random.random(), np.random.rand()
 
 
-def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, list[str]]:
-    """Load after a step; return the next numbers of both generators, and what is logged."""
+def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, float, float, list[str]]:
+    """Load after a step; return the next numbers of the generators, and what is logged."""
     run = Run({"process_group": dist.new_group(list(range(size)))} if size > 1 else {}, rank + 50)
     logged: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("zinf_compile")
@@ -140,4 +143,4 @@ def loaded_generators(rank: int, size: int, folder: str) -> tuple[torch.Tensor, 
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return torch.rand(3), random.random(), [line for line in logged if "random generators" in line]
+    return torch.rand(3), random.random(), np.random.rand(), [line for line in logged if "random generators" in line]

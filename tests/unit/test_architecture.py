@@ -34,7 +34,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "init": (*BASE, "ir", "config", "runtime", "sharded", "optim", "checkpoint"),
     "backend": (*BASE, "ir", "config", "passes", "runtime", "sharded", "optim", "checkpoint"),
     "hf": (*BASE, "ir", "config", "runtime", "sharded", "stats", "optim", "checkpoint", "init"),
-    "cli": (*BASE, "ir", "config", "passes", "runtime", "sharded", "stats", "optim", "checkpoint", "init", "backend"),
+    "cli": (*BASE, "ir", "config", "passes", "runtime", "sharded", "stats", "reset", "optim", "checkpoint", "init", "backend"),
     "__main__": ("cli",),
     "": ("errors", "stats", "reset", "optim", "checkpoint", "init"),
 }

@@ -13,6 +13,7 @@ import torch
 
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
+from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
 from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
@@ -37,13 +38,20 @@ class Binder:
     """Binds the parameters of each call of one program."""
 
     def __init__(
-        self, program: Program, context: Context, placement: Placement, *, lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]]
+        self,
+        program: Program,
+        context: Context,
+        placement: Placement,
+        *,
+        lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]],
+        checkpoint: CheckpointFolder | None = None,
     ) -> None:
-        """`lack` returns, by side, the memory that a call with given units lacks."""
+        """`lack` returns, by side, the memory that a call with given units lacks; `checkpoint`: where they are saved."""
         self._program = program
         self._context = context
         self._placement = placement
         self._lack = lack
+        self._checkpoint = checkpoint
         self._path_in = context.link.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
@@ -77,6 +85,9 @@ class Binder:
         if fresh:
             self._partition(args, fresh)
             units.update((r, _unit_of(args[r])) for r in fresh)
+        if self._checkpoint is not None:
+            for unit in units.values():
+                unit.checkpoint = self._checkpoint
         for r in buffers:
             _synchronise(args[r], context)
         if program.buffers and context.size > 1:

@@ -278,7 +278,8 @@ class GraphCompiler:
         """Return the callable that AOTAutograd runs."""
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
         lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
-        binder = Binder(program, context, self.config.placement(), lack=lack)
+        folder = self.config.checkpoint_folder()
+        binder = Binder(program, context, self.config.placement(), lack=lack, checkpoint=folder)
         self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 accumulated_gradients — Gradients that are accumulated and not yet applied: saved from their tier, restored to it, piece by
     piece.
+announced — Folders that were announced for checkpoints (option `checkpoint`): before the first step a dry run of a save,
+    and space.
 background — The part of a save that goes on beside training: parameters and states are written, and it is committed.
 checkpoint_files — What `load` needs of an open checkpoint, whoever has written it.
 companions — Tensors of a model's state that are partitioned like a parameter, such as averages kept as buffers: each
@@ -30,7 +32,7 @@ gathered — Full values of partitioned models: read or change them in place, sa
     time.
 imported_files — A checkpoint of another program in the form in which `load` reads one, made to fit the model and
     optimizers that it is for.
-intake — Names and types on the way in: what `rename=` and `dtype=` make of the tensors of a checkpoint, checked as a whole.
+intake — Renaming and conversion of a checkpoint's tensors as they are loaded (`rename=`, `dtype=`), checked as a whole.
 load — Loads a saved checkpoint onto any number of ranks, tiers and tiles: each rank reads the elements that it has.
 load_optimizer_state — Loading of an optimizer's full states: rank 0 reads them, all ranks receive their shards.
 local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.
@@ -49,6 +51,8 @@ rank_files — The files of a checkpoint that one rank writes: allocated before 
 rectangles — Cuts a flat range of a tensor into rectangles.
 regular_file — Opens files of a checkpoint; FIFOs, devices, sockets and folders are refused before they can block the
     process.
+reserved_space — Space on a drive that is held for checkpoints to come: files without a name, which become the files of
+    a save.
 safetensors_header — Parses and validates the header of a safetensors file: refuses what the safetensors library
     refuses, naming the tensors.
 safetensors_index — Finds the files of a checkpoint and, with an index, the tensors of each file.

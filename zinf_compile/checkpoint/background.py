@@ -53,6 +53,7 @@ class BackgroundSave:
     """A save that goes on in a thread: it writes `pieces`, `finish` ends this rank's part, `commit` makes the whole one of it.
 
     `commit`, on rank 0 only, is given a function that says whether to give up, which it asks while it waits for other ranks.
+    `ended` is called on each rank once all know how it went.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class BackgroundSave:
         finish: Callable[[], None],
         commit: Callable[[Callable[[], bool]], None] | None,
         close: Callable[[], None],
+        ended: Callable[[], None],
         name: str,
     ) -> None:
         self._name = name
         self._folder, self._ranks, self._optimizers = folder, ranks, list(optimizers)
         self._pieces, self._watched = pieces, list(watched)
         self._parts = finish, commit, close
+        self._ended = ended
         self._has_written = self._given_up = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="zinf save", daemon=True)
@@ -101,9 +104,12 @@ class BackgroundSave:
         _poll(lambda: not self._thread.is_alive())
         self._forget()
         error, self._error = self._error, None
-        with saving_together(self._ranks, self._folder):
-            if error is not None and not isinstance(error, PartMissingError):  # that rank says why
-                raise error
+        try:
+            with saving_together(self._ranks, self._folder):
+                if error is not None and not isinstance(error, PartMissingError):  # that rank says why
+                    raise error
+        finally:
+            self._ended()
         for optimizer in self._optimizers:
             record_of(optimizer).checkpoint = str(self._folder / self._name)
 

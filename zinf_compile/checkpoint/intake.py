@@ -1,4 +1,4 @@
-"""Names and types on the way in: what `rename=` and `dtype=` make of the tensors of a checkpoint, checked as a whole.
+"""Renaming and conversion of a checkpoint's tensors as they are loaded (`rename=`, `dtype=`), checked as a whole.
 
 Called by whatever opens a checkpoint, before anything is read; reads nothing.
 """

@@ -36,6 +36,13 @@ def add_local_buffers(contents: RankContents, names: Mapping[str, torch.Tensor],
                 contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
 
 
+def add_any_buffers(contents: RankContents, names: Mapping[str, torch.Tensor], size: int) -> None:
+    """Add each rank's values of all buffers, as if they were not the same."""
+    for name, buffer in _buffers(names).items() if size > 1 else ():
+        for rank in range(size):
+            contents.add_whole(f"buffer.{rank}.{name}", buffer, rank=rank)
+
+
 def local_buffers_of(files: CheckpointFiles, names: Mapping[str, torch.Tensor], ranks: Ranks | None) -> dict[str, torch.Tensor]:
     """Return this rank's buffers by the keys of their own values in a checkpoint, where it has such.
 

@@ -37,9 +37,14 @@ def saves_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _SAVED.fullmatch(name)))
 
 
+def as_json(content: Any) -> bytes:
+    """Return the content of a manifest's file."""
+    return (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, content: Any) -> bytes:
     """Write a new file, synced; return its bytes."""
-    text = (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()
+    text = as_json(content)
     with new_file(path) as fd:
         write_all(fd, memoryview(text))
     return text

@@ -19,6 +19,7 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine, File, Request, crc32c_combine
 
 from .file_layout import FileLayout, Part
+from .reserved_space import ReservedFile
 from .safetensors_writer import new_file, write_all
 
 PAGE = mmap.PAGESIZE
@@ -57,12 +58,17 @@ class StagingBuffers:
 
 
 class PartsWriter:
-    """One new file. Raises `OSError` with errno and path, `FileExistsError` if anything has that name."""
+    """One new file, or a `reserved` one that gets its name. Raises `OSError` with errno and path, `FileExistsError` if anything
+    has that name.
+    """
 
-    def __init__(self, path: Path, layout: FileLayout, engine: Engine, staging: StagingBuffers) -> None:
+    def __init__(
+        self, path: Path, layout: FileLayout, engine: Engine, staging: StagingBuffers, reserved: ReservedFile | None = None
+    ) -> None:
         self.layout = layout
         self._engine, self._staging = engine, staging
-        with new_file(path) as fd:
+        with new_file(path) if reserved is None else reserved.named(path) as fd:
+            os.ftruncate(fd, min(layout.size, os.fstat(fd).st_size))
             if layout.size:
                 os.posix_fallocate(fd, 0, layout.size)
             write_all(fd, memoryview(layout.header))

@@ -1,15 +1,17 @@
-"""Random generators of each rank in a checkpoint: PyTorch's on the host and on the accelerator, and Python's.
+"""Random generators of each rank in a checkpoint: PyTorch's on the host and on the accelerator, Python's, and numpy's global one.
 
-The same number of ranks gets them back. Another keeps those of the ranks that exist, and seeds the rest from (seed, rank).
-Called by `save` and `load`.
+numpy's is there where any rank has imported `numpy.random`. The same number of ranks gets them back. Another keeps those of the
+ranks that exist, and seeds the rest from (seed, rank). Called by `save` and `load`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import random
 import struct
+import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +28,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zinf_compile")
 
+_NUMPY_KEY = 624
+_NUMPY_NUMEL = _NUMPY_KEY + 4
 
-def add_random_states(contents: RankContents, size: int, devices: Collection[str]) -> None:
+
+def uses_numpy(ranks: Ranks | None) -> bool:
+    """Return whether any rank has imported `numpy.random`, and may have drawn from it. A collective operation."""
+    here = float("numpy.random" in sys.modules)
+    if ranks is None:
+        return bool(here)
+    return bool(ranks.exchange(torch.tensor([here], dtype=torch.float64), what="random generators").any())
+
+
+def add_random_states(contents: RankContents, size: int, devices: Collection[str], *, numpy: bool) -> None:
     """Add the generators of this rank, and the seed of rank 0 for ranks that there will be more of.
 
     `devices`: types of those that the model is on, the same on all ranks; an accelerator that is none of them is left alone.
+    `numpy`: what `uses_numpy` has returned.
     """
     kinds = {"cpu": torch.get_rng_state(), "python": _python_state()}
+    if numpy:
+        kinds["numpy"] = _numpy_state()
     accelerator = _accelerator()
     if accelerator is not None and accelerator in devices:
         kinds[accelerator] = torch.get_device_module(accelerator).get_rng_state()
@@ -59,6 +75,8 @@ def check_random_states(files: CheckpointFiles, ranks: Ranks | None) -> None:
                 torch.Generator().set_state(state)
             elif kind == "python":
                 random.Random().setstate(_python_state_of(state))
+            elif kind == "numpy":
+                _check_numpy_state(state)
         except (TypeError, ValueError, RuntimeError, OverflowError, struct.error) as error:
             raise CheckpointError(f"{files.folder}: {key} is the state of no random generator known here: {error}") from error
 
@@ -80,12 +98,16 @@ def load_random_states(files: CheckpointFiles, ranks: Ranks | None) -> None:
         )  # fmt: skip
         torch.manual_seed(seed)
         random.seed(seed)
+        if "numpy" in settings["kinds"] and (numbers := _numpy_random()) is not None:
+            numbers.seed(seed % (1 << 32))
         return
     for kind, key in _keys(settings, ranks).items():
         if kind == "cpu":
             torch.set_rng_state(files.whole(key))
         elif kind == "python":
             random.setstate(_python_state_of(files.whole(key)))
+        elif kind == "numpy":
+            _set_numpy_state(files.whole(key))
         elif kind == _accelerator():
             torch.get_device_module(kind).set_rng_state(files.whole(key))
         else:
@@ -136,3 +158,44 @@ def _python_state() -> torch.Tensor:
 def _python_state_of(state: torch.Tensor) -> tuple[Any, ...]:
     version, *numbers, there, bits = state.tolist()
     return version, tuple(numbers), struct.unpack("<d", struct.pack("<q", bits))[0] if there else None
+
+
+def _numpy_random() -> Any:
+    """Return `numpy.random`, which is imported where it wasn't; None where there is none."""
+    try:
+        return importlib.import_module("numpy.random")
+    except ImportError:
+        return None
+
+
+def _mersenne_twister(becoming: str) -> Any:
+    """Return the state of numpy's global generator; None where there is none, or, with a line in the log, another."""
+    found = None if (numbers := _numpy_random()) is None else numbers.get_state(legacy=False)
+    if found is None or found["bit_generator"] == "MT19937":
+        return found
+    _log.info("numpy's global generator is a %s and not %s; accepted: MT19937", found["bit_generator"], becoming)
+    return None
+
+
+def _numpy_state() -> torch.Tensor:
+    """Return numpy's global generator: whether it is there, its numbers, place, and the second normal number with its bits."""
+    found = _mersenne_twister("saved")
+    if found is None:
+        return torch.zeros(_NUMPY_NUMEL, dtype=torch.int64)
+    bits = struct.unpack("<q", struct.pack("<d", found["gauss"]))[0]
+    key = found["state"]["key"].tolist()
+    return torch.tensor([1, *key, found["state"]["pos"], found["has_gauss"], bits], dtype=torch.int64)
+
+
+def _check_numpy_state(state: torch.Tensor) -> None:
+    there, *key, place, normal, _ = state.tolist()
+    sound = len(key) == _NUMPY_KEY and all(0 <= number < 1 << 32 for number in key)
+    if not (sound and {there, normal} <= {0, 1} and 0 <= place <= _NUMPY_KEY):
+        raise ValueError("not the numbers of an MT19937")
+
+
+def _set_numpy_state(state: torch.Tensor) -> None:
+    there, *key, place, normal, bits = state.tolist()
+    if there and _mersenne_twister("restored") is not None:
+        gauss = struct.unpack("<d", struct.pack("<q", bits))[0]
+        _numpy_random().set_state(("MT19937", key, place, normal, gauss))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from zinf_compile.ir.chunk_columns import VALUE
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import BLOCK_BYTES
 from zinf_compile.optim.chunk_transfers import ChunkTransfers
-from zinf_compile.optim.state_pieces import DrivePiece, MemoryState, own_states, pieces_on_drive, states_in_memory
+from zinf_compile.optim.state_pieces import DrivePiece, MemoryState, OwnStates, own_states, pieces_on_drive, states_in_memory
 from zinf_compile.optim.watched_states import StatesWatch
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
@@ -89,6 +89,17 @@ class RankContents:
 
     def add_optimizer(self, prefix: str, optimizer: Optimizer, names: dict[int, str]) -> None:
         """Add an optimizer's settings and states; `names`: of the model's parameters."""
+        found = own_states(optimizer)
+        self.describe_optimizer(prefix, optimizer, names, found)
+        for held in states_in_memory(optimizer, found):
+            self._add_memory_state(f"{prefix}.state.{names[id(held.parameter)]}.{held.name}", held)
+        for piece in pieces_on_drive(optimizer):
+            self._add_drive_piece(piece, lambda parameter, state: f"{prefix}.state.{names[id(parameter)]}.{state}")
+
+    def describe_optimizer(
+        self, prefix: str, optimizer: Optimizer, names: dict[int, str], found: Mapping[torch.Tensor, OwnStates]
+    ) -> None:
+        """Add settings and states without the values of large ones; `found`: the states."""
         groups = []
         for number, group in enumerate(optimizer.param_groups):
             unknown = [p for p in group["params"] if id(p) not in names]
@@ -101,7 +112,6 @@ class RankContents:
             groups.append(
                 {"params": [names[id(p)] for p in group["params"]], "settings": self._plain(f"{prefix}.group.{number}", rest)}
             )
-        found = own_states(optimizer)
         small = {}
         for parameter, own in found.items():
             name = names[id(parameter)]
@@ -117,11 +127,6 @@ class RankContents:
             "groups": groups,
             "states": small,
         }
-
-        for held in states_in_memory(optimizer, found):
-            self._add_memory_state(f"{prefix}.state.{names[id(held.parameter)]}.{held.name}", held)
-        for piece in pieces_on_drive(optimizer):
-            self._add_drive_piece(piece, lambda parameter, state: f"{prefix}.state.{names[id(parameter)]}.{state}")
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""

@@ -18,14 +18,18 @@ import torch
 from zinf_compile.runtime.storage.engine import Engine
 
 from .file_layout import Part, lay_out
-from .manifest import rank_manifest, write_json
-from .parts_writer import PartsWriter, StagingBuffers
+from .manifest import as_json, rank_manifest, write_json
+from .parts_writer import CHECKED_BYTES, PartsWriter, StagingBuffers
 from .rank_contents import RankContents
+from .reserved_space import Slot
 from .shard_parts import ShardPart
 
 _STAGING_COUNT, _STAGING_BYTES = 4, 8 << 20
 
-_SPARE_BYTES = 1 << 20
+_LARGEST = (1 << 32) - 1
+"""A checksum of the most digits."""
+
+SPARE_BYTES = 1 << 20
 """For manifests, and what a filesystem needs for itself."""
 
 
@@ -35,8 +39,9 @@ class RankFiles:
     def __init__(self, folder: Path, contents: RankContents, rank: int) -> None:
         self._folder, self._contents, self._rank = folder, contents, rank
         self._layouts = lay_out({key: (t.dtype, [part.rectangle for part in t.parts]) for key, t in contents.tensors.items()})
-        self.bytes = sum(layout.size for layout in self._layouts)
-        """Of all files but the manifest."""
+        self.sizes = [layout.size for layout in self._layouts]
+        """Bytes of each file but the manifest."""
+        self._slot: Slot | None = None
         self._names = [f"rank-{rank:05}-{number:04}.safetensors" for number in range(len(self._layouts))]
         self._engine: Engine | None = None
         self._writers: list[PartsWriter] = []
@@ -49,12 +54,26 @@ class RankFiles:
         """
         self._lock = threading.RLock()
 
-    def allocate(self) -> None:
-        """Make the files, with all their space. Raises `OSError` with errno and path where there is too little, or a quota."""
+    @property
+    def manifest_bytes(self) -> int:
+        """The most bytes that the manifest of this rank's files takes."""
+        return sum(
+            len(as_json({part.key: _described(part, [_LARGEST] * -(-(part.end - part.begin) // CHECKED_BYTES))}))
+            for layout in self._layouts
+            for part in layout.parts
+        ) + sum(map(len, self._names))
+
+    def allocate(self, slot: Slot | None = None) -> None:
+        """Make the files, with all their space, of what a slot holds as far as there is one; the rest of it is freed.
+
+        Raises `OSError` with errno and path where there is too little, or a quota.
+        """
         engine = self._engine = Engine()
         staging = StagingBuffers(_STAGING_COUNT, _STAGING_BYTES)
-        for name, layout in zip(self._names, self._layouts, strict=True):
-            writer = PartsWriter(self._folder / name, layout, engine, staging)
+        self._slot = slot
+        for number, (name, layout) in enumerate(zip(self._names, self._layouts, strict=True)):
+            reserved = slot.files[number] if slot is not None and number < len(slot.files) else None
+            writer = PartsWriter(self._folder / name, layout, engine, staging, reserved)
             self._writers.append(writer)
             for part in layout.parts:
                 places = self._places[part.key]
@@ -71,6 +90,8 @@ class RankFiles:
         for name, writer in zip(self._names, self._writers, strict=True):
             checksums = writer.finish()
             described[name] = {part.key: _described(part, checksums[part.key]) for part in writer.layout.parts}
+        if self._slot is not None:
+            self._slot.close()
         draft = self._folder / f".{rank_manifest(self._rank)}"
         write_json(draft, described)
         draft.rename(self._folder / rank_manifest(self._rank))
@@ -110,19 +131,31 @@ class RankFiles:
         """Wait for what is under way and close the files."""
         while self._writers:
             self._writers.pop().abandon()
+        if self._slot is not None:
+            self._slot.close()
         if self._engine is not None:
             self._engine.close()
 
 
-def check_space(folder: Path, size: int) -> None:
-    """Raise `OSError`, naming the folder, where its drive has less than `size` bytes left, and those of manifests."""
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that this user has left on the drive of a folder."""
     found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
-    if free < size + _SPARE_BYTES:
+    return found.f_bavail * found.f_frsize
+
+
+def check_space(folder: Path, size: int, lacking: int | None = None) -> None:
+    """Raise `OSError`, naming the folder, where its drive has too little left for a checkpoint of `size` bytes and manifests.
+
+    `lacking`: the bytes that no rank has reserved, where some have.
+    """
+    needed = size if lacking is None else lacking
+    free, spare = free_bytes(folder), SPARE_BYTES if lacking is None or lacking else 0
+    if free < needed + spare:
+        reserved = f", {size - needed:,} of them reserved" if lacking is not None else ""
         raise OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: a checkpoint of {size:,} bytes, and {free:,} are free. Nothing was written; free "
-            f"{size + _SPARE_BYTES - free:,} bytes more, keep fewer checkpoints, or save elsewhere",
+            f"{os.strerror(errno.ENOSPC)}: a checkpoint of {size:,} bytes{reserved}, and {free:,} are free. Nothing was written; "
+            f"free {needed + spare - free:,} bytes more, keep fewer checkpoints, or save elsewhere",
             os.fspath(folder),
         )
 

@@ -22,9 +22,10 @@ from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, rank_manifest, write_json
-from .random_states import add_random_states
+from .random_states import add_random_states, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
+from .reserved_space import ReservedSpace, reserved_in
 from .save_folder import SaveFolder
 from .saved_pieces import SavedPieces
 
@@ -37,10 +38,12 @@ def save(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     extra: Mapping[str, Any] | None = None,
-    keep: int = 1,
+    keep: int | None = None,
     wait: bool = False,
 ) -> Path:
     """Save a model, its optimizers and plain values in a new folder inside `folder`, and keep the last `keep` of these.
+
+    `keep` is 1 by default, or what option `checkpoint_keep` says for a folder that was announced by option `checkpoint`.
 
     A collective operation: all ranks call it after the same step, or between its micro-batches. Saved are parameters, buffers,
     gradients that are there (after a step, `zero_grad()` spares their space), states and settings of optimizers, and the random
@@ -70,51 +73,79 @@ def save(
             contents.add_optimizer(prefix, each, names)
         add_gradients(contents, state_names(model))
     add_local_buffers(contents, state_names(model), ranks)
-    add_random_states(contents, size, {tensor.device.type for tensor in state_names(model).values()})
+    devices = {tensor.device.type for tensor in state_names(model).values()}
+    add_random_states(contents, size, devices, numpy=uses_numpy(ranks))
     with saving_together(ranks, place.folder):
         contents.add_plain("extra", dict(extra or {}))
     if ranks is not None:
         ranks.agree(_lines(contents), what="saving a checkpoint")
+    space = reserved_in(place.folder)
+    try:
+        _begin(place, ranks, contents, space, [each for _, each in optimizers]).start()
+    except BaseException:
+        if space is not None:
+            space.renew()
+        raise
+    if wait or not contents.can_wait:
+        wait_for_save()
+    return place.folder / place.name
+
+
+def _begin(
+    place: SaveFolder, ranks: Ranks | None, contents: RankContents, space: ReservedSpace | None, optimizers: Sequence[Optimizer]
+) -> BackgroundSave:
+    """Write what may not be written later; return the rest of the save."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    slot = None if space is None else space.take()
     with contextlib.ExitStack() as ending:
+        if slot is not None:
+            ending.callback(slot.close)
+            slot.free_rest()  # for the names of new files
         if rank == 0:
             ending.callback(place.abandon)
         with saving_together(ranks, place.folder):
             begun = place.begin() if rank == 0 else ("", "")
-        partial, final = _share(ranks, begun, "naming a save")
+        partial, place.name = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
         files = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
-        size_of_all = _sum(ranks, files.bytes)
+        if space is not None:
+            space.grow(files.sizes)
+        size_of_all = _sum(ranks, sum(files.sizes))
+        lacking = _sum(ranks, sum(files.sizes) if slot is None else slot.lacks(files.sizes))
         with saving_together(ranks, place.folder):
             if rank == 0:
-                check_space(place.folder, size_of_all)
+                check_space(place.folder, size_of_all, None if slot is None else lacking)
         with saving_together(ranks, place.folder):
-            files.allocate()  # nothing is written where there is too little space on any rank's drive
+            files.allocate(slot)  # nothing is written where there is too little space on any rank's drive
         with saving_together(ranks, place.folder):
             contents.copy_small()
             files.write()
 
         def commit(given_up: Callable[[], bool]) -> None:
             checksums = [_checksum(staging / rank_manifest(number), given_up) for number in range(size)]
-            write_json(staging / MANIFEST, {**_description(contents, size), "ranks": checksums})
+            write_json(staging / MANIFEST, {**description(contents, size), "ranks": checksums})
             place.commit()
+
+        def renew() -> None:
+            if space is not None:
+                space.keep = place.keep
+                space.renew()
 
         closing = ending.pop_all()
         save = BackgroundSave(
             place.folder,
             ranks,
-            [each for _, each in optimizers],
+            optimizers,
             pieces=SavedPieces(contents.pieces, files.put),
             watched=contents.watched,
             finish=files.finish,
             commit=commit if rank == 0 else None,
             close=closing.close,
-            name=final,
+            ended=renew,
+            name=place.name,
         )
         contents.release()
-        save.start()
-    if wait or not contents.can_wait:
-        wait_for_save()
-    return place.folder / final
+        return save
 
 
 def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
@@ -126,7 +157,8 @@ def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:
     return crc32c(manifest.read_bytes())
 
 
-def _description(contents: RankContents, size: int) -> dict[str, Any]:
+def description(contents: RankContents, size: int) -> dict[str, Any]:
+    """Return the content of the manifest of the whole, without the checksums of those of ranks."""
     return {
         "format": "zinf_compile checkpoint",
         "version": 1,

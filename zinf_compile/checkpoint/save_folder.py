@@ -21,6 +21,7 @@ from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .manifest import partial_name, saved_name, saves_in
+from .reserved_space import reserved_in
 
 _log = logging.getLogger("zinf_compile")
 
@@ -75,19 +76,23 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SaveFolder:
-    """One save into a folder: `begin`, write into `staging`, `commit`; `abandon` where that fails."""
+    """One save into a folder: `begin`, write into `staging`, `commit`; `abandon` where that fails.
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        if type(keep) is not int or keep < 1:
+    `keep`: None for as many as option `checkpoint_keep` has announced for the folder, or one.
+    """
+
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
+        if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep={keep!r}; accepted: the number of checkpoints to keep, 1 or more")
-        self.folder, self.keep = folder, keep
+        space = reserved_in(folder)
+        self.folder, self.keep = folder, keep or (1 if space is None else space.keep)
         self._number = 0
         self.staging = folder
+        self.name = ""
+        """The name of the new checkpoint, once it has begun."""
 
-    def begin(self) -> tuple[str, str]:
-        """Make the folder and a new one inside it; remove what dead jobs have left there.
-
-        Returns the name of the new folder, and the one that it has when it is whole.
+    def prepare(self) -> None:
+        """Make the folder, lock it, and remove what dead jobs have left there.
 
         Raises `CheckpointError` where another job saves there, `OSError` with errno and path.
         """
@@ -100,6 +105,13 @@ class SaveFolder:
         if key not in _locks:
             _locks[key] = _Lock(self.folder)
         self.remove_partial()
+
+    def begin(self) -> tuple[str, str]:
+        """Prepare the folder, and make a new one inside it. Raises as `prepare`.
+
+        Returns the name of the new folder, and the one that it has when it is whole.
+        """
+        self.prepare()
         self._number = 1 + max(saves_in(self.folder), default=0)
         self.staging = self.folder / partial_name(self._number, secrets.token_hex(8))
         self.staging.mkdir()

@@ -58,7 +58,7 @@ class ShardReader:
 
 
 class ShardReading:
-    """Some elements of a shard that are on their way: readings, and where in a flat tensor each one goes."""
+    """Elements of a shard in flight: the reads, and where in a flat tensor each one goes."""
 
     def __init__(self, readings: Sequence[tuple[Reading, int, int]], numel: int, dtype: torch.dtype) -> None:
         self._readings, self._numel, self._dtype = readings, numel, dtype

@@ -76,7 +76,7 @@ class Stretches:
 
 
 class Stretch:
-    """One stretch, on its way or here."""
+    """One stretch, in flight or arrived."""
 
     def __init__(
         self, opened: _Opened, engine: Engine | None, pool: BufferPool, key: str, part: SavedPart, number: int, size: int

@@ -5,9 +5,16 @@ bench_io — `zinf bench-io DIR`: measures a drive's bandwidth, in bursts and su
 colors — Colours for the text of a dump on a terminal.
 consolidate — `zinf consolidate`: writes the model of a checkpoint as one set of files that transformers loads.
 doctor — `zinf doctor`: reports the machine's support for offloading, and obstacles.
+gpu_selftest — `zinf doctor --gpu-selftest`: runs on this machine's accelerator what tests show on simulated ones, in two
+    minutes.
 inspect_checkpoint — `zinf inspect`: prints what is in a checkpoint that `zinf_compile.save` has made.
 main — The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule.
 models — Built-in models of the command line, to inspect a schedule without writing one.
 quota — Disk quotas of this user and group, read from the kernel.
+selftest_check — What a check of the GPU self-test returns or raises.
+selftest_training — Checks of the GPU self-test that train: a small GPT, whose bits are those of eager PyTorch wherever its
+    states live.
+selftest_transfers — Checks of the GPU self-test that only copy: host memory that is locked, the link's speed, and copies
+    beside compute.
 trace — Traces a model on fake tensors and returns its scheduled graphs, without allocating a weight.
 """

@@ -20,6 +20,7 @@ from zinf_compile.runtime.system.accelerator import device_names
 from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
 from zinf_compile.runtime.system.filesystem import look_up
 
+from . import gpu_selftest
 from .quota import describe_quota
 
 _PROBE_BYTES = 1 << 20
@@ -34,11 +35,23 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--nvme", metavar="DIR", help="the folder for states on a drive")
     parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/doctor.py")
+    parser.add_argument(
+        "--gpu-selftest",
+        action="store_true",
+        help="train and copy on this machine's accelerator: two minutes",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> str:
-    """Return the command's output: one row per fact and the concerns below, or all of it as JSON."""
+    """Return the command's output: one row per fact and the concerns below, or all of it as JSON; or the report of the self-test.
+
+    Where one of its checks failed, `options.status` is 1.
+    """
+    if options.gpu_selftest:
+        text, passed = gpu_selftest.report(options.nvme)
+        options.status = int(not passed)
+        return text
     found = examine(options.nvme)
     if options.json:
         return json.dumps(found, indent=2)

@@ -36,7 +36,7 @@ _BETWEEN_RANKS = ("gathered", "reduced")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2 for errors that the user can correct)."""
+    """Run the command line; return the exit status: 1 where what was checked failed, 2 for errors that the user can correct."""
     options = _parser().parse_args(arguments)
     try:
         print(options.run(options))
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:  # `zinf dump ... | head`
         sys.stderr.close()
-    return 0
+    return int(getattr(options, "status", 0))
 
 
 def dump(options: argparse.Namespace) -> str:

@@ -216,7 +216,7 @@ class _Open:
         weakref.finalize(self, ledger.add, "staging", -size).atexit = False
 
     def materialization(self) -> Materialization | None:
-        """Return what is known of the parameter, while there is one."""
+        """Return the parameter's record, while the parameter exists."""
         parameter = self._parameter()
         return None if parameter is None else parameter._zinf_materialization
 

@@ -89,7 +89,7 @@ class _Building:
         self._parameters: dict[int, weakref.ref[MaterializingParameter]] = {}
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._freed = 0
-        """Bytes of parameters that the allocator has had back since it was last told to let go of what is free."""
+        """Bytes of parameters that the allocator has had back since it was last told to return free memory to the system."""
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Let the materializer have a parameter that a module registers."""
@@ -178,6 +178,8 @@ class _Building:
         check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
         units = make_units(stand_ins, context, self._config.placement())
+        for unit in units:
+            unit.checkpoint = self._config.checkpoint_folder()
         for (_, parameter), unit in zip(named, units, strict=True):
             place = parameter._zinf_materialization.place
             assert isinstance(place, HostValues | SpilledValues), "built in this block"

@@ -1,6 +1,7 @@
 """Plain values that everybody may import: operators, programs, tiles, tiers. Imports nothing of the package but errors and
 `_torch`.
 
+checkpoint_folder — A folder that was announced for checkpoints, by options `checkpoint` and `checkpoint_keep`.
 chunk_columns — The columns of a chunk of an optimizer's step, and the bytes of a buffer for them.
 compute_ops — Operators of compute that PyTorch has none for, `zinf_compute::...`. Inductor runs operators that it doesn't
     know as they are.

@@ -77,13 +77,13 @@ class Topology:
     """Whether the device has memory of its own, and shards are copied between that and the host's."""
 
     def hops(self, tier: Tier) -> tuple[Tier, ...]:
-        """Return the tiers that a shard passes on its way to the device, both ends included; none where it is there."""
+        """Return the tiers that a shard passes from a tier to the device, both included; none from the device itself."""
         if tier.in_memory:
             return (tier, Tier.DEVICE) if self.host_apart and tier != Tier.DEVICE else ()
         return (tier, Tier.HOST, Tier.DEVICE) if self.host_apart else (tier, Tier.DEVICE)
 
     def is_offloaded(self, tier: Tier) -> bool:
-        """Say whether what lives there has to be brought to the device."""
+        """Say whether what lives there must be loaded to the device."""
         return bool(self.hops(tier))
 
     def side(self, tier: Tier) -> Tier | None:
@@ -97,7 +97,7 @@ class Topology:
         return not tier.in_memory and not self.host_apart
 
     def passes_host(self, tier: Tier) -> bool:
-        """Say whether a shard is in host memory for a while on its way from a tier to the device."""
+        """Say whether a shard passes host memory between a tier and the device."""
         return Tier.HOST in self.hops(tier)[1:]
 
     @property
@@ -174,11 +174,11 @@ class Placement:
         return dataclasses.replace(own, master=self.master, reduce_dtype=self.reduce_dtype) if numel else own
 
     def streams_values(self, topology: Topology) -> bool:
-        """Say whether parameters and gradients have to be brought to where they are updated."""
+        """Say whether parameters and gradients must be loaded to where they are updated."""
         return topology.is_offloaded(self.params) or topology.is_offloaded(self.grads) or topology.updated_on(self) != Tier.DEVICE
 
     def streams(self, topology: Topology) -> bool:
-        """Say whether anything has to be brought there, or back."""
+        """Say whether anything must be loaded there, or stored back."""
         return self.streams_values(topology) or topology.is_offloaded(self.optimizer)
 
 

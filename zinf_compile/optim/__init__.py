@@ -1,6 +1,8 @@
 """Unmodified optimizers on shards: their steps, chunk by chunk where states are off the device, and their states as users read
 them.
 
+before_updates — What has to happen before the first update of an optimizer, on all ranks; `checkpoint` adds the dry run
+    of a save.
 chunk_step — One chunk in a step of the optimizer: the tensors that the stand-in updates, and the write-back of values and
     states.
 chunk_transfers — Transfers of chunks between memory and drives: states are read before a chunk's update and written after
@@ -44,6 +46,8 @@ state_pieces — This rank's states of an optimizer, piece by piece, wherever th
 state_ranges — Any range of elements of this rank's shard of one state: read and written wherever it lives, without
     the others.
 state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.
+states_to_come — The states that an optimizer is going to have of each parameter, known before its first step: what a
+    save would find then.
 step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
     don't reach it.
 step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.

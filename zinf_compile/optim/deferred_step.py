@@ -4,13 +4,15 @@ Note: Deferred step
     `step()` updates one chunk, or those that can't be deferred, marks the parameters of the others as pending
     (`runtime/units/pending_updates.py`) and submits the chunks to the `update` lane. A read of a pending shard waits for its
     update, or receives the updated value from memory. The worker uses copies of the settings and snapshots of the gradients
-    (`step_gradient.py`), and commits all chunks to `optimizer.state` together at the end. Readers of states call
-    `finish_deferred` first. Readers of the step's results raise its error; its parameters stay unusable until loaded.
+    (`step_gradient.py`), issues what it computes on a device on the stream that was current in `step()`, and commits all chunks
+    to `optimizer.state` together at the end. Readers of states call `finish_deferred` first. Readers of the step's results raise
+    its error; its parameters stay unusable until loaded.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import logging
 import os
@@ -23,6 +25,7 @@ from torch.optim import Optimizer
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import StepFailedError
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.system.accelerator import current_stream
 from zinf_compile.runtime.units.pending_updates import Span, Updates
 from zinf_compile.runtime.units.unit import Unit
 
@@ -54,6 +57,7 @@ class DeferredStep:
         self._groups = list(optimizer.param_groups)
         self._step_one = step_one
         self._threads = torch.get_num_threads()
+        self._stream = current_stream(self._sources[0].context.device)
         self.pending: Pending = Done()
         """Done when no thread works on the step."""
         self._updates: Updates[Unit] | None = None
@@ -111,7 +115,8 @@ class DeferredStep:
         try:
             if torch.get_num_threads() != self._threads:  # part of the compute shape
                 torch.set_num_threads(self._threads)
-            self._update(optimizer, record, updates)
+            with self._stream or contextlib.nullcontext():  # settings may be tensors that it computes
+                self._update(optimizer, record, updates)
         except BaseException as error:  # raised by readers of the parameters
             _log.debug("a step failed", exc_info=error)
             record.mark_ended()

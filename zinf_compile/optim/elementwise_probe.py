@@ -55,6 +55,8 @@ class _Verdict:
     """States of the parameter's size, with their data types."""
     nested: str | None = None
     """The name of a state that is a collection of tensors."""
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """States besides, such as step counts, as they were after some steps."""
 
 
 def check_elementwise(optimizer: Optimizer, unit: Unit | ParameterSlot) -> None:
@@ -82,6 +84,11 @@ def is_elementwise(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.
 def states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, torch.dtype]:
     """Return the names and types of the states that the optimizer keeps for each element of a parameter of type `dtype`."""
     return _verdict(optimizer, group, dtype).states
+
+
+def other_states_kept(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> Mapping[str, Any]:
+    """Return the states that the optimizer keeps for a parameter besides, such as step counts, with values of that kind."""
+    return _verdict(optimizer, group, dtype).others
 
 
 def check_pieces(optimizer: Optimizer, group: Mapping[str, Any], unit: Unit) -> None:
@@ -153,7 +160,9 @@ def _try_small(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtyp
             part.step(grad.view(-1)[piece], ahead)
 
     def verdict(problem: str | None) -> _Verdict:
-        return _Verdict(problem, large_states(whole.states, value), nested_state(whole.states))
+        large = large_states(whole.states, value)
+        others = {name: state for name, state in whole.states.items() if name not in large}
+        return _Verdict(problem, large, nested_state(whole.states), others)
 
     for grad in grads:
         step(grad)

@@ -44,7 +44,7 @@ class WantedState(NamedTuple):
 
 
 class StateReading(Protocol):
-    """Such elements on their way."""
+    """Such elements in flight."""
 
     def finish(self, into: torch.Tensor) -> None:
         """Fill a flat tensor of any type and device."""

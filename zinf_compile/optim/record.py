@@ -69,6 +69,8 @@ class OptimizerRecord:
     """States that are being loaded, as they were saved."""
     checkpoint: str | None = None
     """The folder of its last checkpoint, which this process has saved or loaded."""
+    rehearsed: bool = False
+    """What has to happen before its first update is done, see `before_updates`."""
     reported: bool = False
     """The log has described its first step."""
     warned: set[str] = dataclasses.field(default_factory=set)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zinf_compile.errors import StepFailedError
 from zinf_compile.sharded.parameter import ShardedParameter
 
+from .before_updates import prepare_updates
 from .chunked_step import begin_chunks, explaining_progress
 from .closure_step import Closure, closure_of, hollow_of, run_on_stand_in, with_closure
 from .deferred_step import finish_deferred
@@ -88,6 +89,7 @@ def _begin(
     optimizer: Optimizer, hollow: Sequence[ShardedParameter], sources: Sequence[OffloadedStates], *, by_closure: bool = False
 ) -> RunningStep:
     """Update all chunks but the last; return the step that the caller runs. `by_closure`: a closure computes the gradients."""
+    prepare_updates(optimizer)
     due = settings_of_step(optimizer, by_closure=by_closure)
     in_memory = [p for p in hollow if p._zinf_unit.backing is None and not any(p in states for states in sources)]
     check_states_to_come(optimizer, in_memory)

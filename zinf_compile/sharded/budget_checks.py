@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.program import ParameterSlot
@@ -122,9 +123,13 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
 
 def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> dict[Tier, Lack]:
     """Return what a backward needs of each side that makes gradients in memory beside earlier ones of the same units."""
-    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
-    second = gradient_bytes(context, [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None])
     claims = context.memory.reservations
+    if claims.device_cap is None and claims.host_cap is None:
+        return {}
+    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
+    with no_torch_function():
+        again = [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None]
+        second = gradient_bytes(context, again)
     sides = (
         (Tier.DEVICE, context.memory.ledger, claims.device_cap, claims.passing),
         (Tier.HOST, context.memory.host_ledger, claims.host_cap, claims.passing_host),

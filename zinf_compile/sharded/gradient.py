@@ -9,6 +9,7 @@ import torch
 
 from zinf_compile._torch import no_override
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -66,6 +67,12 @@ class ShardedGradient(torch.Tensor):
         """The shard, where it isn't on the device."""
         return self._shard if isinstance(self._shard, OffloadedGradient) else None
 
+    @property
+    def on_host(self) -> OffloadedGradient | None:
+        """The shard, where it is in host memory beside a device with memory of its own."""
+        offloaded = self.offloaded
+        return offloaded if offloaded is not None and offloaded.backing.resident is not None else None
+
     def local(self) -> torch.Tensor:
         """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `offloaded`."""
         self._pending.wait()
@@ -83,6 +90,22 @@ class ShardedGradient(torch.Tensor):
         for tile in unit.tiles:
             yield self.part(tile)[: tile.valid]
 
+    def parts_on_device(self) -> Iterator[torch.Tensor]:
+        """Yield the same on the device, each to be read and dropped."""
+        unit = self._unit
+        if unit.device.type == "cpu" or self.offloaded is None:
+            yield from self.valid_parts()
+        elif self.on_host is None:
+            yield from (part.to(unit.device) for part in self.valid_parts())
+        elif not unit.tiles:
+            yield self._bring(0, unit.valid)()
+        else:
+            bringing = [(tile.span.place, tile.span.place + tile.valid) for tile in unit.tiles]
+            arriving = self._bring(*bringing[0])
+            for following in [*bringing[1:], None]:
+                part, arriving = arriving(), arriving if following is None else self._bring(*following)
+                yield part
+
     def part(self, tile: Tile) -> torch.Tensor:
         """Return this rank's elements of a tile's gradient, padding included; a copy, where they come from a drive."""
         offloaded = self.offloaded
@@ -96,8 +119,11 @@ class ShardedGradient(torch.Tensor):
         return ShardedGradient(self._unit, self._shard, self._pending, self.dtype)
 
     def prepare(self, *, early: bool = False) -> None:
-        """Start to load the shard for the next `local`; with `early`, only if there is room beside the others."""
-        if isinstance(self._shard, OffloadedGradient):
+        """Start to load the shard for the next `local`; with `early`, only if there is room beside the others.
+
+        One in host memory beside a device with memory of its own is there: it is read where it is, or on the device.
+        """
+        if isinstance(self._shard, OffloadedGradient) and (self.on_host is None or self._unit.device.type == "cpu"):
             with self._unit.context.lanes.meter.waiting():
                 self._shard.prepare(early=early)
 
@@ -107,15 +133,24 @@ class ShardedGradient(torch.Tensor):
             (self._shard, self._shard.version) if isinstance(self._shard, OffloadedGradient) else (s := self.local(), s._version)
         )
 
-    def change(self, function: Callable[[torch.Tensor], object], *, elementwise: bool) -> None:
-        """Change the shard in place; where it is offloaded, and `elementwise` allows it, when it is next read."""
+    def change(
+        self,
+        function: Callable[[torch.Tensor], object],
+        *,
+        elementwise: bool,
+        of: Sequence[OffloadedGradient] = (),
+    ) -> None:
+        """Change the shard in place; where it is offloaded, and `elementwise` allows it, when it is next read.
+
+        `of`: gradients in host memory of which the function makes the new values.
+        """
         offloaded = self.offloaded
         if offloaded is None:
             shard = self.local()
             function(shard)
             torch.autograd.graph.increment_version(shard)  # which PyTorch doesn't below autograd; on padding, too
         elif elementwise:
-            offloaded.change(function)
+            offloaded.change(function, of=of)
         else:
             shard = self.local()
             function(shard)
@@ -123,11 +158,40 @@ class ShardedGradient(torch.Tensor):
 
     def borrow(self) -> torch.Tensor:
         """Return the whole gradient on the device, on a single rank, to be read and dropped."""
+        return self.start_borrowing()()
+
+    def start_borrowing(self, *, early: bool = False) -> Callable[[], torch.Tensor]:
+        """Start to bring what `borrow` returns; with `early`, only if there is room beside the others."""
+        unit, memory = self._unit, self._unit.context.memory
+        if self.on_host is None or unit.device.type == "cpu":  # which plays a device, too
+            self.prepare(early=early)
+            return self._borrow_loaded
+        if early and not memory.has_room(memory.ledger, format_of(self.kept_dtype).bytes(unit.shard_numel)):
+            return self.borrow
+        bringing = self._bring(0, None)
+        return lambda: unit.logical(bringing())
+
+    def _borrow_loaded(self) -> torch.Tensor:
         shard = self.local()
         there = shard.to(self._unit.device)
         if there is not shard:
             self._unit.context.memory.ledger.track("staging", there)
         return self._unit.logical(there)
+
+    def _bring(self, start: int, end: int | None) -> Callable[[], torch.Tensor]:
+        """Start to copy elements of a shard in host memory to the device; return what orders compute after that."""
+        offloaded = self.on_host
+        assert offloaded is not None, "what is on the device stays there"
+        self._pending.wait()
+        with self._unit.context.lanes.meter.waiting():
+            there, arriving = offloaded.copy_to_device(start, end)
+
+        def arrive() -> torch.Tensor:
+            with self._unit.context.lanes.meter.waiting():
+                arriving.wait()
+            return there
+
+        return arrive
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole averaged gradient on every rank, in this gradient's `dtype`. A collective operation.

@@ -72,9 +72,13 @@ def global_norms(gradients: Sequence[ShardedGradient], order: float, dtype: torc
         _known[context] = known
     assert norms is not None, "the norms were taken a moment ago"
     return [
-        torch.tensor(norm, dtype=torch.float64).to(device=gradient.device, dtype=dtype or gradient.norm_dtype)
-        for norm, gradient in zip(norms, gradients, strict=True)
+        _number_on(gradient.device, norm, dtype or gradient.norm_dtype) for norm, gradient in zip(norms, gradients, strict=True)
     ]
+
+
+def _number_on(device: torch.device, number: float, dtype: torch.dtype) -> torch.Tensor:
+    rounded = torch.tensor(number, dtype=torch.float64).to(dtype)
+    return rounded if device.type == "cpu" else torch.full((), rounded.item(), dtype=dtype, device=device)  # no copy: no wait
 
 
 def _gradients_of(context: Context, families: set[int]) -> list[ShardedGradient]:
@@ -96,7 +100,7 @@ def _take(context: Context, settings: _Settings, gradients: Sequence[ShardedGrad
             if each is not None and not (each.unit.tiles and each.offloaded is not None):  # else its parts are loaded one by one
                 each.prepare(early=each is following)
         norms = []
-        for valid in gradient.valid_parts():
+        for valid in gradient.parts_on_device():
             wanted = dtype or (gradient.norm_dtype if gradient.norm_dtype != valid.dtype else None)
             norm = torch.linalg.vector_norm(valid, order, dtype=wanted) if valid.numel() else valid.new_tensor(empty)
             norms.append(norm.double())

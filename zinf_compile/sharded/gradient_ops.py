@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from zinf_compile.errors import PartitionedParameterError
-from zinf_compile.runtime.lanes.lanes import Done
+from zinf_compile.runtime.device.link import DeviceLink
+from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.swap import offload
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -100,6 +102,19 @@ def _in_turn(gradients: Sequence[Any]) -> Iterator[Any]:
         yield gradient
 
 
+def _borrowed(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield whole gradients on the device, each to be read and dropped; the next one is brought if there is room for both."""
+
+    def start(each: Any, *, early: bool) -> Callable[[], torch.Tensor]:
+        return each.start_borrowing(early=early) if isinstance(each, ShardedGradient) else lambda: each
+
+    ready = start(gradients[0], early=False)
+    for following in gradients[1:]:
+        now, ready = ready, start(following, early=True)
+        yield now()
+    yield ready()
+
+
 def _first(args: Sequence[Any]) -> Any:
     if args and isinstance(args[0], (list, tuple)):
         return next((item for item in args[0] if isinstance(item, ShardedGradient)), None)
@@ -138,9 +153,20 @@ class _Scalar:
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value.detach().clone()
         self._copies = {self._value.device: self._value}
+        self._arriving: Pending | None = None
+
+    def bring(self, link: DeviceLink) -> None:
+        """Start to copy it to the host, for changes that another thread makes there; once."""
+        host = torch.device("cpu")
+        if host not in self._copies:
+            there = link.host_buffer(1, self._value.dtype)
+            self._arriving = link.to_host(self._value.view(1), there, None)
+            self._copies[host] = there.view(())
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return it there; copied once."""
+        """Return it there; copied once. Any thread may call, where it was brought."""
+        if self._arriving is not None and device.type == "cpu":
+            self._arriving.wait()
         if device not in self._copies:
             self._copies[device] = self._value.to(device)
         return self._copies[device]
@@ -151,12 +177,18 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
     unit = gradient.unit
     args, kwargs = [_copied(a) for a in args], {k: _copied(v) for k, v in kwargs.items()}
     operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
-    alone = gradient.offloaded is not None and not any(isinstance(a, torch.Tensor) and a.dim() for a in operands)
+    others_here = [a for a in operands if isinstance(a, torch.Tensor) and a.dim()]
+    beside = [a.on_host for a in others_here if isinstance(a, ShardedGradient) and a.unit is unit and a.on_host is not None]
+    on_host = gradient.on_host is not None and len(beside) == len(others_here)
+    alone = gradient.offloaded is not None and (not others_here or on_host)
+    for each in operands:
+        if isinstance(each, _Scalar) and alone:
+            each.bring(unit.context.link)
 
     def local(value: Any) -> Any:
         if isinstance(value, list):
             return [local(item) for item in value]
-        return _local_argument(value, unit)
+        return value.on_host if on_host and isinstance(value, ShardedGradient) else _local_argument(value, unit)
 
     def change_part(tile: Tile, part: torch.Tensor) -> None:
         def cut(value: Any) -> Any:
@@ -180,7 +212,7 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
         change_parts(gradient, change_part, func._schema.name.split("::")[-1])
         return
     others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
-    gradient.change(change, elementwise=alone)
+    gradient.change(change, elementwise=alone, of=beside)
 
 
 def _copied(value: Any) -> Any:
@@ -194,6 +226,10 @@ def _copied(value: Any) -> Any:
 def _on(value: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_on(item, device) for item in value]
+    if isinstance(value, OffloadedGradient):
+        return value.backing.resident
+    if isinstance(value, torch.Tensor) and value.dim() and value.device != device:
+        return value.to(device)
     return value.on(device) if isinstance(value, _Scalar) else value
 
 
@@ -288,7 +324,10 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
         if all(g.offloaded is None and g.norm_dtype == g.kept_dtype for g in sharded):
             return func([read(g) for g in args[0]], *args[1:], **kwargs)
-        return [func([read(g)], *args[1:], **kwargs)[0] for g in _in_turn(args[0])]
+        return [
+            func([value.to(g.norm_dtype) if isinstance(g, ShardedGradient) else value], *args[1:], **kwargs)[0]
+            for g, value in zip(args[0], _borrowed(args[0]), strict=True)
+        ]
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
 
@@ -308,6 +347,9 @@ def _unscale(func: Any, args: Sequence[Any]) -> None:
             valid = gradient.unit.valid  # padding may hold anything
             if is_loaded_by_tile(gradient):
                 change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]), "GradScaler.unscale_")
+            elif gradient.on_host is not None:
+                with gradient.unit.context.lanes.meter.waiting():
+                    gradient.on_host.change_now(lambda shard, valid=valid: unscale(shard[:valid]))  # type: ignore[misc]
             else:
                 gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
         else:

@@ -37,7 +37,7 @@ def average_the_rest(partitioned: Sequence[nn.Parameter], context: Context, plac
     known = {id(parameter) for model in list(_averaged) for parameter in model.parameters()}
     if context.size == 1 or all(id(parameter) in known for parameter in partitioned):
         return
-    for model in _models_of(partitioned):
+    for model in models_of(partitioned):
         _averaged.add(model)
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, ShardedParameter) and parameter.requires_grad and not is_averaged(parameter):
@@ -91,7 +91,7 @@ class _Average:
 def rest_of(partitioned: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the other parameters of the models that `partitioned` belong to, by name: what no compiled graph uses."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for model in _models_of(partitioned):
+    for model in models_of(partitioned):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, ShardedParameter):
                 found.setdefault(id(parameter), (name, parameter))
@@ -116,7 +116,7 @@ def _fingerprint(parameter: torch.Tensor) -> str:
     return f"values {hashlib.blake2b(values.data, digest_size=8).hexdigest()}"
 
 
-def _models_of(parameters: Iterable[nn.Parameter]) -> list[nn.Module]:
+def models_of(parameters: Iterable[torch.Tensor]) -> list[nn.Module]:
     """Return the outermost modules of this process that hold any of the parameters."""
     wanted = {id(parameter) for parameter in parameters}
     parents: dict[int, list[nn.Module]] = {}

@@ -10,10 +10,12 @@ from zinf_compile.runtime.close_context import close_context
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.device.simulated import SimulatedDevice
+from zinf_compile.runtime.memory.device_arena import DeviceArena
 
 
 def test_lanes_of_an_accelerator_end() -> None:
-    link = AcceleratorLink(torch.device("cuda"))
+    device = torch.device("cuda")
+    link = AcceleratorLink(device, DeviceArena(device))
     context = Context(None, torch.device("cpu"), timeout_s=1.0, link=link)
     lane = link._lanes["host to device"] = Mock()  # as at its first copy, for which a GPU is needed
     close_context(context)

@@ -121,11 +121,15 @@ def test_host_memory_is_held_until_the_device_is_done_with_it(streams: list[Fake
     assert lane.readers(host) == []
 
 
-def test_the_host_waits_for_the_oldest_where_too_many_hold_host_memory(streams: list[FakeStream]) -> None:
-    lane = StreamLane(DEVICE, "test", most=2)
-    for _ in range(3):
-        lane.submit(lambda: None, host_memory=[torch.zeros(1)])
-    assert [event.synchronized for event in streams[0].recorded] == [1, 0, 0]
+def test_the_host_waits_for_the_oldest_where_too_many_hold_host_memory_that_comes_from_drives(streams: list[FakeStream]) -> None:
+    drive: Any = SimpleNamespace(wait=lambda: None)
+    for after, waits in (([], [0, 0, 0]), ([drive], [1, 0, 0])):
+        lane = StreamLane(DEVICE, "test", most=2)
+        jobs = [lane.submit(lambda: None, after=after, host_memory=[torch.zeros(1)]) for _ in range(3)]
+        for job in jobs:
+            job.wait()
+        assert [event.synchronized for event in streams[-1].recorded] == waits
+        lane.close()
 
 
 def test_only_streams_wait_where_too_many_hold_memory_of_the_device(streams: list[FakeStream]) -> None:
