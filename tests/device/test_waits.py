@@ -15,8 +15,13 @@ from torch import nn
 import zinf_compile
 from zinf_compile.runtime import executor
 
-BY_DEFAULT = ("device", "host", "host, updated on the device", "states on the drive")
-CASES = {**PLACEMENTS, **EVERY}
+MANY_CHUNKS = "many chunks, updated on the device"
+BY_DEFAULT = ("device", "host", "states on the drive", MANY_CHUNKS)
+CASES = {
+    **PLACEMENTS,
+    MANY_CHUNKS: {**PLACEMENTS["host, updated on the device"], "compute_shape": {"piece_numel": 4096}},
+    **EVERY,
+}
 
 
 def waits_of_compute() -> int:
@@ -25,7 +30,7 @@ def waits_of_compute() -> int:
 
 
 def waits_of_steps(options: Options, layers: int) -> list[int]:
-    """Return the waits of a plain step, and of one with accumulated and clipped gradients, each after one of its kind.
+    """Return the waits of a plain step, and of one with accumulated and clipped gradients, each after two of its kind.
 
     In a model of time in which nothing is over before the host has waited for it, so that they depend on no other process.
     """
@@ -34,7 +39,7 @@ def waits_of_steps(options: Options, layers: int) -> list[int]:
     training, waits = Training("late", options, layers=layers), []
     with late.durations({}, otherwise=1.0):
         for micro_batches, clipped in ((1, False), (3, True)):
-            for step in range(2):
+            for step in range(3):
                 batches = training.batches(step, micro_batches)
                 late.clear()
                 training.step(batches, clipped=clipped)
@@ -79,7 +84,7 @@ def test_lookups_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         return counts
 
     monkeypatch.setattr(executor, "gather_rows", counted(executor.gather_rows))
-    options = {"compute": "fx", **PLACEMENTS["parameters on the host"], "tile": 1600}
+    options = {"compute": "fx", **PLACEMENTS["parameters on the host"], "tile": 4096}
     found = []
     for layers in (4, 16):
         torch.compiler.reset()
@@ -89,7 +94,7 @@ def test_lookups_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         called = torch.compile(model, backend="zero_infinity", options=options)
         indices = torch.arange(64, device="late").reshape(4, 16)
         with late.durations({}, otherwise=1.0):
-            for _ in range(2):
+            for _ in range(3):
                 within.clear()
                 late.clear()
                 called(indices).backward()
@@ -99,5 +104,5 @@ def test_lookups_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0] == found[1]
     (looked_up, others) = found[0]
     assert len(looked_up) == 1
-    assert 1 <= looked_up[0] <= 3
+    assert looked_up[0] > 0
     assert others <= 2 + 2

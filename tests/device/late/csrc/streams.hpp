@@ -84,7 +84,7 @@ class Streams {
   void set_delays(const Delays& delays);
   // Keeps a model of time beside the real one: each work takes what is set for its name, else `otherwise`, and begins once its stream,
   // what that waits for and the host thread that issues it have come there; a host thread takes no time but where it waits. It depends
-  // on the order of calls alone. Events are queried by it. Without durations there is no such model.
+  // on the order of calls alone. Events are queried by it. Where nothing takes any time there is no such model.
   void set_durations(std::map<std::string, double> durations, double otherwise);
   void set_lazy(bool on);  // streams run only while the host waits, or asks and finds that something isn't done
   bool host_knows_writes(uintptr_t begin, uintptr_t end);  // see Order
@@ -130,6 +130,7 @@ class Streams {
   std::string failure_;
   std::map<std::string, double> durations_;
   double otherwise_ = 0;
+  bool models_ = false;
   double epoch_ = 0;  // when the model began
   std::map<std::thread::id, double> host_times_;
   std::mutex gate_;  // of the next four
