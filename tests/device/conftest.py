@@ -16,6 +16,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 sys.path.insert(0, str(Path(__file__).parent))
 
 import late
+from rank_late import watched_drives
 
 
 @pytest.hookimpl(trylast=True)
@@ -26,9 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_device() -> Iterator[None]:
-    """Start with nothing counted, end with nothing running."""
+    """Start with nothing counted, end with nothing running; what drives do is watched."""
     torch.accelerator.synchronize()
     late.clear()
     late.reset_peak()
-    yield
+    with watched_drives():
+        yield
     torch.accelerator.synchronize()

@@ -86,18 +86,22 @@ class Training:
 
 def train(
     device: str, options: Options | None, *, layers: int = 4, micro_batches: int = 2, clipped: bool = True, rank: int = 0
-) -> tuple[list[torch.Tensor], Counter[str]]:
-    """Return the losses of three steps, and what the last step counted."""
+) -> tuple[list[torch.Tensor], list[Counter[str]]]:
+    """Return the losses of three steps, what each of them counted, and what was counted afterwards, when all is over."""
     torch.compiler.reset()
     zinf_compile.reset()
     training = Training(device, options, layers=layers, rank=rank)
     losses: list[torch.Tensor] = []
+    counts: list[Counter[str]] = []
     batches = [training.batches(step, micro_batches) for step in range(3)]
+    late.clear()
     for batch in batches:
-        late.clear()
         losses += training.step(batch, clipped=clipped)
-    counted = late.counters()
-    return [loss.cpu() for loss in losses], counted
+        counts.append(late.counters())
+        late.clear()
+    losses = [loss.cpu() for loss in losses]
+    torch.accelerator.synchronize()
+    return losses, [*counts, late.counters()]
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:

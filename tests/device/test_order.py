@@ -161,3 +161,26 @@ def test_detection_can_be_left_off() -> None:
             with stream:
                 tensor.add_(1)
     assert not _unordered()
+
+
+def test_what_a_drive_moves_is_ordered_by_waits_of_the_host() -> None:
+    tensor = torch.zeros(10, device="late")
+    staging = torch.zeros(10).pin_memory()
+    torch.accelerator.synchronize()
+    staging.copy_(tensor, non_blocking=True)
+    late.drive_begins("write to a drive", staging.data_ptr(), 40, writes=False)
+    (found,) = _unordered()
+    assert found.startswith("write to a drive on stream ")
+    assert found.endswith("reads what copy to host on stream 0 writes")
+    torch.accelerator.synchronize()
+    reading = late.drive_begins("read from a drive", staging.data_ptr(), 40, writes=True)
+    late.drive_ended(reading)
+    tensor.copy_(staging, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert len(_unordered()) == 2, "a write was still under way there"
+    late.clear()
+    late.drive_ended(late.drive_begins("read from a drive", staging.data_ptr(), 40, writes=True))
+    tensor.copy_(staging, non_blocking=True)
+    assert not _unordered()
+    late.drive_begins("read from a drive", staging.data_ptr(), 40, writes=True)
+    assert len(_unordered()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import late
@@ -188,3 +189,44 @@ def test_what_fails_on_a_stream_is_raised_at_the_next_wait() -> None:
     torch.accelerator.synchronize()
     del row
     assert late.counters()["failures on streams"] == 1
+
+
+def test_a_model_of_time_depends_on_the_order_of_calls_alone() -> None:
+    (other,) = _streams(1)
+    first, second = torch.zeros(10, device="late"), torch.zeros(10, device="late")
+    torch.accelerator.synchronize()
+    logs = []
+    for seed in (1, 2):
+        late.clear()
+        with late.delays(0.001, seed=seed), late.durations({"aten::add.out": 2.0}, otherwise=1.0):
+            first.add_(1)
+            done = torch.accelerator.current_stream().record_event()
+            with other:
+                second.mul_(2)
+                other.wait_event(done)
+                second.mul_(2)
+            assert not done.query()
+            done.synchronize()
+            assert done.query()
+            first.mul_(2)
+            torch.accelerator.synchronize()
+        logs.append([[(work.start, work.end) for work in log] for log in late.logs().values()])
+    assert logs[0] == logs[1] == [[(0, 2), (2, 3)], [(0, 1), (2, 3)]]
+
+
+def test_host_waits_are_counted_by_thread() -> None:
+    waited, counted = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        torch.accelerator.synchronize()
+        waited.set()
+        counted.wait()
+
+    thread = threading.Thread(target=wait, name="another")
+    thread.start()
+    waited.wait()
+    torch.accelerator.synchronize()
+    torch.accelerator.synchronize()
+    assert late.waits_by_thread() == {"another": 1, "MainThread": 2}
+    counted.set()
+    thread.join()

@@ -78,6 +78,8 @@ def train_everywhere(
                     master=bool(master),
                     reduced=reduced,
                     piece=piece_numel,
+                    rank=rank,
+                    norms_on_device=device is not None,
                 )
                 options = options_for(placement, folder, update=update, **others)
                 found = _train(rank, options, meter, needed, dtype, steps, device=device)

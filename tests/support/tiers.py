@@ -193,6 +193,8 @@ class Needed:
         piece: int,
         master: bool = False,
         reduced: torch.dtype | None = None,
+        rank: int = 0,
+        norms_on_device: bool = False,
     ) -> None:
         self.params, self.grads, self.states = placement
         self.unified, self.piece = unified, piece
@@ -203,7 +205,11 @@ class Needed:
         self.state = torch.float32.itemsize if master else self.element
         self.reduced = self.state if reduced is None else reduced.itemsize
         self.count = STATES + master
+        self.norms_on_device = norms_on_device
+        """As on an accelerator: gradients come from the host for their norms, and factors go there."""
         model = sundry()
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.valid = {name: min(-(-n // ranks), max(0, n - rank * -(-n // ranks))) for name, n in sizes.items()}
         self.numel = {name: -(-p.numel() // ranks) for name, p in model.named_parameters()}
 
     def partitioning(self) -> Traffic:
@@ -226,7 +232,11 @@ class Needed:
 
     def norm(self) -> Traffic:
         """The norm reads each gradient."""
-        return Traffic(read=self._on_drive(self.reduced)) if self.grads == "nvme" else Traffic()
+        read = self._on_drive(self.reduced) if self.grads == "nvme" else 0
+        if not self.norms_on_device or self.grads == "device":
+            return Traffic(read=read)
+        come = sum(self.valid[name] for name in TRAINED) * self.reduced if self.grads == "host" else 0
+        return Traffic(read=read, to_device=come, to_host=4 * len(TRAINED))
 
     def step(self, *, first: bool) -> Traffic:
         """Values go and come back, gradients go, states go and come back: all that isn't where it is updated."""

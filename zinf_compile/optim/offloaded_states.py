@@ -144,7 +144,7 @@ class OffloadedStates:
                     buffer = self._prepare(number, optimizer)
                     if following is not None and len(self.transfers.buffers) > 1:
                         self._prepare(following, optimizer)
-                    buffer.drain()
+                    buffer.reuse() if self._route.device_apart else buffer.drain()  # a device waits by itself
                     self._offer(number, buffer)
                 buffer.held = True
                 yield number, buffer

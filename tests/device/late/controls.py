@@ -184,6 +184,19 @@ def clear() -> None:
     C.late_clear()
 
 
+def drive_begins(name: str, address: int, length: int, *, writes: bool) -> int:
+    """Tell the detector of a transfer between a drive and pinned memory, which it writes or reads; return its number.
+
+    It is unordered with what streams do there unless the host has waited for that, and they come after it once the host has
+    waited for it, which `drive_ended` tells.
+    """
+    return int(C.late_drive_begins(name.encode(), address, length, writes))
+
+
+def drive_ended(number: int) -> None:
+    C.late_drive_ended(number)
+
+
 def log(stream: torch.Stream | int | None = None) -> list[Logged]:
     """Return what a stream has run since `clear`, in its order."""
     if not isinstance(stream, int):

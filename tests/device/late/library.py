@@ -48,6 +48,8 @@ for _name, _result, *_arguments in (
     ("late_free_text", None, ctypes.c_void_p),
     ("late_hold", _NUMBER, _NUMBER),
     ("late_release", None, _NUMBER),
+    ("late_drive_begins", _NUMBER, _TEXT, _ADDRESS, _ADDRESS, _FLAG),
+    ("late_drive_ended", None, _NUMBER),
     ("late_fail", None, _TEXT),
     ("late_call", None, _NUMBER, _TEXT, CALL, _NUMBER, ctypes.POINTER(ctypes.c_uint64), _SIZE),
 ):

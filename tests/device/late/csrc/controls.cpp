@@ -117,6 +117,17 @@ char* late_log(int64_t stream) {
 
 int64_t late_streams() { return static_cast<int64_t>(device().streams.count()); }
 
+// A drive's transfer of pinned memory, which it writes or reads; 0 for other memory. See Streams::drive_begins.
+int64_t late_drive_begins(const char* name, uint64_t address, uint64_t bytes, bool write) {
+  if (bytes == 0 || !device().pinned.contains(reinterpret_cast<void*>(address))) return 0;
+  const late::Drive drive = device().streams.drive_begins(name, {address, address + bytes, write});
+  return static_cast<int64_t>(drive.stream << 40 | drive.number);
+}
+
+void late_drive_ended(int64_t transfer) {
+  if (transfer != 0) device().streams.drive_ended({static_cast<size_t>(transfer) >> 40, static_cast<uint64_t>(transfer) & ((1ull << 40) - 1)});
+}
+
 // The stream stands still from here on until it is released.
 int64_t late_hold(int64_t stream) {
   static int64_t last = 0;

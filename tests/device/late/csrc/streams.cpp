@@ -163,7 +163,7 @@ void Streams::issue(size_t stream, Work work) {
   const double late_by = work.prompt ? 0 : delay(stream, queue.issued++);
   const double begins = std::max(queue.time, host_time());
   queue.time = begins + duration(work);
-  const bool modelled = !durations_.empty();
+  const bool modelled = models_;
   const double due[] = {begins - epoch_, queue.time - epoch_};
   work.accesses.clear();
   push(queue, [this, settings, late_by, modelled, from = due[0], to = due[1], work = std::move(work)](Queue& on) {
@@ -253,7 +253,7 @@ void Streams::await(const Recording& recording) {
 
 std::optional<bool> Streams::modelled(double due) {
   const std::lock_guard lock(mutex_);
-  if (durations_.empty()) return std::nullopt;
+  if (!models_) return std::nullopt;
   return due <= host_time();
 }
 
@@ -264,7 +264,7 @@ double& Streams::host_time() {
 }
 
 double Streams::duration(const Work& work) const {
-  if (durations_.empty() || work.prompt) return 0;
+  if (!models_ || work.prompt) return 0;
   const auto found = durations_.find(work.name);
   return found == durations_.end() ? otherwise_ : found->second;
 }
@@ -273,6 +273,7 @@ void Streams::set_durations(std::map<std::string, double> durations, double othe
   const std::lock_guard lock(mutex_);
   durations_ = std::move(durations);
   otherwise_ = otherwise;
+  models_ = otherwise > 0 || !durations_.empty();
   for (auto& queue : queues_)
     if (queue) epoch_ = std::max(epoch_, queue->time);
   for (const auto& [thread, time] : host_times_) epoch_ = std::max(epoch_, time);
@@ -320,6 +321,22 @@ void Streams::set_delays(const Delays& delays) {
   delays_ = delays;
   for (auto& queue : queues_)
     if (queue) queue->issued = 0;
+}
+
+Drive Streams::drive_begins(const std::string& name, const Access& access) {
+  const std::lock_guard lock(mutex_);
+  const size_t stream = MOST + drives_++ % 64;
+  order_.issue(stream);
+  if (detects_)
+    order_.access(stream, name, {access}, [&](const std::string& text) { counters_.defect("unordered accesses", text); });
+  return {stream, order_.clock(stream)[stream]};
+}
+
+void Streams::drive_ended(const Drive& drive) {
+  const std::lock_guard lock(mutex_);
+  Clock clock(drive.stream + 1, 0);
+  clock[drive.stream] = drive.number;
+  order_.host_waited(clock);
 }
 
 void Streams::forget(uintptr_t begin, uintptr_t end) {

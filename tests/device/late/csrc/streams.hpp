@@ -50,6 +50,11 @@ struct Logged {
   size_t bytes;
 };
 
+struct Drive {
+  size_t stream;
+  uint64_t number;
+};
+
 struct Delays {
   uint64_t seed = 0;
   double longest = 0;  // seconds
@@ -79,13 +84,18 @@ class Streams {
   void set_delays(const Delays& delays);
   // Keeps a model of time beside the real one: each work takes what is set for its name, else `otherwise`, and begins once its stream,
   // what that waits for and the host thread that issues it have come there; a host thread takes no time but where it waits. It depends
-  // on the order of calls alone. Events are queried by it. Without durations there is no such model.
+  // on the order of calls alone. Events are queried by it. Where nothing takes any time there is no such model.
   void set_durations(std::map<std::string, double> durations, double otherwise);
   void set_lazy(bool on);  // streams run only while the host waits, or asks and finds that something isn't done
   bool host_knows_writes(uintptr_t begin, uintptr_t end);  // see Order
   void set_detection(bool on) { detects_ = on; }
   void forbid_waits(bool on) { waits_forbidden_ = on; }  // the next host wait that counts raises
   void forget(uintptr_t begin, uintptr_t end);           // see Order
+
+  // A transfer between a drive and host memory, for the detector: ordered after all that the host has waited for, and known to it once
+  // it has waited. Each is like a work on one of a few further streams. Returns what to name it by.
+  Drive drive_begins(const std::string& name, const Access& access);
+  void drive_ended(const Drive& drive);
   std::vector<Logged> log(size_t stream);
   void clear_logs();
 
@@ -114,11 +124,13 @@ class Streams {
   std::mutex mutex_;  // of all below, and of issuing: the order of issue is the same for all streams
   std::vector<std::shared_ptr<Queue>> queues_;
   size_t created_ = 1;  // the default stream is there
+  size_t drives_ = 0;   // transfers of drives so far
   Order order_;
   Delays delays_;
   std::string failure_;
   std::map<std::string, double> durations_;
   double otherwise_ = 0;
+  bool models_ = false;
   double epoch_ = 0;  // when the model began
   std::map<std::thread::id, double> host_times_;
   std::mutex gate_;  // of the next four
