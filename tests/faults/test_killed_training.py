@@ -36,6 +36,7 @@ def killed(kill: Kill, options: dict[str, Any], folder: Path) -> None:
     assert "gave no answer" not in told
     assert all(f"rank {rank}:" in told for rank in range(2))
     assert len(re.findall("exit code -9", told)) == (2 if kill.all_ranks else 1)
+    assert kill.all_ranks or f"RankMismatchError: rank {1 - kill.rank} of 2 got no answer from another rank while" in told
 
 
 def check_rest(uninterrupted: list[Any], options: dict[str, Any], folder: Path) -> None:

@@ -114,6 +114,10 @@ class _Rehearsal:
         parameters = [p for unit in units if (p := unit.parameter()) is not None]
         parameters += [p for each in optimizers for group in each.param_groups for p in group["params"]]
         models = models_of(parameters)
+        held = {id(p) for model in models for p in model.parameters()}
+        rest = {id(p): p for p in parameters if id(p) not in held}
+        if rest and gc.get_freeze_count():  # the program has hidden its modules from all who look for them
+            models.append(nn.ParameterList(rest.values()))
 
         def first(held: Iterable[Any]) -> int:
             return min((serials[id(p)] for p in held if id(p) in serials), default=len(serials))
