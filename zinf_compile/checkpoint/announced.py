@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
+from zinf_compile.ir.formats import format_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.optim.states_to_come import states_to_come
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -139,7 +140,7 @@ class _Rehearsal:
         add_random_states(contents, self._size, {tensor.device.type for tensor in targets.values()}, numpy=True)
         contents.add_plain("extra", {})
         gradients = [t for key, t in contents.tensors.items() if key.startswith("gradient.")]
-        size = sum(part.rectangle.numel * tensor.dtype.itemsize for tensor in gradients for part in tensor.parts)
+        size = sum(format_of(tensor.dtype).bytes(part.rectangle.numel) for tensor in gradients for part in tensor.parts)
         contents.release()
         return contents, size
 
