@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import subprocess
@@ -249,6 +250,34 @@ def test_reset_and_a_forked_process_let_go(tmp_path: Path) -> None:
     zinf_compile.reset()
     assert reserved_in(tmp_path) is None
     assert space._slots == []
+
+
+def test_models_that_the_collector_was_told_to_leave_alone(tmp_path: Path) -> None:
+    """By `gc.freeze()` modules can't be found: what the optimizer has is counted."""
+    model = Small()
+    compiled = torch.compile(model, backend=BACKEND, options={"checkpoint": tmp_path})
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    gc.freeze()
+    try:
+        backward(compiled)
+        optimizer.step()
+    finally:
+        gc.unfreeze()
+    numel = sum(p.numel() for p in trained(model))
+    assert sum(space_of(tmp_path)._sizes) > 4 * 4 * numel
+    assert sizes_in(zinf_compile.save(tmp_path, model, optimizer, wait=True))
+
+
+def test_an_optimizer_of_what_is_in_no_module(tmp_path: Path) -> None:
+    model, alone = Small(), nn.Parameter(torch.ones(3))
+    compiled = torch.compile(model, backend=BACKEND, options={"checkpoint": tmp_path})
+    optimizer = torch.optim.AdamW([*trained(model), alone], lr=0.01)
+    backward(compiled)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer \(AdamW\) has 1 parameters in group 0 that the model has not; accepted"
+    ):
+        optimizer.step()
+    assert names(tmp_path) == []
 
 
 def test_inside_partitioned(tmp_path: Path) -> None:

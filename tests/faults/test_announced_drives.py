@@ -152,6 +152,17 @@ def _input_output_error(fd: int, offset: int, size: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+def test_memory_without_a_limit(tmp_path: Path) -> None:
+    """A filesystem that says of all sizes that they are 0."""
+    with mounted(tmp_path / "drive", "-t", "tmpfs", "-o", "size=0", "tmpfs") as drive:
+        assert free_bytes(drive) == 0
+        zinf_compile.save(drive / "before", nn.Linear(3, 3))
+        training = Training(drive / "saves")
+        training.step()
+        assert training.save(drive / "saves").exists()
+        zinf_compile.reset()
+
+
 def test_a_file_size_limit(tmp_path: Path) -> None:
     training = Training(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

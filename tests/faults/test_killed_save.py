@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -271,6 +272,34 @@ def test_drafts_of_the_living_stay_and_those_of_the_dead_go(living: str, tmp_pat
     assert len(drafts(tmp_path)) == 2
     zinf_compile.save_safetensors(NEW, tmp_path, file_bytes=MANY)
     assert drafts(tmp_path) == [living]
+
+
+def test_a_folder_of_another_jobs_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That job holds the lock until it ends: a line in the log while it is waited for, then an error that says whose it is."""
+    monkeypatch.setattr(folder_update, "_LOCK_SILENT_S", 0.0)
+    monkeypatch.setattr(folder_update, "_LOCK_TIMEOUT_S", 0.1)
+    script = (
+        "import sys, torch, zinf_compile\n"
+        "zinf_compile.save(sys.argv[1], torch.nn.Linear(3, 4)); print('saved', flush=True); input()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"saved\n"
+        held = rf"another process has locked {tmp_path}, as long as it writes a model there or, .*, until it ends"
+        with pytest.raises(
+            OSError, match=rf"cannot save the model: .*{held}\. End that job, or save to another.*as before"
+        ) as raised:
+            zinf_compile.save_safetensors(NEW, tmp_path)
+        assert (raised.value.errno, raised.value.filename) == (errno.ETIMEDOUT, str(tmp_path))
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert re.search(rf"save_safetensors waits, 0\.1 s at most, for a lock: {held}", line)
+        assert [path.name for path in tmp_path.iterdir()] == ["save-00000001"]
+        process.kill()
+    zinf_compile.save_safetensors(NEW, tmp_path)
+    assert whose(tmp_path) is NEW
 
 
 def test_two_may_save_to_one_folder_at_once(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from same_leaves import assert_equal
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
-def options_in(folder: Path) -> dict[str, Any]:
-    """Return options with everything on a drive, and updates of many chunks."""
+def options_in(folder: Path, *, announced: bool = False) -> dict[str, Any]:
+    """Return options with everything on a drive, and updates of many chunks; `announced`: the folder of the checkpoints."""
     (folder / "drive").mkdir(parents=True)
-    placed = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "compute_shape": {"piece_numel": 64}}
+    placed: dict[str, Any] = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "compute_shape": {"piece_numel": 64}}
+    placed |= {"checkpoint": str(folder / "saved"), "checkpoint_keep": KEPT} if announced else {}
     return {**placed, "nvme": str(folder / "drive"), "timeout_s": 20}
 
 
@@ -35,6 +36,7 @@ def killed(kill: Kill, options: dict[str, Any], folder: Path) -> None:
     assert "gave no answer" not in told
     assert all(f"rank {rank}:" in told for rank in range(2))
     assert len(re.findall("exit code -9", told)) == (2 if kill.all_ranks else 1)
+    assert kill.all_ranks or f"RankMismatchError: rank {1 - kill.rank} of 2 got no answer from another rank while" in told
 
 
 def check_rest(uninterrupted: list[Any], options: dict[str, Any], folder: Path) -> None:
@@ -49,7 +51,7 @@ def check_rest(uninterrupted: list[Any], options: dict[str, Any], folder: Path) 
 
 
 def test_killed_at_one_point_after_the_other(uninterrupted: list[Any], tmp_path: Path) -> None:
-    options = options_in(tmp_path)
+    options = options_in(tmp_path, announced=True)
     for kill in (
         Kill("rename", 0, 2, under_way=False, all_ranks=False),  # as the first checkpoint gets its name
         Kill("cleanup", 0, 1, under_way=True, all_ranks=False),
@@ -65,7 +67,7 @@ def test_killed_at_one_point_after_the_other(uninterrupted: list[Any], tmp_path:
 @pytest.mark.parametrize("seed", range(1, 21))
 @pytest.mark.parametrize("point", MOST)
 def test_killed_at_twenty_moments_of_each(point: str, seed: int, uninterrupted: list[Any], tmp_path: Path) -> None:
-    kill, options = seeded(point, seed), options_in(tmp_path)
+    kill, options = seeded(point, seed), options_in(tmp_path, announced=seed % 2 == 0)
     print(f"seed {seed}: {kill}")
     killed(kill, options, tmp_path)
     check_rest(uninterrupted, options, tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_bad_checkpoints import loads, saves, two_jobs, under_a_cap
+from rank_bad_checkpoints import loads, partitioned_in_extra, replicas, saves, two_jobs, under_a_cap
 from ranks import run_ranks
 from small_drives import MIB, mounted, small_drive
 
@@ -105,3 +105,25 @@ def test_a_cap_that_is_too_small(tmp_path: Path) -> None:
     assert results[0] == results[1], "all ranks name one cap"
     assert "load" in [where for where, _ in results[0]], results[0]
     assert len(results[0]) < 5, "what is named works in the end"
+
+
+def test_a_plain_model_on_all_ranks_is_saved_by_one(tmp_path: Path) -> None:
+    results = run_ranks(replicas, 2, str(tmp_path))
+    (error,) = [error for error, _ in results if error]
+    assert re.search(
+        r"another process saves its checkpoints in \S+/all; .*Nothing of this model is partitioned, so that each of the 2 ranks "
+        r"saves all of it: where they are the same job, call save on one of them", error,
+    )  # fmt: skip
+    assert [names for _, names in results] == [["save-00000001"]] * 2
+
+
+@pytest.mark.parametrize(("size", "place"), [(2, "memory"), (1, "drive")])
+def test_averages_are_saved_as_a_part_of_the_model(size: int, place: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout_s": 60} | ({**AWAY, "nvme": str(tmp_path)} if place == "drive" else {})
+    for found in run_ranks(partitioned_in_extra, size, str(tmp_path / "saved"), options):
+        for name in ("parameters", "state_dict", "tensor"):
+            if size > 1 and name == "state_dict":
+                assert re.search(r"full_state_dict\(model\)", found[name]), found[name]
+                continue
+            assert re.match(r"CheckpointError: extra\.", found[name]), (name, found[name])
+            assert "It is partitioned: save what it belongs to as a part of the model, as an average by" in found[name]

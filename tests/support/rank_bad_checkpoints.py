@@ -314,3 +314,42 @@ def under_a_cap(rank: int, size: int, folder: str, cap: int) -> list[tuple[str, 
         else:
             break
     return refused
+
+
+def replicas(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
+    """Save a plain model from all ranks to one folder, as DDP has it, then from the first alone; return the error."""
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    error = outcome(lambda: zinf_compile.save(f"{folder}/all", model, optimizer, wait=True))
+    dist.barrier()
+    zinf_compile.load(f"{folder}/all", model, optimizer)
+    if rank == 0:
+        for _ in range(2):
+            zinf_compile.save(f"{folder}/first", model, optimizer, wait=True)
+    zinf_compile.save(f"{folder}/own-{rank}", model, optimizer, wait=True)
+    dist.barrier()
+    return error, sorted(os.listdir(f"{folder}/all"))
+
+
+def partitioned_in_extra(rank: int, size: int, folder: str, options: dict[str, Any]) -> dict[str, str]:
+    """Save averages as plain values; return the errors. As a part of the model they are saved."""
+    torch.compiler.reset()
+    compiled, model, optimizer = build(placed(options, size))
+    train(compiled, optimizer, range(1))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    halves = {"half": model.words.weight.detach() * 0.5} if size > 1 or "params" in options else {}
+    found = {
+        "parameters": outcome(lambda: zinf_compile.save(folder, model, optimizer, extra=dict(averaged.named_parameters()))),
+        "state_dict": outcome(lambda: zinf_compile.save(folder, model, optimizer, extra={"ema": averaged.state_dict()})),
+        "tensor": outcome(lambda: zinf_compile.save(folder, model, optimizer, extra=halves)),
+    }
+    both = nn.ModuleDict({"model": model, "averaged": averaged})
+    zinf_compile.save(folder, both, optimizer, wait=True)
+    before = zinf_compile.full_state_dict(averaged)
+    train(compiled, optimizer, range(1))
+    averaged.update_parameters(model)
+    zinf_compile.load(folder, both, optimizer)
+    assert_equal(zinf_compile.full_state_dict(averaged), before)
+    return found

@@ -17,14 +17,16 @@ MIB = 1 << 20
 
 @contextmanager
 def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    """Mount something at `folder`; skip the test where that is not allowed."""
+    """Mount something at `folder`; skip the test where that is not allowed. At the end nobody may have anything open there."""
     folder.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", *arguments, folder], check=False, capture_output=True).returncode:
         pytest.skip("needs the right to mount")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        if subprocess.run(["umount", folder], check=False).returncode:
+            subprocess.run(["umount", "-l", folder], check=True)  # or it stays for good
+            raise AssertionError(f"something in {folder} is still open")
 
 
 @contextmanager

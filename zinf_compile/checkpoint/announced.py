@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
+from zinf_compile.ir.formats import format_of
 from zinf_compile.optim.record import State, all_records
 from zinf_compile.optim.states_to_come import states_to_come
-from zinf_compile.runtime.comm.ranks import Ranks
-from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.unpartitioned import models_of
 
@@ -64,21 +64,22 @@ def rehearse(optimizer: Optimizer) -> None:
     kept and one more; nothing is updated then, and nothing is left in the folder.
     """
     hollow = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
-    found = dict.fromkeys((p._zinf_unit.context, p._zinf_unit.checkpoint) for p in hollow if p._zinf_unit.checkpoint is not None)
-    for context, folder in found:
-        assert folder is not None, "filtered"
+    first: dict[CheckpointFolder, Unit] = {}
+    for unit in [p._zinf_unit for p in hollow]:
+        if unit.checkpoint is not None:
+            first.setdefault(unit.checkpoint, unit)
+    for folder, unit in first.items():
         if folder not in _rehearsed.get(optimizer, ()):
-            _Rehearsal(context, folder).run(optimizer)
+            _Rehearsal(unit, folder).run(optimizer)
 
 
 class _Rehearsal:
-    """The dry run of a save to one folder, by the ranks of one context."""
+    """The dry run of a save to one folder, by the ranks that save a model's first unit there."""
 
-    def __init__(self, context: Context, folder: CheckpointFolder) -> None:
-        self._context, self._announced = context, folder
-        self._ranks: Ranks | None = context.ranks if context.size > 1 else None
-        self._folder = Path(folder.path)
-        self._rank, self._size = context.rank, context.size
+    def __init__(self, unit: Unit, folder: CheckpointFolder) -> None:
+        self._context, self._announced = unit.context, folder
+        self._ranks, self._folder = unit.ranks, Path(folder.path)
+        self._rank, self._size = self._ranks.rank, self._ranks.size
 
     def run(self, optimizer: Optimizer) -> None:
         """Check everything, and reserve space; log what it takes."""
@@ -114,6 +115,10 @@ class _Rehearsal:
         parameters = [p for unit in units if (p := unit.parameter()) is not None]
         parameters += [p for each in optimizers for group in each.param_groups for p in group["params"]]
         models = models_of(parameters)
+        held = {id(p) for model in models for p in model.parameters()}
+        rest = {id(p): p for p in parameters if id(p) not in held}
+        if rest and gc.get_freeze_count():  # the program has hidden its modules from all who look for them
+            models.append(nn.ParameterList(rest.values()))
 
         def first(held: Iterable[Any]) -> int:
             return min((serials[id(p)] for p in held if id(p) in serials), default=len(serials))
@@ -135,7 +140,7 @@ class _Rehearsal:
         add_random_states(contents, self._size, {tensor.device.type for tensor in targets.values()}, numpy=True)
         contents.add_plain("extra", {})
         gradients = [t for key, t in contents.tensors.items() if key.startswith("gradient.")]
-        size = sum(part.rectangle.numel * tensor.dtype.itemsize for tensor in gradients for part in tensor.parts)
+        size = sum(format_of(tensor.dtype).bytes(part.rectangle.numel) for tensor in gradients for part in tensor.parts)
         contents.release()
         return contents, size
 
@@ -149,7 +154,7 @@ class _Rehearsal:
                     place.prepare()
                     (self._folder / trial).mkdir()
                     ending.callback(_remove_trial, self._folder / trial)
-            trial = trial if self._ranks is None else self._ranks.share(trial, what="trying a folder for checkpoints")
+            trial = self._ranks.share(trial, what="trying a folder for checkpoints")
             own = self._folder / trial / f"rank-{self._rank:05}"
             with self._together():
                 if not own.parent.is_dir():
@@ -199,8 +204,6 @@ class _Rehearsal:
             raise
 
     def _sum(self, value: float) -> int:
-        if self._ranks is None:
-            return int(value)
         what = "space for checkpoints"
         return int(self._ranks.exchange(torch.tensor([value], dtype=torch.float64), what=what).sum())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -22,7 +23,17 @@ from .save_folder import is_locked_here, sync_folder
 _STAGING_NAME = re.compile(r"\.model-[0-9a-f]{16}\.partial")
 _LOCK_TIMEOUT_S = 60.0
 """Far longer than another process needs: it holds the lock while it renames files and syncs the folder a few times."""
+_LOCK_SILENT_S = 1.0
+"""Then a line in the log says what it waits for."""
 _LOCK_POLL_S = 0.01
+
+
+_HELD = (
+    "another process has locked {folder}, as long as it writes a model there or, where it saves checkpoints there by "
+    "zinf_compile.save, until it ends"
+)
+
+_log = logging.getLogger("zinf_compile")
 
 
 class FolderUpdate:
@@ -124,7 +135,7 @@ class FolderUpdate:
             if error.errno is None:
                 raise
             state = "the new files are in place" if self._committed else "the folder is as before"
-            what = f"cannot save the model: {os.strerror(error.errno)}; {state}"
+            what = f"cannot save the model: {error.strerror or os.strerror(error.errno)}; {state}"
             raise OSError(error.errno, what, os.fspath(path or error.filename or self.folder)) from error
 
 
@@ -162,14 +173,20 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _wait_for_lock(fd: int, folder: Path) -> bool:
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    began, told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), os.fspath(folder)) from error
+            waited = time.monotonic() - began
+            if waited > _LOCK_TIMEOUT_S:
+                what = f"{os.strerror(errno.ETIMEDOUT)}: {_HELD.format(folder=folder)}. End that job, or save to another folder"
+                raise OSError(errno.ETIMEDOUT, what, os.fspath(folder)) from error
+            if waited > _LOCK_SILENT_S and not told:
+                told = True
+                held = _HELD.format(folder=folder)
+                _log.warning("save_safetensors waits, %g s at most, for a lock: %s", _LOCK_TIMEOUT_S, held)
             time.sleep(_LOCK_POLL_S)
         except OSError:  # unsupported by some network filesystems
             return False

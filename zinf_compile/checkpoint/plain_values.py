@@ -13,6 +13,10 @@ from typing import Any
 import torch
 
 from zinf_compile.errors import CheckpointError
+from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.offloaded_value import OffloadedValue
+from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.tensor import ShardedTensor
 
 _ACCEPTED = "accepted: None, bool, int, float, str, torch.dtype, tensors, and lists, tuples and dicts of these (keys: str or int)"
 
@@ -28,7 +32,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
-            raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}")
+            raise CheckpointError(f"{where} is a {type(value).__name__} of layout {value.layout}; {_ACCEPTED}{_advice(value)}")
         tensors[where] = value
         return {"tensor": where}
     if isinstance(value, torch.dtype):
@@ -40,6 +44,16 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         kind = "counter" if type(value) is Counter else "dict"  # `MultiStepLR` has its milestones in one
         return {kind: [[_key(key, where), encode(item, f"{where}.{key}", tensors)] for key, item in value.items()]}
     raise CheckpointError(f"{where} is a {type(value).__name__}; {_ACCEPTED}")
+
+
+def _advice(value: torch.Tensor) -> str:
+    """Return what to do with a tensor that is partitioned, or somewhere else."""
+    if not isinstance(value, OffloadedValue | ShardedGradient | ShardedParameter | ShardedTensor):
+        return ""
+    return (
+        ". It is partitioned: save what it belongs to as a part of the model, as an average by "
+        'save(folder, nn.ModuleDict({"model": model, "averaged": averaged}), optimizer)'
+    )
 
 
 def decode(value: Any, where: str, tensors: Mapping[str, torch.Tensor]) -> Any:

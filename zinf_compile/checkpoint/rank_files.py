@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import errno
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,9 +139,9 @@ class RankFiles:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user has left on the drive of a folder."""
+    """Return the bytes that this user has left on the drive of a folder; all there can be where the filesystem counts none."""
     found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 
 
 def check_space(folder: Path, size: int, lacking: int | None = None) -> None:

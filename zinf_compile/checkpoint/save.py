@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
 
@@ -26,7 +28,7 @@ from .random_states import add_random_states, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .reserved_space import ReservedSpace, reserved_in
-from .save_folder import SaveFolder
+from .save_folder import FolderLockedError, SaveFolder
 from .saved_pieces import SavedPieces
 
 _POLL_S = 0.01
@@ -103,7 +105,7 @@ def _begin(
             slot.free_rest()  # for the names of new files
         if rank == 0:
             ending.callback(place.abandon)
-        with saving_together(ranks, place.folder):
+        with saving_together(ranks, place.folder), _explaining_replicas(ranks):
             begun = place.begin() if rank == 0 else ("", "")
         partial, place.name = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
@@ -146,6 +148,21 @@ def _begin(
         )
         contents.release()
         return save
+
+
+@contextlib.contextmanager
+def _explaining_replicas(ranks: Ranks | None) -> Iterator[None]:
+    """Say what to do where each rank of a process group saves a whole model of its own to one folder."""
+    try:
+        yield
+    except FolderLockedError as error:
+        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if ranks is not None or size == 1:
+            raise
+        raise CheckpointError(
+            f"{error}. Nothing of this model is partitioned, so that each of the {size} ranks saves all of it: where they are "
+            "the same job, call save on one of them, by `if torch.distributed.get_rank() == 0`, or after the first compiled call"
+        ) from None
 
 
 def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:

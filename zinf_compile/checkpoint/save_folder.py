@@ -28,6 +28,10 @@ _log = logging.getLogger("zinf_compile")
 _PARTIAL = re.compile(r"\.save-\d{8}-[0-9a-f]{16}\.partial")
 
 
+class FolderLockedError(CheckpointError):
+    """Another process saves to the folder."""
+
+
 class _Lock:
     """The lock of this process on a folder; the kernel ends it with the process."""
 
@@ -39,7 +43,7 @@ class _Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise CheckpointError(
+            raise FolderLockedError(
                 f"another process saves its checkpoints in {folder}; accepted: one job for each folder. End that job, or save to "
                 "another folder"
             ) from None

@@ -17,6 +17,7 @@ STAYS = {
     "_simulated",  # open blocks, too: simulated devices
     "_LIVE",  # stores: reset closes them
     "_installed",  # optimizer hooks, which know nothing
+    "_preparations",  # of first updates, which know nothing either
     "_ROWS",  # the table of tiers
     "SPECS", "SCHEDULE_OPS", "_positions",  # the table of operators
     "_unit_of_storage", "_storages", "_refusals",  # by objects that are there, for as long as they are
