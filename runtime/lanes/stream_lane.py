@@ -17,7 +17,8 @@ from .wait_times import WorkerWaits
 class StreamTransfer:
     """A transfer on a stream. `wait` orders the caller's stream after it; the host waits at most until it is issued.
 
-    It holds what its closure works on until another stream is ordered after it, and host memory until it is over.
+    It holds what its closure works on until the stream that submitted it, to which that memory belongs, is ordered after it, and
+    host memory until it is over. Another lane's stream that is ordered after it frees nothing.
     """
 
     def __init__(
@@ -27,6 +28,8 @@ class StreamTransfer:
         self._transfer: Callable[[], None] | None = transfer
         self._host_memory = host_memory
         self._waits = waits
+        self.owner = torch.accelerator.current_stream(device)
+        """The stream that submitted it."""
         self._event: torch.Event | None = None
         self._error: BaseException | None = None
         self._issued = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
@@ -64,15 +67,17 @@ class StreamTransfer:
         """Return whether the device is done with it, or it failed; host memory is given up then."""
         over = self._error is not None or (self._event is not None and self._event.query())
         if over:
-            self._host_memory = ()
+            self._transfer, self._host_memory = None, ()
         return over
 
     def wait(self) -> None:
         """Let what this thread issues next, on its current stream, come after the transfer; raise why it was not issued."""
         self._wait_issued()
         assert self._event is not None
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
-        self._transfer = None
+        stream = torch.accelerator.current_stream(self._device)
+        stream.wait_event(self._event)
+        if stream == self.owner:
+            self._transfer = None
 
     def reads(self, memory: torch.Tensor) -> bool:
         """Return whether it holds host memory that overlaps with this."""
@@ -171,7 +176,7 @@ class StreamLane:
             self._under_way.popleft().let_go()
         at_once = never_blocks and all(job.is_issued() for job in self._under_way)
         job = StreamTransfer(self._device, transfer, host_memory, self._waits)
-        compute = torch.accelerator.current_stream(self._device).record_event()
+        compute = job.owner.record_event()
         self._under_way.append(job)
 
         def issue() -> None:
