@@ -10,12 +10,13 @@ import torch
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
-from zinf_compile.runtime.units.swap import SwapHandle, swap_in, swap_out
+from zinf_compile.runtime.units.swap import SwapHandle, is_small, swap_in, swap_in_together, swap_out
 from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -113,10 +114,23 @@ def _gather_rows(step: GatherRows, run: Run) -> None:
 
 
 def _swap_in(step: SwapIn, run: Run) -> None:
-    for source, out in step.members:
+    members: Sequence[tuple[int, int]] = step.members
+    if len(members) > 1 and step.dst == Tier.DEVICE and run.context.link.copies_together:
+        members = _swap_in_small(step, run)
+    for source, out in members:
         earlier = run.registers[source] if isinstance(run.registers[source], SwapHandle) else None
         unit: Unit | Tile = run.units[source] if earlier is None else earlier.unit
         run.registers[out] = swap_in(unit, step.src, step.dst, earlier)
+
+
+def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
+    """Start one copy of the small ones of a group that are in host memory; return the other members."""
+    found = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
+    small = {out: unit for unit, out in found if is_small(unit)}
+    if len(small) > 1:
+        for out, handle in zip(small, swap_in_together(list(small.values())), strict=True):
+            run.registers[out] = handle
+    return [member for member in step.members if len(small) == 1 or member[1] not in small]
 
 
 def _swap_out(step: SwapOut, run: Run) -> None:

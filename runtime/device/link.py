@@ -26,6 +26,8 @@ class DeviceLink(Protocol):
 
     topology: Topology
     """How tiers are linked; where the device is host memory nothing is ever copied."""
+    copies_together: bool
+    """Whether copies that are issued at one time, small ones above all, are better issued as one."""
 
     def attach(self, meter: Meter) -> None:
         """Count what crosses on this meter."""
@@ -45,6 +47,9 @@ class DeviceLink(Protocol):
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy host memory to the device, once `after` is over; both stay until then."""
 
+    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+        """Start to copy several tensors in host memory to the device; all stay until then."""
+
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy the device's memory to the host, once `after` is over."""
 
@@ -59,6 +64,7 @@ class HostIsDevice:
     """A device that is host memory."""
 
     topology = Topology(host_apart=False)
+    copies_together = False
 
     def __init__(self, memory: GatherMemory) -> None:
         self._memory = memory
@@ -84,6 +90,10 @@ class HostIsDevice:
         """See `DeviceLink.to_device`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing to it")
 
+    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+        """See `DeviceLink.to_device_together`."""
+        raise AssertionError("a schedule for a device that is host memory copies nothing to it")
+
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
@@ -100,6 +110,7 @@ class AcceleratorLink:
     """An accelerator: pinned host memory, and a stream for each direction."""
 
     topology = Topology(host_apart=True)
+    copies_together = True
 
     def __init__(self, device: torch.device, memory: DeviceArena) -> None:
         self._device, self._memory = device, memory
@@ -135,12 +146,16 @@ class AcceleratorLink:
 
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
-        return self._copy(_TO_DEVICE, source, into, [] if after is None else [after], host=source)
+        return self._copy(_TO_DEVICE, [source], [into], [] if after is None else [after], host=[source])
+
+    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+        """See `DeviceLink.to_device_together`."""
+        return self._copy(_TO_DEVICE, sources, into, [], host=sources)
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
         before: list[Pending] = [] if after is None else [after]
-        return TransferToHost(self._copy(_TO_HOST, source, into, [*before, *self._readers(into)], host=into))
+        return TransferToHost(self._copy(_TO_HOST, [source], [into], [*before, *self._readers(into)], host=[into]))
 
     def wait_read(self, host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`."""
@@ -152,18 +167,27 @@ class AcceleratorLink:
         return [TransferToHost(reader) for reader in self._readers(host)]
 
     def _copy(
-        self, way: str, source: torch.Tensor, into: torch.Tensor, after: Sequence[Pending], *, host: torch.Tensor
+        self,
+        way: str,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        after: Sequence[Pending],
+        *,
+        host: Sequence[torch.Tensor],
     ) -> StreamTransfer:
         if way not in self._lanes:
             self._lanes[way] = StreamLane(self._device, f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
         for meter in self._meters:
-            meter.moved(way, source.nbytes)
-        return self._lanes[way].submit(lambda: _copy(source, into), after=after, host_memory=[host])
+            meter.moved(way, sum(source.nbytes for source in sources))
+        return self._lanes[way].submit(lambda: _copy(sources, into), after=after, host_memory=host)
 
     def _readers(self, host: torch.Tensor) -> list[StreamTransfer]:
         lane = self._lanes.get(_TO_DEVICE)
         return [] if lane is None else lane.readers(host)
 
 
-def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
-    into.copy_(source, non_blocking=True)
+def _copy(sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+    if len(sources) == 1:
+        into[0].copy_(sources[0], non_blocking=True)
+    else:
+        torch._foreach_copy_(list(into), list(sources), non_blocking=True)

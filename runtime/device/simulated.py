@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from zinf_compile.ir.tiers import Topology
-from zinf_compile.runtime.lanes.lanes import Pending, ThreadLane
+from zinf_compile.runtime.lanes.lanes import All, Pending, ThreadLane
 from zinf_compile.runtime.lanes.link_meter import Meter, moving
 from zinf_compile.runtime.memory.arena import GatherMemory
 
@@ -52,6 +52,7 @@ class SimulatedDevice:
     """
 
     topology = Topology(host_apart=True)
+    copies_together = False
 
     def __init__(self, *, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> None:
         self.links = {
@@ -85,6 +86,10 @@ class SimulatedDevice:
     def to_device(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_device`."""
         return self.links["to device"].copy(source, into, after)
+
+    def to_device_together(self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Pending:
+        """See `DeviceLink.to_device_together`."""
+        return All([self.to_device(*pair, None) for pair in zip(sources, into, strict=True)])
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""

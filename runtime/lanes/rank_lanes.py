@@ -68,6 +68,12 @@ class Lanes:
         """Return when all changes submitted so far are over: one wait is that of many. Failed ones raise where they are read."""
         self.changes.submit(_nothing).wait()
 
+    def settle(self) -> None:
+        """Let go of what transfers on streams held that are over by now."""
+        for lane in (self.gather, self.reduce):
+            if isinstance(lane, StreamLane):
+                lane.settle()
+
     def threads(self) -> list[ThreadLane | StreamLane]:
         """Return the lanes that have, or may have, a thread of their own."""
         lanes = (self._changes, self.gather, self.reduce, self._swap, self._update)

@@ -26,10 +26,11 @@ class StreamTransfer:
         self, device: torch.device, transfer: Callable[[], None], host_memory: Sequence[torch.Tensor], waits: WorkerWaits
     ) -> None:
         self._device = device
-        self._compute = torch.accelerator.current_stream(device)
         self._transfer: Callable[[], None] | None = transfer
         self._host_memory = host_memory
         self._waits = waits
+        self.owner = torch.accelerator.current_stream(device)
+        """The stream that submitted it."""
         self._event: torch.Event | None = None
         self._error: BaseException | None = None
         self._issued = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
@@ -76,7 +77,7 @@ class StreamTransfer:
         assert self._event is not None
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(self._event)
-        if stream == self._compute:
+        if stream == self.owner:
             self._transfer = None
 
     def reads(self, memory: torch.Tensor) -> bool:
@@ -176,7 +177,7 @@ class StreamLane:
             self._under_way.popleft().let_go()
         at_once = never_blocks and all(job.is_issued() for job in self._under_way)
         job = StreamTransfer(self._device, transfer, host_memory, self._waits)
-        compute = torch.accelerator.current_stream(self._device).record_event()
+        compute = job.owner.record_event()
         self._under_way.append(job)
 
         def issue() -> None:

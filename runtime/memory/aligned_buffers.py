@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from zinf_compile.ir.formats import format_of
-from zinf_compile.runtime.system.page_locked import lock, locked_memory
+from zinf_compile.runtime.system.page_locked import lock, locked_memory, locks_mapped_memory
 
 from .own_storage import with_own_storage
 
@@ -44,8 +44,11 @@ def private_memory(length: int, *, pinned: bool = False) -> memoryview:
 
     `pinned`: locked, where the system allows it, so that the accelerator copies from and to it by itself.
     """
-    if pinned and (locked := locked_memory(length)) is not None:
-        return locked
+    if pinned and not locks_mapped_memory():
+        locked = locked_memory(length)
+        if locked is not None:
+            return locked
+        pinned = False  # refused
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if length >= _HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without them

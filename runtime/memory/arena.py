@@ -89,7 +89,7 @@ class GatherMemory:
                 assert self._arena is not None
                 view = self._arena[start : start + length]
             elif self._pinned:
-                view = self._beside_arena(number, length)
+                view = self._beside_arena(number, length, most)
             else:
                 view = private_memory(length)
             self._leases[number] = weakref.ref(view, lambda _: self._come_back(number, start, length))
@@ -108,9 +108,13 @@ class GatherMemory:
         self._let_go = True
         self._try_taking_back()
 
-    def _beside_arena(self, number: int, length: int) -> memoryview:
+    def _beside_arena(self, number: int, length: int, most: int) -> memoryview:
         fitting = next((i for i, spare in enumerate(self._spare) if len(spare) == length), None)
-        memory = private_memory(length, pinned=True) if fitting is None else self._spare.pop(fitting)
+        if fitting is None:
+            self._drop_spare(most - length)
+            memory = private_memory(length, pinned=True)
+        else:
+            memory = self._spare.pop(fitting)
         self._beside[number] = memory
         return memory[:]  # a view of its own, which is dropped when nobody uses it
 
@@ -141,14 +145,14 @@ class GatherMemory:
                 self._free.give(start, length, None)
             elif self._pinned:
                 self._spare.append(self._beside.pop(number))
-                self._drop_spare()
+                self._drop_spare(self._most_lent_bytes)
         if self._let_go:
             self._let_go, self._most_lent_bytes = False, self._lent_bytes
             if not self._lent_bytes:
                 self._renew(0)
 
-    def _drop_spare(self) -> None:
-        """Let memory beside the arena go, the oldest first, of which no more was needed at a time."""
+    def _drop_spare(self, most: int) -> None:
+        """Let memory beside the arena go, the oldest first, so that no more than `most` is held, as far as that helps."""
         held = self._lent_bytes + self._free.free_bytes() + sum(map(len, self._spare))
-        while self._spare and held > self._most_lent_bytes:
+        while self._spare and held > most:
             held -= len(self._spare.pop(0))

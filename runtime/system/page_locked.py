@@ -26,11 +26,14 @@ _told: set[str] = process_wide(set())
 """Warnings that this process was given."""
 
 
+def locks_mapped_memory() -> bool:
+    """Return whether memory of ours can be locked where it is, by `lock`; else the accelerator gives its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or accelerator.type == "cuda"
+
+
 def locked_memory(length: int) -> memoryview | None:
     """Return fresh, zeroed memory of whole pages, locked, which begins at a page; None where the system refuses."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "cuda":
-        return None
     try:
         memory = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:

@@ -58,6 +58,7 @@ class OffloadedGradient:
                 self.unit.context.lanes.finish_changes()
             self._arriving.wait()
             self._arriving = None
+            self.unit.context.lanes.settle()  # the gradients of which it was made
 
     def prepare(self, *, early: bool = False) -> None:
         """Start to read the shard for the next `load`; with `early`, only where memory is left for it."""

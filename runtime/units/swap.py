@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,10 @@ from .unit import Tile, Unit
 
 if TYPE_CHECKING:
     from zinf_compile.runtime.context import Context
+
+
+SMALL_BYTES = 256 << 10
+"""About what a link moves while one copy is issued."""
 
 
 class SwapHandle:
@@ -52,6 +57,28 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
     return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
+
+
+def is_small(unit: Unit | Tile) -> bool:
+    """Say whether a unit is better copied to its device with others: from host memory, and soon over."""
+    return unit.resident is not None and unit.format.bytes(unit.shard_numel) <= SMALL_BYTES
+
+
+def swap_in_together(units: Sequence[Unit | Tile]) -> list[SwapHandle]:
+    """Start one copy of several units of a context to their device, all from host memory: see `is_small`."""
+    context, handles, sources = units[0].context, list[SwapHandle](), list[torch.Tensor]()
+    for unit in units:
+        source = unit.resident
+        assert source is not None, "it is in host memory"
+        context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
+        device = context.link.device_buffer(unit.shard_numel, unit.dtype)
+        context.memory.ledger.track("gathered", device)
+        sources.append(source)
+        handles.append(SwapHandle(unit, device))
+    arriving = context.link.to_device_together(sources, [handle.shard for handle in handles])
+    for handle in handles:
+        handle.pending = arriving
+    return handles
 
 
 def swap_out(

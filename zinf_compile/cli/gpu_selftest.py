@@ -5,6 +5,7 @@ Its report is one block of text, for an issue. The checks are in `selftest_train
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import platform
 import textwrap
@@ -58,7 +59,7 @@ def checks(nvme: str | None) -> list[Check]:
 def report(nvme: str | None = None, *, chosen: Sequence[Check] | None = None) -> tuple[str, bool]:
     """Run the checks; return the report, and whether none of them failed."""
     device, start = accelerator(), time.perf_counter()
-    lines, failed = [], 0
+    lines, counted = [], collections.Counter[str]()
     for name, check in checks(nvme) if chosen is None else chosen:
         try:
             found = check(device)
@@ -68,10 +69,11 @@ def report(nvme: str | None = None, *, chosen: Sequence[Check] | None = None) ->
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             verdict, text = "FAIL", f"{type(error).__name__}: {error} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"
-        failed += verdict == "FAIL"
+        counted[verdict] += 1
         lines.append(_wrapped(f"{verdict}  {name}: {' '.join(text.split())}"))
-    end = f"{len(lines) - failed} of {len(lines)} without a failure, in {time.perf_counter() - start:.0f} s"
-    return "\n".join([TITLE, *_versions(device), "", *lines, "", end]), not failed
+    took = time.perf_counter() - start
+    end = f"{counted['ok  ']} passed, {counted['FAIL']} failed, {counted['-   ']} not for this device, in {took:.0f} s"
+    return "\n".join([TITLE, *_versions(device), "", *lines, "", end]), not counted["FAIL"]
 
 
 def _wrapped(line: str) -> str:

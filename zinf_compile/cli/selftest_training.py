@@ -123,10 +123,10 @@ def peak(device: torch.device) -> Finding:
     """Compare what PyTorch's allocator gave out with the cap, beside what compute takes for itself."""
     here = train(device, {})
     compute = here.allocated - here.account["memory"]["device"]["peak"]["all"]
-    host = {"params": "host", "grads": "host", "optimizer": "host"}
+    host: dict[str, Any] = {"params": "host", "grads": "host", "optimizer": "host"}
     roomy = train(device, host).account["memory"]["device"]["peak"]["all"]
     cap = roomy * 3 // 4
-    found = train(device, {**host, "device_memory": cap})
+    found = train(device, {**host, "device_memory": cap, "bucket": "64KiB"})
     ours, taken = found.account["memory"]["device"]["peak"]["all"], found.allocated
     return Finding(
         ours <= cap and taken <= cap + compute + _ROUNDED,

@@ -177,13 +177,16 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
     unit = gradient.unit
     args, kwargs = [_copied(a) for a in args], {k: _copied(v) for k, v in kwargs.items()}
     operands = [a[0] if isinstance(a, list) and len(a) == 1 else a for a in (*args, *kwargs.values())]
-    others_here = [a for a in operands if isinstance(a, torch.Tensor) and a.dim()]
-    beside = [a.on_host for a in others_here if isinstance(a, ShardedGradient) and a.unit is unit and a.on_host is not None]
-    on_host = gradient.on_host is not None and len(beside) == len(others_here)
-    alone = gradient.offloaded is not None and (not others_here or on_host)
-    for each in operands:
-        if isinstance(each, _Scalar) and alone:
-            each.bring(unit.context.link)
+    beside: list[OffloadedGradient] = []
+    alone = on_host = False
+    if gradient.offloaded is not None:
+        tensors = [a for a in operands if isinstance(a, torch.Tensor) and a.dim()]
+        beside = [a.on_host for a in tensors if isinstance(a, ShardedGradient) and a.unit is unit and a.on_host is not None]
+        on_host = gradient.on_host is not None and len(beside) == len(tensors)
+        alone = on_host or not tensors
+    if alone:
+        for scalar in (a for a in operands if isinstance(a, _Scalar)):
+            scalar.bring(unit.context.link)
 
     def local(value: Any) -> Any:
         if isinstance(value, list):

@@ -152,3 +152,11 @@ def test_memory_is_what_is_left_of_version_one_limits(tmp_path: Path) -> None:
 def test_no_groups_no_limits(tmp_path: Path) -> None:
     assert find_limits(tmp_path / "absent", tmp_path) == {}
     assert memory_limit_bytes({}) is None
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator: tests/gpu runs on it")
+def test_a_self_test_without_an_accelerator_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu-selftest"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("zinf: --gpu-selftest needs an accelerator, and there is none here: PyTorch")
+    assert "Run it where training will run" in error

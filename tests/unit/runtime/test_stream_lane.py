@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,31 @@ def test_one_lane_comes_after_another_by_its_event(streams: list[FakeStream]) ->
     copied = first.submit(lambda: None)
     second.submit(lambda: streams[1].calls.append("gather"), after=[TransferToHost(copied), Done()])
     assert streams[1].calls == ["wait compute 1", "wait lane 0 0", "gather", "record lane 1 0"]
+
+
+def test_another_lane_that_comes_after_it_does_not_free_what_it_reads(streams: list[FakeStream]) -> None:
+    """That memory belongs to the stream of compute: freed there, it may be handed out before the lane has read it."""
+    first, second = StreamLane(DEVICE, "first"), StreamLane(DEVICE, "second")
+    reads = torch.zeros(1)
+    held = weakref.ref(reads)
+    reducing = first.submit(lambda reads=reads: None)
+    del reads
+    second.submit(lambda: None, after=[TransferToHost(reducing)])
+    assert held() is not None
+    reducing.wait()
+    assert held() is None
+
+
+def test_what_is_over_holds_nothing(streams: list[FakeStream]) -> None:
+    lane = StreamLane(DEVICE, "test")
+    reads = torch.zeros(1)
+    held = weakref.ref(reads)
+    job = lane.submit(lambda reads=reads: None)
+    del reads
+    streams[0].recorded[0].over = True
+    lane.settle()
+    assert held() is None
+    job.wait()
 
 
 def test_what_comes_after_a_drive_is_issued_by_a_thread_and_the_rest_queues_behind_it(streams: list[FakeStream]) -> None:

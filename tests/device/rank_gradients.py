@@ -1,0 +1,41 @@
+"""One rank of test_gradients_on_ranks: gradients on the host, accumulated and clipped, as on the CPU with as many ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import late
+import late.process_group
+import torch
+import torch.distributed as dist
+from gradient_cases import train
+
+from zinf_compile.runtime.context import all_contexts
+
+_RANK, _SIZE, _STORE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+faulthandler.dump_traceback_later(250, exit=True)
+
+
+def losses(device: str, placement: dict[str, str]) -> list[torch.Tensor]:
+    store = dist.FileStore(f"{_STORE}-{device}-{len(placement)}", _SIZE)
+    dist.init_process_group("late" if device == "late" else "gloo", rank=_RANK, world_size=_SIZE, store=store)
+    found = train(device, placement, micro_batches=2).losses
+    if device == "late":
+        (context,) = all_contexts()
+        assert context.memory.gather_memory.held_bytes() > 0
+        assert late.defects() == [], late.defects()
+    dist.destroy_process_group()
+    return found
+
+
+for placement in ({"grads": "host"}, {"params": "host", "grads": "host", "optimizer": "host"}):
+    expected = losses("cpu", placement)
+    with late.delays(0.001, seed=_RANK):
+        found = losses("late", placement)
+    assert all(map(torch.equal, found, expected)), (found, expected)
+print("done")
