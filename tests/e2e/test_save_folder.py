@@ -142,7 +142,7 @@ def test_space_is_checked_before_the_first_byte(tmp_path: Path, monkeypatch: pyt
     really = os.statvfs(tmp_path)
 
     class Full:
-        f_bavail, f_frsize = 3, really.f_frsize
+        f_bavail, f_blocks, f_frsize = 3, really.f_blocks, really.f_frsize
 
     monkeypatch.setattr(rank_files.os, "statvfs", lambda folder: Full)
     with pytest.raises(OSError, match=r"No space left on device: a checkpoint of [0-9,]+ bytes, and 12,288 are free") as raised:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
 
@@ -28,7 +27,7 @@ from .random_states import add_random_states, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .reserved_space import ReservedSpace, reserved_in
-from .save_folder import FolderLockedError, SaveFolder
+from .save_folder import SaveFolder
 from .saved_pieces import SavedPieces
 
 _POLL_S = 0.01
@@ -66,7 +65,7 @@ def save(
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    place = SaveFolder(Path(folder), keep=keep)
+    place = SaveFolder(Path(folder), keep=keep, advice=_advice(ranks))
     contents = RankContents(rank, size)
     with saving_together(ranks, place.folder):
         names = contents.add_model(model)
@@ -105,7 +104,7 @@ def _begin(
             slot.free_rest()  # for the names of new files
         if rank == 0:
             ending.callback(place.abandon)
-        with saving_together(ranks, place.folder), _explaining_replicas(ranks):
+        with saving_together(ranks, place.folder):
             begun = place.begin() if rank == 0 else ("", "")
         partial, place.name = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
@@ -150,19 +149,15 @@ def _begin(
         return save
 
 
-@contextlib.contextmanager
-def _explaining_replicas(ranks: Ranks | None) -> Iterator[None]:
-    """Say what to do where each rank of a process group saves a whole model of its own to one folder."""
-    try:
-        yield
-    except FolderLockedError as error:
-        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        if ranks is not None or size == 1:
-            raise
-        raise CheckpointError(
-            f"{error}. Nothing of this model is partitioned, so that each of the {size} ranks saves all of it: where they are "
-            "the same job, call save on one of them, by `if torch.distributed.get_rank() == 0`, or after the first compiled call"
-        ) from None
+def _advice(ranks: Ranks | None) -> str:
+    """Return what to do where each rank of a process group saves a whole model of its own to one folder."""
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks is not None or size == 1:
+        return ""
+    return (
+        f". Nothing of this model is partitioned, so that each of the {size} ranks saves all of it: where they are the same job, "
+        "call save on one of them, by `if torch.distributed.get_rank() == 0`, or after the first compiled call"
+    )
 
 
 def _checksum(manifest: Path, given_up: Callable[[], bool]) -> int:

@@ -28,14 +28,10 @@ _log = logging.getLogger("zinf_compile")
 _PARTIAL = re.compile(r"\.save-\d{8}-[0-9a-f]{16}\.partial")
 
 
-class FolderLockedError(CheckpointError):
-    """Another process saves to the folder."""
-
-
 class _Lock:
     """The lock of this process on a folder; the kernel ends it with the process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, advice: str) -> None:
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._fd)
         self.close.atexit = False
@@ -43,9 +39,9 @@ class _Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise FolderLockedError(
+            raise CheckpointError(
                 f"another process saves its checkpoints in {folder}; accepted: one job for each folder. End that job, or save to "
-                "another folder"
+                f"another folder{advice}"
             ) from None
         except OSError as error:  # some network filesystems have no locks
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
@@ -82,15 +78,16 @@ os.register_at_fork(after_in_child=_forked)
 class SaveFolder:
     """One save into a folder: `begin`, write into `staging`, `commit`; `abandon` where that fails.
 
-    `keep`: None for as many as option `checkpoint_keep` has announced for the folder, or one.
+    `keep`: None for as many as option `checkpoint_keep` has announced for the folder, or one. `advice`: what to add to the error
+    where another process saves there.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None) -> None:
+    def __init__(self, folder: Path, *, keep: int | None, advice: str = "") -> None:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"keep={keep!r}; accepted: the number of checkpoints to keep, 1 or more")
         space = reserved_in(folder)
         self.folder, self.keep = folder, keep or (1 if space is None else space.keep)
-        self._number = 0
+        self._number, self._advice = 0, advice
         self.staging = folder
         self.name = ""
         """The name of the new checkpoint, once it has begun."""
@@ -107,7 +104,7 @@ class SaveFolder:
         found = self.folder.stat()
         key = found.st_dev, found.st_ino
         if key not in _locks:
-            _locks[key] = _Lock(self.folder)
+            _locks[key] = _Lock(self.folder, self._advice)
         self.remove_partial()
 
     def begin(self) -> tuple[str, str]:
