@@ -15,6 +15,7 @@ states = SimpleNamespace(
     gradients={}, _forward=True, _ahead=set(), _order=lambda: [0, 1],
     context=SimpleNamespace(lanes=SimpleNamespace(meter=meter)),
     transfers=SimpleNamespace(buffers=[0, 0], drain=lambda: print("drained")),
+    _route=SimpleNamespace(device_apart=False),
     _prepare=lambda number, optimizer: SimpleNamespace(drain=lambda: None, held=False),
     _expect=lambda due: contextlib.ExitStack(),
     _offer=lambda number, buffer: None,
