@@ -18,7 +18,7 @@ from zinf_compile.runtime import executor
 from zinf_compile.runtime.lanes.stream_lane import StreamTransfer
 
 MANY_CHUNKS = "many chunks, updated on the device"
-BY_DEFAULT = ("device", "host", "states on the drive", MANY_CHUNKS)
+BY_DEFAULT = ("host", "states on the drive", MANY_CHUNKS)
 CASES = {
     **PLACEMENTS,
     MANY_CHUNKS: {**PLACEMENTS["host, updated on the device"], "compute_shape": {"piece_numel": 4096}},
