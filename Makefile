@@ -78,7 +78,7 @@ build/csrc-tests-%: $(CSRC_TESTED) $(wildcard csrc/*/*.hpp)
 tiers: setup
 	$(BIN)/pytest -n 2 --dist load -m tiers tests $(ARGS)
 
-# Further cases of what the tests show: eleven minutes.
+# Further cases of what the tests show: half an hour, much of it tests/device, with 200 runs under drawn delays.
 thorough: setup
 	$(BIN)/pytest -n 2 --dist loadfile -m "thorough and not gpu" $(ARGS)
 	$(BIN)/pytest -n 2 --dist loadfile -m thorough tests/device $(ARGS)
