@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zinf_compile.checkpoint.gathered import full_state_dict
+from zinf_compile.ir.tiers import TIERS, Tier
 from zinf_compile.reset import reset
 from zinf_compile.stats import stats
 
@@ -88,11 +89,13 @@ def train(
 def placements(device: torch.device, nvme: str | None) -> Finding:
     """Compare every placement of states with eager PyTorch; the device updates, so that all arithmetic is its own."""
     expected = train(device, None)
-    tiers = ("device", "host", *(["nvme"] if nvme is not None else []))
+    tiers = [tier for tier in TIERS if nvme is not None or not tier.in_folders]
     different, tried = [], list(itertools.product(tiers, repeat=3))
     for place in tried:
         options: dict[str, Any] = dict(zip(("params", "grads", "optimizer"), place, strict=True))
-        options |= {"update": "device"} | ({"nvme": nvme} if "nvme" in place else {})
+        options |= {"update": "device"}
+        if Tier.NVME in place:
+            options.update(nvme=nvme)
         if not train(device, options).same(expected):
             different.append("/".join(place))
     drives = "" if nvme is not None else "; none on a drive: give --nvme DIR"
@@ -122,12 +125,12 @@ def inductor(device: torch.device) -> Finding:
 def peak(device: torch.device) -> Finding:
     """Compare what PyTorch's allocator gave out with the cap, beside what compute takes for itself."""
     here = train(device, {})
-    compute = here.allocated - here.account["memory"]["device"]["peak"]["all"]
+    compute = here.allocated - here.account["memory"][Tier.DEVICE]["peak"]["all"]
     host: dict[str, Any] = {"params": "host", "grads": "host", "optimizer": "host"}
-    roomy = train(device, host).account["memory"]["device"]["peak"]["all"]
+    roomy = train(device, host).account["memory"][Tier.DEVICE]["peak"]["all"]
     cap = roomy * 3 // 4
     found = train(device, {**host, "device_memory": cap, "bucket": "64KiB"})
-    ours, taken = found.account["memory"]["device"]["peak"]["all"], found.allocated
+    ours, taken = found.account["memory"][Tier.DEVICE]["peak"]["all"], found.allocated
     return Finding(
         ours <= cap and taken <= cap + compute + _ROUNDED,
         f"cap {cap:,} bytes, held at most {ours:,}; PyTorch gave out {taken:,}, of which compute takes {compute:,} with all "
