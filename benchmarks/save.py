@@ -1,157 +1,113 @@
-"""Saving a checkpoint from memory, beside fio writing as many bytes and `dcp.save`; and the training loop beside a save.
+"""Saving a checkpoint, beside fio moving as many bytes and `dcp.save`; and the training loop beside a save.
 
-    python benchmarks/save.py DIR                      # DIR: a folder on the drive; by default the current one
-    python benchmarks/save.py DIR --params 100M --rounds 5 --json save.json
+    python benchmarks/save.py DIR                           # DIR: a folder on the drive; by default the current one
+    python benchmarks/save.py DIR --params 256M --rounds 5 --json save.json
+    python benchmarks/save.py --docs benchmarks/results/save.json    # measure nothing: write its table in docs/ from kept numbers
 
-The model's parameters and Adam's two moments are saved: 12 bytes per parameter. fio writes fresh files, not preallocated, with
-`end_fsync=1`; `torch.distributed.checkpoint` has two threads and `sync_files=True`. They take turns, and who goes first changes;
-medians count, and ratios of them. With states on a drive, `wait=False`: how long `save` keeps the loop waiting, beside a step
-without a save; how long the step after it takes, during which all is written; and the drive's time for the bytes of both, read
-and written at once. Without fio its row is left out.
+The model's parameters and Adam's two moments are saved: 12 bytes per parameter. From memory: fio writes fresh files, not
+preallocated, with `end_fsync=1`; `torch.distributed.checkpoint` has two threads and `sync_files=True`. From a drive to itself:
+fio reads as many bytes as it writes, at once. They take turns, and who goes first changes; medians count, and ratios of them.
+
+Beside the loop, with all states on the drive: how long `save` keeps the loop waiting; how long the step after it takes; and how
+long fio takes for the bytes of both, those that the kernel has counted, read and written at once. Once with layers of next to no
+arithmetic, once with a GPT of 354M parameters at 1,024 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import statistics
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _docs
+import _save_runs
 import torch
-import torch.distributed.checkpoint as dcp
 from tabulate import tabulate
-from torch import nn
 
 import zinf_compile
-from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
-from zinf_compile.runtime.storage.engine import Engine, File
 
-WIDTH = 1024
+GOALS = {"memory": 1.15, "drive": 1.15, "waits": 0.05, "beside layers": 1.15, "beside a GPT": 1.25}
 
 
-class Training:
-    """A model of square layers that has taken two steps."""
-
-    def __init__(self, params: int, options: dict[str, Any]) -> None:
-        zinf_compile.reset()
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(max(1, params // WIDTH**2))))
-        self.compiled = torch.compile(self.model, backend="zero_infinity", options={"compute": "fx", **options})
-        self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
-        for _ in range(2):
-            self.step()
-
-    def step(self) -> float:
-        """Take one step; return its seconds."""
-        start = time.perf_counter()
-        self.compiled(torch.ones(8, WIDTH)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return time.perf_counter() - start
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Return the seconds of a call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def write_by_fio(folder: Path, size: int) -> None:
-    """Write a fresh file, synced at its end."""
-    file = ["--name=job", f"--filename={folder / 'fio'}", f"--size={size}", "--rw=write", "--bs=1M"]
-    how = ["--ioengine=libaio", "--iodepth=8", "--direct=1", "--end_fsync=1", "--fallocate=none"]
-    subprocess.run(["fio", *file, *how], check=True, capture_output=True)
-
-
-def from_memory(folder: Path, params: int, rounds: int) -> dict[str, float]:
-    """Return median seconds by contestant."""
-    training = Training(params, {})
-    size = 12 * sum(p.numel() for p in training.model.parameters())
-    state = {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()["state"]}
-    contestants: dict[str, Callable[[Path], object]] = {
-        "zinf_compile.save": lambda at: zinf_compile.save(at, training.model, training.optimizer, wait=True),
-        "dcp.save": lambda at: dcp.save(
-            state, storage_writer=dcp.FileSystemWriter(at, thread_count=2, sync_files=True), no_dist=True
+def ratios(result: dict[str, Any]) -> list[tuple[str, float, float, str]]:
+    """Return for each measure what it is, its value, the goal, and what it was computed from."""
+    memory, drive = ({name: _median(s) for name, s in result[kind]["seconds"].items()} for kind in ("memory", "drive"))
+    rows = [
+        (
+            f"save of {result['memory']['bytes'] / 1e9:.2f} GB from memory / fio's write",
+            memory["save"] / memory["fio"],
+            GOALS["memory"],
+            f"{memory['save']:.2f} s, {memory['fio']:.2f} s",
         ),
-    }
-    if shutil.which("fio"):
-        contestants["fio"] = lambda at: write_by_fio(at, size)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for number in range(rounds):
-        for name in sorted(contestants, reverse=bool(number % 2)):
-            at = folder / "run"
-            at.mkdir()
-            seconds[name].append(timed(lambda name=name, at=at: contestants[name](at)))  # type: ignore[misc]
-            shutil.rmtree(at)
-    return {"bytes": size, **{name: statistics.median(values) for name, values in seconds.items()}}
+        ("save from memory / `dcp.save`", memory["save"] / memory["dcp"], 1.0, f"{memory['save']:.2f} s, {memory['dcp']:.2f} s"),
+        (
+            f"save of {result['drive']['bytes'] / 1e9:.2f} GB from the drive / fio's read and write",
+            drive["save"] / drive["fio"],
+            GOALS["drive"],
+            f"{drive['save']:.2f} s, {drive['fio']:.2f} s",
+        ),
+    ]
+    for kind, name in (("layers", "layers"), ("gpt", "a GPT")):
+        if kind not in result:
+            continue
+        loop = {each: _median(s) for each, s in result[kind]["seconds"].items()}
+        rows.append((
+            f"`save` keeps the loop waiting / step, {name}", loop["save"] / loop["step"], GOALS["waits"],
+            f"{1e3 * loop['save']:.0f} ms, {loop['step']:.2f} s",
+        ))  # fmt: skip
+        if kind == "layers":
+            both, limit = loop["beside"] + loop["rest"], max(loop["step"], loop["drive"])
+            what = f"step and save, {name} / the larger of the step and fio's time for the bytes of both"
+        else:
+            both, limit = loop["beside"], loop["step"]
+            what = "step beside a save / step, a GPT of 354M at 1,024 tokens"
+        rows.append((what, both / limit, GOALS[f"beside {name}"], f"{both:.2f} s, {limit:.2f} s"))
+    return rows
 
 
-def read_and_write(folder: Path, read: int, written: int) -> None:
-    """Read so many bytes of one file and write as many of another, at once, past the page cache."""
-    block, buffers = 4 << 20, [aligned_buffer(4 << 20) for _ in range(8)]
-    jobs = [(end / read, "read") for end in range(block, read, block)]
-    jobs += [(end / written, "written") for end in range(block, written, block)]
-    with Engine() as engine, contextlib.ExitStack() as closing:
-        files, places = {}, {"read": 0, "written": 0}
-        for name in places:
-            (folder / name).touch()
-            files[name] = closing.enter_context(File(folder / name, write=name == "written"))
-        under_way: list[Any] = []
-        for number, (_, name) in enumerate(sorted(jobs)):
-            if len(under_way) == len(buffers):
-                under_way.pop(0).wait()
-            transfer = engine.read if name == "read" else engine.write
-            under_way.append(transfer(files[name], places[name], buffers[number % len(buffers)]))
-            places[name] += block
-        for request in under_way:
-            request.wait()
+def report(result: dict[str, Any]) -> str:
+    """Return the table of a run."""
+    rows = [[what, f"{value:.2f}", f"{goal:.2f}", text] for what, value, goal, text in ratios(result)]
+    table = tabulate(rows, headers=["ratio", "measured", "at most", "medians"], tablefmt="github", disable_numparse=True)
+    return f"Medians of {result['rounds']} rounds, on {result['threads']} threads:\n\n{table}"
 
 
-def beside_the_loop(folder: Path, params: int, rounds: int) -> dict[str, float]:
-    """Return median seconds of a step, of `save` in the background, of the step that follows it, and of the drive."""
-    training = Training(params, {"optimizer": "nvme", "nvme": str(folder)})
-    links, saved = zinf_compile.stats(training.model)["links"], 12 * sum(p.numel() for p in training.model.parameters())
-    read, written = (links[link]["bytes_last_step"] for link in ("nvme to host", "host to nvme"))
-    (folder / "read").write_bytes(bytes(read))
-    seconds: dict[str, list[float]] = {name: [] for name in ("step", "save", "next step", "the drive, for both")}
-    for _ in range(rounds):
-        seconds["step"].append(training.step())
-        seconds["save"].append(timed(lambda: zinf_compile.save(folder / "background", training.model, training.optimizer)))
-        seconds["next step"].append(training.step() + timed(zinf_compile.wait_for_save))
-        seconds["the drive, for both"].append(timed(lambda: read_and_write(folder, read, written + saved)))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
 
 
 def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path())
-    parser.add_argument("--params", default="8M", help="parameters of the model, in millions with M")
+    parser.add_argument("--params", default="256M", help="parameters of the layers, in millions with M (default 256M)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-gpt", action="store_true", help="leave out the GPT of 354M parameters, which takes minutes")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="measure nothing; write the table in docs/ from this file")
     args = parser.parse_args()
+    if args.docs is not None:
+        _docs.write("benchmarks/save.py", report, [args.docs])
+        return
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed: it is what this benchmark compares with (apt-get install fio)")
     params = round(float(args.params.removesuffix("M")) * (1e6 if args.params.endswith("M") else 1))
+    result: dict[str, Any] = {"params": params, "rounds": args.rounds, "threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        memory = from_memory(Path(folder), params, args.rounds)
-        loop = beside_the_loop(Path(folder), params, args.rounds)
+        drive = Path(folder)
+        result["memory"] = _save_runs.from_memory(drive, params, args.rounds)
+        result["drive"] = _save_runs.from_drive(drive, params, args.rounds)
+        result["layers"] = _save_runs.beside_layers(drive, params, args.rounds)
+        if not args.no_gpt:
+            result["gpt"] = _save_runs.beside_gpt(drive, args.rounds)
         zinf_compile.reset()
-    size, ours = memory.pop("bytes"), memory["zinf_compile.save"]
-    rows: list[list[Any]] = [[name, value, size / value / 1e9, ours / value] for name, value in memory.items()]
-    print(tabulate(rows, headers=[f"{size / 1e6:.0f} MB from memory", "s", "GB/s", "save / it"], floatfmt=".3f"))
-    print(
-        tabulate(
-            [[n, v, v / loop["step"]] for n, v in loop.items()], headers=["states on a drive", "s", "/ step"], floatfmt=".3f"
-        )
-    )
+    print(report(result))
     if args.json is not None:
-        args.json.write_text(json.dumps({"params": params, "bytes": size, "memory_s": memory, "loop_s": loop}, indent=2) + "\n")
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
