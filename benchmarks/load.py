@@ -3,6 +3,7 @@
     python benchmarks/load.py DIR                     # DIR: a folder on the drive; by default the current one
     python benchmarks/load.py DIR --width 1024 --rounds 5 --json load.json
     python benchmarks/load.py DIR --large             # 1.5B with Adam within 2.5 GiB: 45 GB of the drive, and minutes
+    python benchmarks/load.py --docs benchmarks/results/load*.json     # measure nothing: write the tables in docs/
 
 A GPT in bf16 with fp32 master copies and AdamW, everything on the drive. One process saves; two load, each onto a model on meta,
 in turns with fio, of which one process reads as many bytes while another writes as many to a fresh file. Without fio, a copy by
@@ -26,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import _docs
 from tabulate import tabulate
 
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
@@ -135,6 +137,19 @@ def large(folder: Path) -> dict[str, Any]:
     return {"bytes": size, "saved": trained, "loaded": loaded}
 
 
+def report(result: dict[str, Any]) -> str:
+    """Return the table of a run."""
+    if "saved" in result:
+        phases = [(process, line) for process in ("saved", "loaded") for line in result[process] if "phase" in line]
+        rows = [[process, line["phase"], f"{line['s']:.0f}", f"{line['peak_bytes'] / 2**20:,.0f}"] for process, line in phases]
+        heads = ["process that", f"1.56B parameters, {result['bytes'] / 1e9:.1f} GB saved", "s", "peak MiB of 2,560"]
+    else:
+        found = [["load on two ranks", result["load"]], [f"read and write by {result['by']}", result["copy"]]]
+        rows = [[name, f"{s:.2f}", f"{result['bytes'] / s / 1e9:.2f}", f"{result['load'] / s:.2f}"] for name, s in found]
+        heads = [f"{result['bytes'] / 1e9:.2f} GB, saved by one rank", "s", "GB/s", "load / it"]
+    return tabulate(rows, headers=heads, tablefmt="github", disable_numparse=True)
+
+
 def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,21 +158,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--large", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path, nargs="+", metavar="FILE", help="measure nothing; write the tables in docs/")
     args = parser.parse_args()
+    if args.docs is not None:
+        _docs.write("benchmarks/load.py", report, args.docs)
+        return
     with tempfile.TemporaryDirectory(dir=args.folder.resolve()) as folder:
         found = large(Path(folder)) if args.large else elsewhere(Path(folder), args.width, args.rounds)
-    if args.large:
-        rows = [
-            [process, line["phase"], line["s"], line["peak_bytes"] / 2**20]
-            for process in ("saved", "loaded")
-            for line in found[process]
-            if "phase" in line
-        ]
-        print(tabulate(rows, headers=["process", f"{found['bytes'] / 1e9:.1f} GB saved", "s", "peak MiB"], floatfmt=".1f"))
-    else:
-        rows = [["load on two ranks", found["load"]], [f"read and write by {found['by']}", found["copy"]]]
-        rows = [[name, s, found["bytes"] / s / 1e9, found["load"] / s] for name, s in rows]
-        print(tabulate(rows, headers=[f"{found['bytes'] / 1e9:.2f} GB", "s", "GB/s", "load / it"], floatfmt=".3f"))
+    print(report(found))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 
