@@ -6,6 +6,7 @@ fold_blocks — Folding of a summary: lines that repeat from block to block of a
 gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.
 liveness — Memory of the values that compute makes, region by region. `step_problem` calls it.
 memory_needs — Minimum device memory of a graph's schedule. The backend calls it; the plan budgets with its result.
+planned_graph — A plan as passes look things up in it: by the parameters and regions of one graph.
 print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
 region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.

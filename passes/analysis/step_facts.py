@@ -37,7 +37,8 @@ class StepFacts:
     launch_seconds: float = 0.0
     """Of each region beside."""
     only_params: bool = False
-    """Leave gradients, states, saved values and temporaries out: a problem of the parameters' transfers alone."""
+    """Leave gradients, states, saved values and temporaries out: a problem of the parameters' transfers alone. No copy outlasts
+    the graphs."""
     state_types: Types = adam_types
     """The types of a parameter's states, a master copy among them."""
     has_master: Callable[[ParameterSlot], bool] = lambda slot: False

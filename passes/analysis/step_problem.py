@@ -146,13 +146,15 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
         shards = [-(-slot.numel // size) for slot in slots]
         reduces = bool(gradients[slots[0].name]) and not facts.only_params
         reduced = slots[0].reduce_format
+        if not (uses[slots[0].name] or reduces):
+            continue
         yield Unit(
             name=name,
             stored_bytes=sum(map(slots[0].format.bytes, shards)),
             uses=tuple(sorted(uses[slots[0].name])),
             full_bytes=sum(wire.bytes(slot.numel) for slot in slots) if is_gathered or size > 1 else 0,
             wire_bytes=(size - 1) * sum(map(wire.bytes, shards)) if is_gathered else 0,
-            trained=slots[0].requires_grad,
+            trained=slots[0].requires_grad or facts.only_params,
             gradients=tuple(sorted(gradients[slots[0].name])) if reduces else (),
             gradient_bytes=sum(map(reduced.bytes, shards)) if reduces else 0,
             full_gradient_bytes=sum(reduced.bytes(slot.numel) for slot in slots) if reduces and size > 1 else 0,

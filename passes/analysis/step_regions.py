@@ -5,7 +5,7 @@ number regions alike: those that `align_regions` marked, in order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx
 
@@ -95,3 +95,13 @@ def find_regions(graph: fx.Graph) -> GraphRegions:
 def region_starts(graph: fx.Graph) -> Sequence[fx.Node]:
     """Return the first operator of each region, before which nothing of it runs."""
     return [node for node in graph.nodes if starts_region(node)]
+
+
+def transfers_before(start: fx.Node, kinds: Collection[object]) -> fx.Node:
+    """Return the first of the transfers right before a region that is of one of these kinds, or what the region begins with."""
+    found = place = start
+    while place.prev.op == "get_attr" or place.prev.target in (ops.swap_in, ops.all_gather, ops.wait):
+        place = place.prev
+        if place.target in kinds:
+            found = place
+    return found
