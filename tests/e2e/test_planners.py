@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from marks import more
+from memory_models import check_against_ledgers
 from pages import TEXTS
 from paths import ROOT
 from pipeline import MODULES
-from rank_planners import train_under_planners
+from rank_planners import drawn, train_under_planners
 
 from zinf_compile.cli.main import main
 from zinf_compile.cli.trace import trace
@@ -21,6 +23,7 @@ from zinf_compile.errors import OptionError, PlanError
 from zinf_compile.plan import planners
 from zinf_compile.plan.plan import Local, Plan
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -82,3 +85,18 @@ def test_dumps_show_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.count("# plan by greedy") == 2
     assert "param down.weight nvme→device" in shown
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_is_gathered_and_on_its_way_stays_within_what_was_reserved(apart: bool, tmp_path: Path) -> None:
+    away = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": str(tmp_path), "bucket": 300}
+    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
+        with pytest.raises(Exception, match="BudgetError: the model needs") as refused:
+            check_against_ledgers([16, 40, 24], torch.float32, {**away, "device_memory": 1})
+        least = re.search(r"that works is ([\d,]+)", str(refused.value))
+        assert least
+        smallest = int(least[1].replace(",", ""))
+        for chosen in ("greedy", "cached_prefetch", drawn(1)):
+            for more_bytes in (0, 4_000):
+                options = {**away, "planner": chosen, "device_memory": smallest + more_bytes}
+                check_against_ledgers([16, 40, 24], torch.float32, options)
