@@ -13,6 +13,7 @@ from torch import fx
 
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -24,11 +25,14 @@ from zinf_compile.passes.schedule.insert_gathers import insert_gathers
 from zinf_compile.passes.schedule.insert_releases import insert_releases
 from zinf_compile.passes.schedule.insert_row_lookups import insert_row_lookups
 from zinf_compile.passes.schedule.insert_swaps import insert_swaps
+from zinf_compile.passes.schedule.keep_gathered import keep_gathered
 from zinf_compile.passes.schedule.merge_gathers import merge_gathers
 from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.schedule.prefetch import prefetch
 from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
 from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
+from zinf_compile.passes.schedule.start_gathers import start_gathers
+from zinf_compile.passes.schedule.start_swaps import start_swaps
 from zinf_compile.passes.tiling.accumulate_in_place import accumulate_in_place
 from zinf_compile.passes.tiling.lift_tiles import lift_tiles
 from zinf_compile.passes.tiling.reduce_tiles_in_place import reduce_tiles_in_place
@@ -87,21 +91,8 @@ def joint_passes(
     )
 
 
-def graph_passes(
-    *,
-    bucket_bytes: int,
-    params: Sequence[str] = (),
-    grads: Sequence[str] = (),
-    limits: Limits | None = None,
-) -> tuple[Pass, ...]:
-    """The schedule of one graph: forward, backward or inference.
-
-    `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
-    the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
-    gathered units, and for gathered units together with those being swapped in.
-    """
-    default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
-    decided = cache(limits or (lambda graph: default))  # one decision for both passes
+def region_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
+    """Gathers just in time, and all transfers at the boundaries of regions: what `step_problem` reads, and plans refer to."""
     return (
         lift_tiles,
         sink_unit_views,
@@ -111,13 +102,45 @@ def graph_passes(
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),
+    )
+
+
+def graph_passes(
+    *,
+    bucket_bytes: int,
+    params: Sequence[str] = (),
+    grads: Sequence[str] = (),
+    limits: Limits | None = None,
+    plan: Planner | None = None,
+) -> tuple[Pass, ...]:
+    """The schedule of one graph: forward, backward or inference.
+
+    `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
+    the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
+    gathered units, and for gathered units together with those being swapped in. `plan` takes the same graph and plans it: then
+    all that moves does so where the plan says, and `limits` are not asked.
+    """
+    swaps = partial(insert_swaps, params=params, grads=grads)
+    in_place = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
+    if plan is not None:
+        once = cache(plan)  # of the graph as the first of these passes finds it
+        return (
+            *region_passes(bucket_bytes=bucket_bytes),
+            partial(keep_gathered, plan=once),
+            partial(start_gathers, plan=once),
+            swaps,
+            partial(start_swaps, plan=once),
+            *in_place,
+        )
+    default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
+    decided = cache(limits or (lambda graph: default))  # one decision for both passes
+    return (
+        *region_passes(bucket_bytes=bucket_bytes),
         partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0]),
         merge_gathers,
-        partial(insert_swaps, params=params, grads=grads),
+        swaps,
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
-        accumulate_in_place,
-        write_tiles_in_place,
-        reduce_tiles_in_place,
+        *in_place,
     )
 
 
@@ -141,4 +164,4 @@ def run_passes(
     return gm
 
 
-__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "run_passes", "verify"]
+__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "region_passes", "run_passes", "verify"]

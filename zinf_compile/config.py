@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,9 @@ REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes")
 """Keys of option `compute_shape`."""
+
+PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
+"""Names that option `planner` takes."""
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -163,6 +166,10 @@ class Config:
     host_memory: int | str | None = None
     """Cap on host bytes of all ranks of a node together. If the device is host memory, both caps apply."""
 
+    planner: str | Callable[..., Any] | None = None
+    """What decides when parameters' transfers start, and how long they stay: the name of a planner, or a function from a
+    `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules. Numbers are the same for any planner."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -236,8 +243,14 @@ class Config:
             f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
+            + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self.compute_shape.items())}" if self.compute_shape else "")
         )
+
+    def planner_name(self) -> str:
+        """Return the planner's name; a function's is that of the code."""
+        given = self.planner
+        return given if isinstance(given, str) else str(getattr(given, "__qualname__", type(given).__name__))
 
     def placement(self) -> Placement:
         """Return the placement of states."""
@@ -277,6 +290,11 @@ class Config:
         if self.chunk_loss not in (None, True, False) or isinstance(self.chunk_loss, int) != isinstance(self.chunk_loss, bool):
             raise OptionError(
                 f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
+            )
+        if not (self.planner is None or callable(self.planner) or self.planner in PLANNERS):
+            raise OptionError(
+                f"option planner={self.planner!r} is not known; accepted: {', '.join(map(repr, PLANNERS))}, or a function that "
+                "takes a StepProblem and returns a Plan"
             )
         self._validate_shape()
         self._validate_checkpoint()

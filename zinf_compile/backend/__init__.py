@@ -12,6 +12,7 @@ fork_pool — Runs jobs in forked worker processes, for their effects on disk, s
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
     defaults.
+plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 """

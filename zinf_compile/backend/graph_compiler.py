@@ -58,6 +58,7 @@ from .capture import (
 from .choices import Choices
 from .double_backward import reject_double_backward
 from .placement_of_inputs import follow_units, follows_cap, refuse_closed
+from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
 
@@ -107,6 +108,7 @@ class GraphCompiler:
         """True if several ranks exchange sizes to decide which losses are chunked."""
         self.topology = Topology(host_apart=False)
         self._binder: Binder | None = None
+        self.planner: GraphPlanner | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
         self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
@@ -137,6 +139,7 @@ class GraphCompiler:
         self._bucket = self.shape.bucket_of(slots)
         self.topology = context.link.topology
         self._budget = self.make_budget(slots, example_inputs, context)
+        self.planner = None if self.config.planner is None else self.make_planner(context)
         if self.config.compute == "inductor":
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -207,6 +210,17 @@ class GraphCompiler:
         )
         return budget
 
+    def make_planner(self, context: Context) -> GraphPlanner:
+        """Return what plans the graphs, with all ranks together where they compile together."""
+        return GraphPlanner(
+            self.config,
+            self.topology,
+            device=context.device.type,
+            world_size=context.size,
+            ranks=context.ranks,
+            together=is_first_variant(),
+        )
+
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
         """Rewrite the joint graph."""
         run_passes(joint, self.joint_passes())
@@ -244,6 +258,7 @@ class GraphCompiler:
             params=self.topology.hops(placement.params),
             grads=self.topology.hops(placement.grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
+            plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
         )
 
     def _loss_settings(self) -> dict[str, Any]:
@@ -296,7 +311,7 @@ def _lacks_nothing(units: Iterable[Unit]) -> dict[Tier, Lack]:
     return {}
 
 
-_NOTHING = Program(
+NOTHING = Program(
     name="nothing",
     registers=0,
     inputs=0,
@@ -328,7 +343,7 @@ class _Measurer(GraphCompiler):
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         run_passes(graph, self.graph_passes())
-        return _NOTHING
+        return NOTHING
 
     def finish(self, program: Program, context: Context) -> Compiled:
         def run(args: list[Any]) -> list[Any]:

@@ -72,6 +72,8 @@ def dump(options: argparse.Namespace) -> str:
     whole = options.ops or options.after  # a pass is shown by its operators
     texts = [s.text if whole else s.summary for s in seen]
     parts = [f"# {title}, rank 0 of {options.world}\n{text}" for text, title in zip(texts, titles, strict=True)]
+    if not options.after:
+        parts = [f"{part}{s.plan and chr(10)}{s.plan}" for part, s in zip(parts, seen, strict=True)]
     shape = Config.from_options(given, check_folders=False).shape().text()
     return "\n".join([*map(colored, parts), table(found), shape, f"schedule hash: {schedule_hash(found):016x}"])
 

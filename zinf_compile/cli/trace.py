@@ -21,15 +21,18 @@ from torch import fx, nn
 
 from zinf_compile._torch import fake_mode, fake_process_group, raise_through_dynamo
 from zinf_compile.backend.graph_compiler import Compiled, GraphCompiler
+from zinf_compile.backend.plan_graphs import GraphPlanner
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.passes import Pass, graph_passes, joint_passes, pass_name, run_passes, verify
+from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.print_graph import graph_text
 from zinf_compile.passes.analysis.summary import summarize
 from zinf_compile.passes.analysis.traffic import Collective, Swap, Traffic, list_collectives, list_swaps, measure_traffic
 from zinf_compile.passes.analysis.transfer_graph import build_transfer_graph
 from zinf_compile.passes.lower import lower
+from zinf_compile.plan.table import schedule_table
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.device.link import DeviceLink, HostIsDevice
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
@@ -61,6 +64,8 @@ class Scheduled:
     traffic: Traffic
     transfers: nx.DiGraph
     program: Program
+    plan: str = ""
+    """The table of the plan that it acts out; empty where no planner is given."""
 
 
 class DumpError(ValueError):
@@ -113,11 +118,20 @@ def trace(
         raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
     found: list[Scheduled] = []
 
+    def compiler(number: int) -> GraphCompiler:
+        return Recorder(config, number, found, world_size=world_size, after=after)
+
+    run_on_fakes(target, compiler, world_size=world_size, device=device)
+    return found
+
+
+def run_on_fakes(target: Target, compiler: Callable[[int], GraphCompiler], *, world_size: int, device: str) -> None:
+    """Run the target's forward on fake tensors as one of `world_size` ranks; `compiler` makes the compiler of each graph."""
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         try:
-            return _Recorder(config, next(numbers), found, world_size=world_size, after=after).compile(gm, inputs)
+            return compiler(next(numbers)).compile(gm, inputs)
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
@@ -131,15 +145,19 @@ def trace(
             compiled(**inputs)
         else:
             compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-    return found
 
 
 def pass_names(config: Config) -> list[str]:
     """Return the passes by name, in order."""
-    return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes))]
+    plan = None if config.planner is None else _plans_nothing
+    return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes, plan=plan))]
 
 
-class _Recorder(GraphCompiler):
+def _plans_nothing(graph: fx.Graph) -> PlannedGraph:
+    raise AssertionError("the passes are named, not run")
+
+
+class Recorder(GraphCompiler):
     """Schedules forward and backward as soon as the joint graph is partitioned; runs the forward alone, on fake tensors."""
 
     backward_ahead = False
@@ -177,6 +195,16 @@ class _Recorder(GraphCompiler):
             caps = dataclasses.replace(caps, host=sys.maxsize)
         return GraphBudget(self.config, slots, inputs, context, caps=caps)
 
+    def make_planner(self, context: Context) -> GraphPlanner:
+        return GraphPlanner(
+            self.config,
+            self.topology,
+            device=context.device.type,
+            world_size=self._world_size,
+            ranks=None,
+            together=False,
+        )
+
     def finish(self, program: Program, context: Context) -> Compiled:
         graph = self._graphs.get("inference") or self._graphs["forward"]
 
@@ -210,8 +238,15 @@ class _Recorder(GraphCompiler):
                 traffic=measure_traffic(graph.graph, world_size=self._world_size),
                 transfers=build_transfer_graph(graph.graph, world_size=self._world_size),
                 program=program,
+                plan=self._plan_text(),
             )
         )
+
+    def _plan_text(self) -> str:
+        if self.planner is None:
+            return ""
+        problem, plan = self.planner.made[-1]
+        return f"# plan by {plan.planner or self.config.planner_name()}\n{schedule_table(problem, plan)}\n"
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Pass], *, policies: bool = False) -> tuple[str, str] | None:
         """Run the passes; return the graph as text before and after pass `after`, None if it isn't among them."""

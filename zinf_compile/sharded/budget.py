@@ -98,8 +98,17 @@ class GraphBudget:
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
-    def limits(self, graph: fx.Graph) -> tuple[int, int]:
-        """Return how many bytes may be gathered, and how many gathered or in flight."""
+    def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
+        """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
+        if self._measuring:
+            return math.inf, math.inf
+        self.limits(graph, wanted=wanted)
+        transient, plan = self.plans[-1]
+        ahead = transient.full + plan.ahead
+        return ahead * transient.on_device, ahead * transient.on_host
+
+    def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
+        """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
         context, model = self._context, self.model
         transient = model.transient(measure_needs(graph))
         device = self._check_device(transient)
@@ -109,7 +118,7 @@ class GraphBudget:
             return fixed
         next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
         spare = Sides(device.spare, host.spare)
-        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=next_inflight)
+        plan = plan_graph(model, transient, spare=spare, bucket_bytes=self._bucket, one_ahead=max(next_inflight, wanted))
         if context.size > 1:
             plan = self._agree(graph, transient, plan)
         self.plans.append((transient, plan))

@@ -32,3 +32,5 @@ PLANNERS: dict[str, Callable[[StepProblem], Plan]] = {
     planner.__name__: planner for planner in (just_in_time, one_ahead, largest_first, greedy, cached_prefetch)
 }
 """By name, the default last."""
+
+__all__ = ["PLANNERS", "cached_prefetch", "greedy", "just_in_time", "largest_first", "one_ahead"]

@@ -1,0 +1,27 @@
+"""Planners on two ranks: one plan for both, and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from marks import more
+from rank_planners import train_under_planners
+from ranks import run_ranks
+
+from zinf_compile.config import PLANNERS
+
+ALL, DRIVE, DEVICE = ("nvme", "nvme", "nvme"), ("nvme", "device", "device"), ("device", "device", "device")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("dtype", "compute", "apart"),
+    [(torch.float32, "fx", False), more(torch.float32, "fx", True), more(torch.bfloat16, "inductor", False)],
+)
+def test_bits_under_every_planner(dtype: torch.dtype, compute: str, apart: bool, tmp_path: Path) -> None:
+    planners, placements = (*PLANNERS, 1, 2), [DEVICE, ALL if apart else DRIVE]
+    done = run_ranks(train_under_planners, 2, str(tmp_path), dtype, compute, 2, planners, placements, 300, apart)
+    assert done == [len(planners) * len(placements)] * 2

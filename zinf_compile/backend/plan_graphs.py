@@ -1,0 +1,145 @@
+"""Plans for the transfers of one graph, by the planner that option `planner` names. `GraphCompiler` calls it for each graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable
+
+from torch import fx
+
+from zinf_compile._torch import outside_tracing
+from zinf_compile.config import Config
+from zinf_compile.errors import PlanError
+from zinf_compile.ir.tiers import Tier, Topology
+from zinf_compile.passes.analysis.memory_needs import ahead_key
+from zinf_compile.passes.analysis.planned_graph import PlannedGraph
+from zinf_compile.passes.analysis.step_facts import StepFacts
+from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.plan.occupancy import occupied
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.planners import PLANNERS, just_in_time
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed, Link, Memory
+from zinf_compile.plan.verify import check
+from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.system.process_wide import process_wide
+
+Room = Callable[[fx.Graph, int], tuple[float, float]]
+"""Takes a graph and the bytes of its units; returns the bytes of device and host for what is gathered or on its way."""
+
+_plans: dict[Hashable, Plan] = process_wide({})
+"""Plans that all ranks have, by options and collectives: a rank that compiles again alone, for another batch, keeps to them."""
+
+FLOPS_PER_SECOND = {"cpu": 2e11, "cuda": 1e14}
+"""Of compute, by type of device. These and the rates below are rough: an error makes a plan slower, never wrong."""
+
+BYTES_PER_SECOND = {"cpu": 2e10, "cuda": 1e12}
+"""Of the device's memory."""
+
+DRIVE, COPIES, BETWEEN_RANKS = 2e9, 2e10, 1e10
+"""Bytes per second of links: of a drive, between host and device, and between ranks."""
+
+
+_NEAR = ("just_in_time", "one_ahead")
+"""Planners that use no more memory than fixed rules do."""
+
+
+class GraphPlanner:
+    """Plans graphs of one captured graph."""
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        *,
+        device: str,
+        world_size: int,
+        ranks: Ranks | None,
+        together: bool,
+    ) -> None:
+        self._given = config.planner
+        self._name = config.planner_name()
+        self._key = config.signature()
+        self._home = (topology.hops(config.placement().params) or (Tier.DEVICE,))[0]
+        self._topology = topology
+        self._device, self._size = device, world_size
+        self._ranks = ranks
+        """Those that follow the same plan; None: this process plans by itself, as `zinf dump` does."""
+        self.made: list[tuple[StepProblem, Plan]] = []
+        """The problem and the plan of each graph, in order."""
+        self._together = together
+        """Whether all ranks plan at the same point."""
+
+    def plan(self, graph: fx.Graph, room: Room) -> PlannedGraph:
+        """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
+        members = unit_members([graph])
+        whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
+        problem = self._problem(graph, room(graph, whole))
+        if self._ranks is not None and self._ranks.size > 1:
+            problem, plan = self._plan_of_all(self._ranks, problem, (self._key, ahead_key(graph)))
+        else:
+            plan = self._made(problem)
+        check(problem, plan)
+        self.made.append((problem, plan))
+        return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots})
+
+    def _made(self, problem: StepProblem) -> Plan:
+        planner = PLANNERS[self._given] if isinstance(self._given, str) else self._given
+        assert planner is not None, "there is a planner"
+        plan = planner(problem)
+        if not isinstance(plan, Plan):
+            raise PlanError(f"planner {self._name!r} returned a {type(plan).__name__}; accepted: a Plan")
+        return plan
+
+    def _plan_of_all(self, ranks: Ranks, problem: StepProblem, key: Hashable) -> tuple[StepProblem, Plan]:
+        """Return the plan of all ranks, and the problem that it is for: rank 0's, with the least room of all."""
+        if not self._together:  # the other ranks may have compiled the graph long ago
+            free = problem.with_budgets(**dict.fromkeys(problem.tiers))
+            return free, _plans[key] if key in _plans else just_in_time(free)
+        with outside_tracing():
+            budgets: dict[str, int | None] = {}
+            for memory in problem.memories:
+                room = math.inf if memory.bytes is None else float(memory.bytes)
+                least = min(ranks.agree(["room for a plan"], what="exchanging room for a plan", value=room))
+                budgets[memory.tier] = None if math.isinf(least) else int(least)
+            problem = problem.with_budgets(**budgets)
+            with ranks.fail_together("planning", elsewhere=PlanError("planning failed on another rank, see there")):
+                plan = self._made(problem) if ranks.rank == 0 else None
+            shared: Plan = ranks.share(plan, what="sharing the plan")
+            ranks.agree([shared.digest()], what="comparing plans")
+        _plans[key] = shared
+        return problem, shared
+
+    def _problem(self, graph: fx.Graph, room: tuple[float, float]) -> StepProblem:
+        """Return the graph's problem; what fits just in time by the account of the caps always does."""
+        problem = step_problem([(graph, None)], self._facts())
+        plain = occupied(problem, just_in_time(problem))
+        standing = sum(unit.stored_bytes for unit in problem.units)
+        budgets: dict[str, int | None] = {}
+        for tier, own in ((Tier.DEVICE, room[0]), (Tier.HOST, room[1])):
+            if tier in problem.tiers and math.isfinite(own):
+                budgets[tier] = max(math.ceil(own) + (standing if tier == self._home else 0), int(plain[tier].max()))
+        return problem.with_budgets(**budgets)
+
+    def _facts(self) -> StepFacts:
+        home, apart, kind = self._home, self._topology.host_apart, self._device
+        tiers = [Tier.DEVICE, *([Tier.HOST] if apart else []), *([] if home.in_memory else [home])]
+        links = []
+        for near, far in itertools.pairwise(tiers):
+            rate = COPIES if far.in_memory else DRIVE
+            links += [
+                Link(name=f"{a} to {b}", source=a, destination=b, bytes_per_second=rate) for a, b in ((near, far), (far, near))
+            ]
+        if self._size > 1:
+            links.append(Link(name="from ranks", source=None, destination=Tier.DEVICE, bytes_per_second=BETWEEN_RANKS))
+            links.append(Link(name="to ranks", source=Tier.DEVICE, destination=None, bytes_per_second=BETWEEN_RANKS))
+        return StepFacts(
+            memories=tuple(Memory(tier=tier) for tier in tiers),
+            links=tuple(links),
+            world_size=self._size,
+            allowed=Allowed(params=(home,)),
+            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
+            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+            only_params=True,
+        )
