@@ -87,6 +87,20 @@ def joint_passes(
     )
 
 
+def region_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
+    """Gathers just in time, and all transfers at the boundaries of regions: what `step_problem` reads, and plans refer to."""
+    return (
+        lift_tiles,
+        sink_unit_views,
+        sink_tile_gradients,
+        partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
+        narrow_gathers,
+        partial(group_units, bucket_bytes=bucket_bytes),
+        insert_releases,
+        partial(align_regions, region_bytes=bucket_bytes),
+    )
+
+
 def graph_passes(
     *,
     bucket_bytes: int,
@@ -103,14 +117,7 @@ def graph_passes(
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
     return (
-        lift_tiles,
-        sink_unit_views,
-        sink_tile_gradients,
-        partial(insert_gathers, keep_bytes=BUCKETS_GATHERED * bucket_bytes),
-        narrow_gathers,
-        partial(group_units, bucket_bytes=bucket_bytes),
-        insert_releases,
-        partial(align_regions, region_bytes=bucket_bytes),
+        *region_passes(bucket_bytes=bucket_bytes),
         partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0]),
         merge_gathers,
         partial(insert_swaps, params=params, grads=grads),
@@ -141,4 +148,4 @@ def run_passes(
     return gm
 
 
-__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "run_passes", "verify"]
+__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "region_passes", "run_passes", "verify"]

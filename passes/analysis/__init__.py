@@ -4,8 +4,14 @@ blocks — Block boundaries of the model, from names, order and sizes of units a
     there.
 fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.
 gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.
+liveness — Memory of the values that compute makes, region by region. `step_problem` calls it.
 memory_needs — Minimum device memory of a graph's schedule. The backend calls it; the plan budgets with its result.
 print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
+region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
+saved_values — Values that travel from a forward to its backward. `step_problem` calls it.
+step_facts — What `step_problem` must know beside the graphs.
+step_problem — The problem of a step from its graphs, which planners solve.
+step_regions — Regions of a graph by number, as problems and plans refer to them.
 summary — Summary of a scheduled graph: one line per transfer, one per region of compute. `zinf dump` prints it.
 traffic — Bytes that a scheduled graph moves over each link, and holds at its peak, per rank. Dumps and planning call it.
 transfer_graph — Dependencies of a schedule as a networkx graph: nodes are transfers, waits, releases and regions of

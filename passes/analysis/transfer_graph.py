@@ -10,16 +10,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import networkx as nx
-import torch
 from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
-from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
-from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region
 
+from .region_facts import bytes_of_region, owners_of
 from .traffic import bytes_moved, is_swap, lane_of
 
 COMPUTE = "compute"
@@ -68,10 +66,10 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
             if earlier != name and not found.has_edge(earlier, name):
                 found.add_edge(earlier, name, kind="order")
         latest[lane] = name
-    owners = _owners(graph)
+    owners = owners_of(graph)
     for name, nodes in regions.items():
         count = f"{len(nodes)} operators" if len(nodes) > 1 else "1 operator"
-        found.add_node(name, label=f"{name}: {count}", bytes=_bytes_of_region(nodes, owners))
+        found.add_node(name, label=f"{name}: {count}", bytes=bytes_of_region(nodes, owners))
     _check_acyclic(found)
     return found
 
@@ -133,35 +131,6 @@ def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
         facts["bytes"] += bytes_moved(node, world_size=world_size)
     operator = facts["lane"] if is_swap(node) else str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{slot_behind(node).name}" if facts["label"] else f"{operator} {slot_behind(node).name}"
-
-
-def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    owners: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        sources = aliased_inputs(node)
-        owners[node] = owners.get(sources[0], sources[0]) if len(sources) == 1 else node
-    return owners
-
-
-def _bytes_of_region(nodes: Sequence[fx.Node], owners: dict[fx.Node, fx.Node]) -> int:
-    inside = set(nodes)
-    moved: dict[fx.Node, None] = {}
-    for node in nodes:
-        if owners[node] is node and node.target not in METADATA_OPS:
-            moved.update((owners[s], None) for s in node.all_input_nodes if owners[s] not in inside)
-        if owners[node] in inside and any(user not in inside for user in node.users):
-            moved[owners[node]] = None
-    return sum(_bytes_of(node.meta.get("val")) for node in moved)
-
-
-def _bytes_of(value: object) -> int:
-    if isinstance(value, (list, tuple)):
-        return sum(_bytes_of(item) for item in value)
-    if not isinstance(value, torch.Tensor):
-        return 0
-    elements = value.numel()
-    hint = elements.node.hint if isinstance(elements, torch.SymInt) else elements
-    return format_of(value.dtype).bytes(int(hint or 0))
 
 
 def _check_acyclic(found: nx.DiGraph) -> None:

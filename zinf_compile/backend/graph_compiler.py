@@ -296,7 +296,7 @@ def _lacks_nothing(units: Iterable[Unit]) -> dict[Tier, Lack]:
     return {}
 
 
-_NOTHING = Program(
+NOTHING = Program(
     name="nothing",
     registers=0,
     inputs=0,
@@ -328,7 +328,7 @@ class _Measurer(GraphCompiler):
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         run_passes(graph, self.graph_passes())
-        return _NOTHING
+        return NOTHING
 
     def finish(self, program: Program, context: Context) -> Compiled:
         def run(args: list[Any]) -> list[Any]:

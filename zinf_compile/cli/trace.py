@@ -113,11 +113,20 @@ def trace(
         raise DumpError(f"pass {after!r} is not known; accepted: {', '.join(known)}")
     found: list[Scheduled] = []
 
+    def compiler(number: int) -> GraphCompiler:
+        return Recorder(config, number, found, world_size=world_size, after=after)
+
+    run_on_fakes(target, compiler, world_size=world_size, device=device)
+    return found
+
+
+def run_on_fakes(target: Target, compiler: Callable[[int], GraphCompiler], *, world_size: int, device: str) -> None:
+    """Run the target's forward on fake tensors as one of `world_size` ranks; `compiler` makes the compiler of each graph."""
     numbers = itertools.count()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         try:
-            return _Recorder(config, next(numbers), found, world_size=world_size, after=after).compile(gm, inputs)
+            return compiler(next(numbers)).compile(gm, inputs)
         except ZinfError as error:
             raise raise_through_dynamo(error) from error.__cause__
 
@@ -131,7 +140,6 @@ def trace(
             compiled(**inputs)
         else:
             compiled(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-    return found
 
 
 def pass_names(config: Config) -> list[str]:
@@ -139,7 +147,7 @@ def pass_names(config: Config) -> list[str]:
     return [pass_name(p) for p in (*joint_passes(), *graph_passes(bucket_bytes=config.bucket_bytes))]
 
 
-class _Recorder(GraphCompiler):
+class Recorder(GraphCompiler):
     """Schedules forward and backward as soon as the joint graph is partitioned; runs the forward alone, on fake tensors."""
 
     backward_ahead = False

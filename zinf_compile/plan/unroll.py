@@ -135,6 +135,9 @@ class Unrolled:
         if isinstance(row, Gather):
             unit = problem.unit[row.unit]
             source = self._shard(step, row.unit, str(device), start)
+            if problem.world_size == 1:  # a cast, part of the region
+                self._arrivals[at + row.due] += source
+                return
             number = self._transfer(f"gather {row.unit}", problem.link(None, device), unit.wire_bytes, step, [issued, *source])
             self._arrivals[at + row.due].append(number)
         elif isinstance(row, Reduction):

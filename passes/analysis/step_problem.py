@@ -1,0 +1,197 @@
+"""The problem of a step from the graphs that run in it: `zinf plan` and the backend call it, planners solve it.
+
+Graphs are as `region_passes` leave them: gathers just in time, transfers at the boundaries of regions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.passes.graph.node_facts import slot_behind, wire_format, wire_type
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
+
+from .liveness import peak_of_regions
+from .region_facts import blocks_of, bytes_of_region, kind_of, operations_of, owners_of, shape_of
+from .saved_values import Saved, find_saved, saved_rows
+from .step_facts import StepFacts
+from .step_regions import Run, find_regions
+
+Pair = tuple[fx.Graph, fx.Graph | None]
+"""A forward graph and its backward; None: it has none."""
+
+
+def step_problem(pairs: Sequence[Pair], facts: StepFacts, *, micro_batches: int = 1, name: str = "") -> StepProblem:
+    """Return the problem of a step that runs all forwards in order and then their backwards in reverse, `micro_batches` times.
+
+    Nothing is run, and weights need not exist: sizes and operations follow from the graphs' fake tensors, with dynamic sizes as
+    they were traced. A parameter is one unit wherever its name is the same; parameters that always move together are one.
+    """
+    runs = list(_runs(pairs, micro_batches))
+    saved = {} if facts.only_params else {number: find_saved(*pair) for number, pair in enumerate(pairs)}
+    members = unit_members([run.graph for run in runs[: len(runs) // micro_batches]])
+    units = list(_units(runs, members, facts))
+    return StepProblem(
+        regions=tuple(region for run in runs for region in _regions(run, saved.get(run.pair, {}), facts)),
+        memories=facts.memories,
+        links=facts.links,
+        units=tuple(units),
+        saved=tuple(saved_rows(runs, saved, facts.saved_choices)),
+        pieces=() if facts.only_params else tuple(_pieces(units, members, facts)),
+        world_size=facts.world_size,
+        allowed=facts.allowed,
+        name=name,
+    )
+
+
+def unit_members(graphs: Sequence[fx.Graph]) -> dict[str, tuple[ParameterSlot, ...]]:
+    """Return the slots of each unit by its name: parameters that are used, grouped and reduced together in all graphs are one.
+
+    Parameters without elements are left out: nothing moves for them.
+    """
+    slots: dict[str, ParameterSlot] = {}
+    signs: dict[str, list[object]] = defaultdict(list)
+    for number, graph in enumerate(graphs):
+        found = find_regions(graph)
+        for stay in found.residences:
+            slot = slot_behind(stay.gather)
+            slots.setdefault(slot.name, slot)
+            signs[slot.name].append((number, stay.due, stay.until, stay.group, wire_type(stay.gather) == slot.dtype))
+        for node, region in found.reductions:
+            slot = slot_behind(node)
+            slots.setdefault(slot.name, slot)
+            signs[slot.name].append((number, region))
+    together: dict[tuple[object, ...], list[ParameterSlot]] = defaultdict(list)
+    for own, slot in slots.items():
+        if not slot.numel:
+            continue
+        together[slot.requires_grad, slot.dtype, *signs[own]].append(slot)
+    return {_name(found): tuple(found) for found in together.values()}
+
+
+def _name(slots: Sequence[ParameterSlot]) -> str:
+    return slots[0].name if len(slots) == 1 else f"{slots[0].name} .. {slots[-1].name}"
+
+
+def _runs(pairs: Sequence[Pair], micro_batches: int) -> Iterator[Run]:
+    forwards = [(number, forward, False) for number, (forward, _) in enumerate(pairs)]
+    backwards = [(number, backward, True) for number, (_, backward) in enumerate(pairs) if backward is not None]
+    known = {graph: find_regions(graph) for _, graph, _ in (*forwards, *backwards)}
+    first = 0
+    for micro_batch in range(micro_batches):
+        for number, graph, is_backward in (*forwards, *reversed(backwards)):
+            name = f"{'backward' if is_backward else 'forward'} {number}"
+            yield Run(graph, known[graph], name, first, number, micro_batch, is_backward)
+            first += known[graph].count
+
+
+def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
+    owners = owners_of(run.graph)
+    peaks = [0] * run.regions.count
+    if not facts.only_params:
+        reduced = {owners[source] for node, _ in run.regions.reductions for source in node.all_input_nodes[:1]}
+        without = reduced | {owner for owner in saved if owner in owners}
+        peaks = peak_of_regions(run.graph, run.regions.compute, owners, without=without)
+    for number, (nodes, peak) in enumerate(zip(run.regions.compute, peaks, strict=True)):
+        blocks = blocks_of(nodes)
+        place = f" {blocks[0]}" if len(blocks) == 1 else f" {blocks[0]} .. {blocks[-1]}" if blocks else ""
+        given = facts.seconds(nodes)
+        yield Region(
+            name=f"{run.name}:{number}{place}",
+            seconds=_seconds(nodes, bytes_of_region(nodes, owners), facts) if given is None else given,
+            workspace_bytes=peak,
+            structure=_digest((run.is_backward, *((kind_of(node), *shape_of(node)) for node in nodes))),
+            graph=run.name,
+            micro_batch=run.micro_batch,
+        )
+
+
+def _seconds(nodes: Sequence[fx.Node], moved: int, facts: StepFacts) -> float:
+    """Return the longer of a region's operations, each in its own type, and of its inputs and outputs passing memory once."""
+    computing = 0.0
+    for node in nodes:
+        if operations := operations_of(node):
+            computing += operations / facts.flops_per_second(_type_of(node.meta["val"]))
+    return facts.launch_seconds + max(computing, moved / facts.bytes_per_second)
+
+
+def _type_of(value: torch.Tensor | Sequence[torch.Tensor | None]) -> torch.dtype:
+    return next(t.dtype for t in ((value,) if isinstance(value, torch.Tensor) else value) if t is not None)
+
+
+def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[Unit]:
+    uses: dict[str, set[int]] = defaultdict(set)
+    gathers: dict[str, fx.Node] = {}
+    gradients: dict[str, set[int]] = defaultdict(set)
+    for run in runs:
+        for stay in run.regions.residences:
+            own = slot_behind(stay.gather).name
+            uses[own].update(range(run.first + stay.due, run.first + stay.until))
+            gathers.setdefault(own, stay.gather)
+        for node, region in run.regions.reductions:
+            gradients[slot_behind(node).name].add(run.first + region)
+    size = facts.world_size
+    for name, slots in members.items():
+        gather = gathers.get(slots[0].name)
+        wire = slots[0].format if gather is None else wire_format(gather)
+        is_gathered = gather is not None and (size > 1 or wire != slots[0].format)
+        shards = [-(-slot.numel // size) for slot in slots]
+        reduces = bool(gradients[slots[0].name]) and not facts.only_params
+        reduced = slots[0].reduce_format
+        yield Unit(
+            name=name,
+            stored_bytes=sum(map(slots[0].format.bytes, shards)),
+            uses=tuple(sorted(uses[slots[0].name])),
+            full_bytes=sum(wire.bytes(slot.numel) for slot in slots) if is_gathered or size > 1 else 0,
+            wire_bytes=(size - 1) * sum(map(wire.bytes, shards)) if is_gathered else 0,
+            trained=slots[0].requires_grad,
+            gradients=tuple(sorted(gradients[slots[0].name])) if reduces else (),
+            gradient_bytes=sum(map(reduced.bytes, shards)) if reduces else 0,
+            full_gradient_bytes=sum(reduced.bytes(slot.numel) for slot in slots) if reduces and size > 1 else 0,
+            reduced_bytes=(size - 1) * sum(map(reduced.bytes, shards)) if reduces else 0,
+            structure=_digest((_pattern(name), [slot.shape for slot in slots], str(slots[0].dtype))),
+        )
+
+
+def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[StatePiece]:
+    for unit in units:
+        if not unit.gradients:
+            continue
+        slot = members[unit.name][0]
+        numel = sum(-(-each.numel // facts.world_size) for each in members[unit.name])
+        cuts = range(0, max(1, numel), facts.piece_numel)
+        for number, start in enumerate(cuts):
+            count = min(facts.piece_numel, numel - start)
+            states = sum(format_of(dtype).bytes(count) for dtype in facts.state_types(slot))
+            values, gradient = slot.format.bytes(count), slot.reduce_format.bytes(count)
+            read = 0 if facts.has_master(slot) else values
+            passed = 2 * states + gradient + values + read
+            yield StatePiece(
+                name=unit.name if len(cuts) == 1 else f"{unit.name} #{number}",
+                units=(unit.name,),
+                state_bytes=states,
+                read_bytes=states,
+                written_bytes=states,
+                value_bytes=values,
+                value_read_bytes=read,
+                gradient_bytes=gradient,
+                host_seconds=passed / facts.host_update_bytes_per_second,
+                device_seconds=passed / facts.device_update_bytes_per_second,
+                structure=unit.structure,
+            )
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
