@@ -9,13 +9,18 @@ gpu_selftest — `zinf doctor --gpu-selftest`: runs on this machine's accelerato
     minutes.
 inspect_checkpoint — `zinf inspect`: prints what is in a checkpoint that `zinf_compile.save` has made.
 main — The `zinf` command: parses arguments, runs a subcommand, prints the dump of a schedule.
+measure_machine — Measures this machine: products, memory, links, a folder's drive, as a profile.
 models — Built-in models of the command line, to inspect a schedule without writing one.
+plan — `zinf plan`: what a model's step comes to on a machine, with these budgets.
+plan_explained — The formulas of ZeRO with a model's numbers.
+plan_page — One page with the timelines of plans.
 quota — Disk quotas of this user and group, read from the kernel.
 selftest_check — What a check of the GPU self-test returns or raises.
 selftest_training — Checks of the GPU self-test that train: a small GPT, whose bits are those of eager PyTorch wherever its
     states live.
 selftest_transfers — Checks of the GPU self-test that only copy: host memory that is locked, the link's speed, and copies
     beside compute.
+step_on_paper — A target's step on fake tensors: its graphs, and its tokens.
 trace — Traces a model on fake tensors and returns its scheduled graphs, without allocating a weight.
 trace_step — Graphs of a step with gathers just in time, from fake tensors: what problems of steps are made of.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import resource
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from zinf_compile.runtime.system.cgroups import find_limits, memory_limit_bytes
 from zinf_compile.runtime.system.filesystem import look_up
 
 from . import gpu_selftest
+from .measure_machine import measure_machine
 from .quota import describe_quota
 
 _PROBE_BYTES = 1 << 20
@@ -40,6 +43,11 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="train and copy on this machine's accelerator: two minutes",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="measure compute, memory, links and, with --nvme, the drive; write them for `zinf plan --machine FILE`; a minute",
+    )
     parser.set_defaults(run=run)
 
 
@@ -52,6 +60,8 @@ def run(options: argparse.Namespace) -> str:
         text, passed = gpu_selftest.report(options.nvme)
         options.status = int(not passed)
         return text
+    if options.profile:
+        return _write_profile(options.profile, options.nvme)
     found = examine(options.nvme)
     if options.json:
         return json.dumps(found, indent=2)
@@ -59,6 +69,15 @@ def run(options: argparse.Namespace) -> str:
     rows = [(section, name, _text(value)) for section, facts in sections.items() for name, value in facts.items()]
     notes = [f"! {concern}" for concern in found["concerns"]] or ["no concerns"]
     return "\n".join([tabulate(rows, tablefmt="plain", disable_numparse=True), "", *notes])
+
+
+def _write_profile(file: str, nvme: str | None) -> str:
+    path = Path(file)
+    if not path.parent.is_dir():
+        raise StoreError(errno.ENOENT, f"--profile {file!r}: its folder does not exist; accepted: a file in one that does")
+    text = measure_machine(path.stem, nvme=nvme).to_json()
+    path.write_text(text)
+    return text.rstrip()
 
 
 def examine(nvme: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from zinf_compile.passes import joint_passes, pass_name
 from zinf_compile.passes.analysis.traffic import Traffic
 from zinf_compile.passes.analysis.transfer_graph import COMPUTE, find_critical_path, transfer_dot
 
-from . import bench_io, consolidate, doctor, inspect_checkpoint
+from . import bench_io, consolidate, doctor, inspect_checkpoint, plan
 from .colors import colored
 from .models import TARGETS
 from .trace import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
@@ -224,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         "needs none, and the operators shown stay the CPU's",
     )
     dumping.set_defaults(run=dump)
+    plan.add_parser(commands)
     doctor.add_parser(commands)
     bench_io.add_parser(commands)
     inspect_checkpoint.add_parser(commands)

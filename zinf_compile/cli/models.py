@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Example = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
@@ -80,16 +81,20 @@ class _LlamaBlock(nn.Module):
 
 def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class Llama(nn.Module):
     """A Llama shaped model: rotary positions, grouped keys and values, SwiGLU; `forward(tokens, targets)` returns the loss."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> None:
+    def __init__(
+        self, *, layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocabulary: int, checkpointed: bool = False
+    ) -> None:
+        """`checkpointed`: each block's activations are made again in the backward."""
         super().__init__()
         self.heads = heads
+        self.checkpointed = checkpointed
         self.tokens = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList([_LlamaBlock(width, heads, kv_heads, hidden) for _ in range(layers)])
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
@@ -100,13 +105,24 @@ class Llama(nn.Module):
         steps = torch.arange(size // 2, device=x.device) * (2 / size)
         angles = torch.arange(tokens.shape[1], device=x.device)[:, None] * 500_000.0**-steps
         for layer in self.layers:
-            x = layer(x, angles)
+            x = checkpoint(layer, x, angles, use_reentrant=False) if self.checkpointed else layer(x, angles)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def _llama_70b() -> Example:
     model = Llama(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672, vocabulary=128256)
     tokens = torch.zeros(1, 2048, dtype=torch.long)
+    return model, (tokens, tokens)
+
+
+def _llama_405b(layers: int = 126) -> Example:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Llama(layers=layers, width=16384, heads=128, kv_heads=8, hidden=53248, vocabulary=128256, checkpointed=True)
+    finally:
+        torch.set_default_dtype(before)
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
     return model, (tokens, tokens)
 
 
@@ -132,5 +148,7 @@ TARGETS: dict[str, Callable[[], Example]] = {
     "gpt2-medium": _gpt(layers=24, width=1024, heads=16),
     "gpt2-xl": _gpt(layers=48, width=1600, heads=25),
     "llama-70b": _llama_70b,
+    "llama-405b": _llama_405b,
 }
-"""Two linear layers; GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens; Llama 3 in 70.6B on one of 2048."""
+"""Two linear layers; GPT-2 in 124M, 355M and 1.6B parameters on one sequence of 1024 tokens; Llama 3 in 70.6B on one of 2048, and
+in 405B, in 16 bits, on one of 8192 with each block checkpointed."""

@@ -3,16 +3,20 @@ runtime, no live memory, so that all of it works on a laptop.
 
 as_json — Frozen dataclasses as JSON and back, checked field by field.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
+bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
 lower_bound — A bound below which no plan brings the seconds of a step: a linear programme.
 memory_model — The one formula for memory: device and host bytes that the parameters of a graph take.
 occupancy — Bytes that a plan takes on each tier, region by region.
+on_paper — Tiers and links of a profile, what a step writes, what budgets fit.
+perfetto — A timeline as trace events.
 plan — A plan: homes, transfers, what is recomputed, and updates, each with the boundaries at which it starts and is due.
 problem — What happens between two `optimizer.step()`: the problem that a plan solves.
 problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
+profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 table — A plan as text: who lives where, and what happens at each boundary.
 unroll — A plan, repeated for some steps, as tasks on lanes: a graph of what waits for what.

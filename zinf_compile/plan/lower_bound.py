@@ -21,9 +21,10 @@ from scipy.sparse import coo_array
 from zinf_compile.errors import BudgetError, PlanError
 from zinf_compile.ir.tiers import Tier
 
-from .bound_programme import Programme, seconds_of
+from .bound_programme import seconds_of
+from .bound_updates import UpdatesProgramme
 from .problem import StepProblem
-from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, StatePiece, Unit
+from .problem_parts import KEEP, RECOMPUTE, Link, SavedValue, Unit
 
 CELLS = 60_000
 """Values over time in a programme; larger problems are checked at fewer regions, which can only lower the bound."""
@@ -48,7 +49,7 @@ def lower_bound(problem: StepProblem, *, cells: int = CELLS) -> Bound:
     return _Programme(problem, cells).solve()
 
 
-class _Programme(Programme):
+class _Programme(UpdatesProgramme):
     def solve(self) -> Bound:
         """Write all rows, and return the solution."""
         for place, region in enumerate(self.checked):
@@ -59,7 +60,7 @@ class _Programme(Programme):
             self._add_unit(unit, count)
         self._add_saved()
         self._add_gradients()
-        self._add_pieces()
+        self.add_updates()
         self.add_limits()
         costs = np.zeros(len(self.upper))
         for column, value in self.seconds.items():
@@ -251,75 +252,6 @@ class _Programme(Programme):
                 for link in problem.hops(device, tier):
                     seconds = link.seconds(unit.gradient_bytes)
                     self.total[link.name][homes[tier]] += seconds * (len(unit.gradients) if link.source == device else 1)
-
-    def _add_pieces(self) -> None:
-        problem, device = self.problem, self.problem.device
-        for piece in problem.pieces:
-            homes = self.home(
-                f"states {piece.name}", problem.allowed.states, dict.fromkeys(problem.tiers, float(piece.state_bytes))
-            )
-            for interval in range(self.intervals):
-                self.used_room[interval][homes[device]] += piece.state_bytes
-            self._add_update(piece, homes)
-
-    def _add_update(self, piece: StatePiece, states: dict[Tier, int]) -> None:
-        problem, device = self.problem, self.problem.device
-        allowed = problem.allowed.update
-        on_device = self.variable(0.0 if allowed and device not in allowed else 1.0)
-        if problem.host == device or (allowed and problem.host not in allowed):
-            self.rows.add({on_device: -1.0}, -1.0)
-        self.seconds[on_device] += piece.device_seconds
-        for interval in range(0, self.intervals, 2):
-            self.length[interval][on_device] = piece.device_seconds
-        self.total.setdefault("update", defaultdict(float))
-        self.on_link.setdefault("update", [])
-        self.least["update"] += piece.host_seconds
-        self.total["update"][on_device] -= piece.host_seconds
-        unit = piece.units[0]
-        params, grads = self.homes.get(f"param {unit}"), self.homes.get(f"grad {unit}")
-        rows = [(states, piece.read_bytes, piece.written_bytes)]
-        rows += [(params, piece.value_read_bytes, piece.value_bytes)] if params else []
-        rows += [(grads, piece.gradient_bytes, 0)] if grads else []
-        held = (piece.state_bytes, piece.value_bytes, piece.gradient_bytes)
-        buffer = [(homes[tier], size) for (homes, _, _), size in zip(rows, held, strict=False) for tier in problem.tiers]
-        far = {homes[tier] for homes, _, _ in rows for tier in problem.tiers if not tier.in_memory}
-        self.buffers.append({column: float(size) for column, size in buffer if column in far})
-        until = self._window(piece)
-        if piece.host_seconds:
-            self.windows["update"].append((until, {on_device: -piece.host_seconds}, piece.host_seconds))
-        for homes, read, written in rows:
-            if problem.host != device:
-                near = problem.tiers[1]
-                crossing = self._across(problem.link(near, device), read, on_device, homes[device])
-                self.windows[problem.link(near, device).name].append((until, crossing, 0.0))
-                self._across(problem.link(device, near), written, on_device, homes[device])
-                self._across(problem.link(near, device), written, homes[device], on_device)
-                self._across(problem.link(device, near), read, homes[device], on_device)
-            for tier in problem.tiers:
-                if not tier.in_memory:
-                    inward, outward = problem.hops(tier, problem.host), problem.hops(problem.host, tier)
-                    for links, count in ((inward, read), (outward, written)):
-                        for link in links if count else ():
-                            self.total[link.name][homes[tier]] += link.seconds(count)
-                            if count == read and links is inward:
-                                self.windows[link.name].append((until, {homes[tier]: link.seconds(count)}, 0.0))
-
-    def _window(self, piece: StatePiece) -> int:
-        """Return the last interval in which a piece's update can run: it begins with the step, at interval 0."""
-        if not piece.deferrable:
-            return 0
-        first = min(min((*unit.uses, *unit.gradients)) for unit in (self.problem.unit[name] for name in piece.units))
-        interval = self.of_region[first]
-        return interval - 1 if interval % 2 else interval or self.intervals - 1
-
-    def _across(self, link: Link, count: int, more: int, less: int) -> dict[int, float]:
-        """Bytes cross a link by at least the share `more - less`; return the seconds that it takes."""
-        if not count:
-            return {}
-        crossing = self.variable()
-        self.rows.add({more: 1.0, less: -1.0, crossing: -1.0}, 0.0)
-        self.total[link.name][crossing] += link.seconds(count)
-        return {crossing: link.seconds(count)}
 
 
 def _joined(units: list[Unit]) -> Unit:

@@ -61,10 +61,12 @@ def build(
     reach: tuple[int, int] = (1, 1),
     buffers: int | None = None,
     updates: tuple[Update, ...] | None = None,
+    done: int = 0,
 ) -> Plan:
     """Return the plan with these residencies. Updates run behind the last region if nothing else is said.
 
-    `reach`: regions within which a gradient has left the device, and within which it has left the host for a drive.
+    `reach`: regions within which a gradient has left the device, and within which it has left the host for a drive. `done`: the
+    boundary until which pieces may still be written, where the last update isn't due later.
     """
     fetches: list[Fetch] = []
     gathers: list[Gather] = []
@@ -90,7 +92,7 @@ def build(
         stores=tuple(all_stores),
         updates=updates,
         update_buffers=buffers if buffers is not None else (CHUNK_BUFFERS if updates else 0),
-        updates_done=max((update.due for update in updates), default=problem.count),
+        updates_done=max((done, *(update.due for update in updates))) if updates else problem.count,
     )
     plan = Plan(shared=Shared(gathers=tuple(gathers), reductions=tuple(reductions)), local=local, planner=planner)
     if buffers is None and updates:

@@ -33,6 +33,7 @@ class Moved:
         updates: tuple[Update, ...] | None = None,
         stays: list[Stay] | None = None,
         buffers: int | None = None,
+        done: int = 0,
     ) -> Plan:
         """Return the plan with these moves."""
         plan = build(
@@ -45,6 +46,7 @@ class Moved:
             reach=reach,
             updates=updates,
             buffers=buffers,
+            done=done,
         )
         return dataclasses.replace(plan, shared=dataclasses.replace(plan.shared, resident=self.resident))
 

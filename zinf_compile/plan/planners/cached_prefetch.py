@@ -38,6 +38,8 @@ class Effort:
     home_rungs: int
     plans: int
     """Choices of homes that are planned at most."""
+    done: tuple[float, ...] = (0.0,)
+    """Boundaries, in steps, until which deferred updates may still write; 0: their last due."""
 
 
 def effort_for(problem: StepProblem) -> Effort:
@@ -48,8 +50,10 @@ def effort_for(problem: StepProblem) -> Effort:
         if size < 40:
             return Effort(48, few, 1, 1)
         return Effort(24, (0.0, 0.5, 1.0, 1.5), 1, 1) if size < 500 else Effort(8, (0.5, 1.0), 1, 1)
+    if size < 100:
+        return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 1.6, 2.0))
     if size < 500:
-        return Effort(6, (0.0, 1.0), 8, 12)
+        return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
     return Effort(4, (1.0,), 8, 4)
 
 
@@ -77,27 +81,25 @@ def cached_prefetch(problem: StepProblem) -> Plan:
 
 
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
-    """Yield plans with these homes: with all updates behind the last region, and with deferred ones."""
-    stays = ahead_by(problem, homes, {})
-    for late in (False, True) if problem.pieces else (False,):
-        base = None
+    """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes."""
+    count, stays = problem.count, ahead_by(problem, homes, {})
+    for late, done in ((False, 0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0),):
         for reach, buffers in itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)):
             updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
-            held = buffers if updates else 0
-            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=held, reach=reach)
-            if not shortage(problem, base):
+            held, until = buffers if updates else 0, int(done * count)
+            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=held, reach=reach, done=until)
+            found = find_gaps(problem, homes, base)
+            if any((free < 0).any() for free in found.walk.free):
+                continue  # even where all that may leave has left
+            best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves)
+            if best is None:
+                continue
+            plan = moved_by(problem, homes, best[0].moves).plan(
+                problem, planner=NAME, updates=updates, buffers=held, reach=reach, done=until
+            )
+            if not shortage(problem, plan):
+                yield plan
                 break
-        else:
-            continue
-        found = find_gaps(problem, homes, base)
-        best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves)
-        if best is None:
-            continue
-        plan = moved_by(problem, homes, best[0].moves).plan(
-            problem, planner=NAME, updates=updates, buffers=base.local.update_buffers
-        )
-        if not shortage(problem, plan):
-            yield plan
 
 
 def _reaches(problem: StepProblem) -> list[tuple[int, int]]:

@@ -1,0 +1,102 @@
+"""`zinf plan`, from the target to its text, JSON, timeline and page."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from pathlib import Path
+
+import pytest
+
+from zinf_compile.cli.main import main
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.profile import find_profile
+
+
+class Page(html.parser.HTMLParser):
+    """What is on a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+COMMAND = ["plan", "mlp", "--machine", "h100", "--world", "2", "--nvme", "4x"]
+
+
+def test_several_budgets_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, events = tmp_path / "p.html", tmp_path / "p.json"
+    budgets = ["--device-memory", "16MiB,1GiB,100KiB", "--host-memory", "4GiB"]
+    status = main([*COMMAND, *budgets, "--json", "--html", str(page), "--perfetto", str(events)])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 1
+    tight, roomy, none = found["budgets"]
+    assert [each["fits"] for each in found["budgets"]] == [True, True, False]
+    assert none["least"]["device"] > 100 << 10
+    assert main([*COMMAND, "--device-memory", str(none["least"]["device"]), "--host-memory", "4GiB"]) == 0
+    for each in (tight, roomy):
+        assert each["step"] >= each["bound"] * (1 - 1e-6)
+        assert each["peak"]["device"] <= each["budgets"]["device"]
+        assert each["tokens_per_second"] == pytest.approx(2 * 8 / each["step"])
+        Plan.from_json(json.dumps(each["plan"]))
+    assert roomy["step"] <= tight["step"]
+    body = page.read_text()
+    drawn = Page(body)
+    assert not drawn.open
+    assert "src=" not in body
+    assert "http" not in body
+    classes = [attributes.get("class") for tag, attributes in drawn.tags if tag == "svg"]
+    assert classes.count("lanes") == 2
+    assert classes.count("memory") == 4
+    assert sum(attributes.get("class") == "cap" for _, attributes in drawn.tags) == 4
+    assert "It does not fit" in body
+    names = {event["name"] for event in json.loads(events.read_text())["traceEvents"]}
+    assert "bytes on device" in names
+
+
+def test_text_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--device-memory", "1GiB", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "by gather" in text
+    assert "tokens/s on all ranks" in text
+    numel = 2 * 512 * 2048
+    assert f"{numel * (4 + 4 + 8) / 2 / 1e9:,.1f} GB" in text
+    assert "model states, ZeRO-3" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "h1000"], "machine 'h1000' is no shipped profile"),
+        (["--machine", "h100", "--options", "[]"], "--options is a list; accepted: an object"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "mlp", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    assert main(["doctor", "--profile", str(file)]) == 0
+    profile = find_profile(str(file))
+    assert profile.host_is_device
+    assert profile.flops_per_second["float32"] > 1e9
+    capsys.readouterr()
+    assert main(["plan", "mlp", "--machine", str(file), "--device-memory", "1GiB"]) == 0
+    assert "by compute" in capsys.readouterr().out
+    assert main(["doctor", "--profile", str(tmp_path / "no" / "mine.json")]) == 2
+    assert "accepted: a file in one that does" in capsys.readouterr().err

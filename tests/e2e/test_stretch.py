@@ -1,0 +1,51 @@
+"""A problem stretched from few blocks is that of the deep model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from step_problems import facts
+
+from zinf_compile.cli.models import Example, Llama
+from zinf_compile.cli.trace_step import trace_step
+from zinf_compile.errors import PlanError
+from zinf_compile.passes.analysis.step_problem import step_problem
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.stretch import stretch
+
+
+OPTIONS = {"compute": "fx", "bucket": "64KiB"}
+
+
+def llama(layers: int, *, checkpointed: bool) -> StepProblem:
+    def build() -> Example:
+        model = Llama(layers=layers, width=256, heads=4, kv_heads=2, hidden=512, vocabulary=999, checkpointed=checkpointed)
+        tokens = torch.zeros(1, 64, dtype=torch.long)
+        return model, (tokens, tokens)
+
+    return step_problem(trace_step(build, options=OPTIONS, world_size=4, device="cuda"), facts(world_size=4, host=True))
+
+
+def contents(problem: StepProblem) -> dict[str, Any]:
+    return {
+        "regions": [(r.seconds, r.workspace_bytes, r.graph) for r in problem.regions],
+        "units": {u.name: (u.stored_bytes, u.full_bytes, u.uses, u.gradients, u.structure) for u in problem.units},
+        "pieces": {p.name: (p.units, p.state_bytes) for p in problem.pieces},
+        "saved": Counter((v.bytes, v.made_in, v.used_in, v.choices) for v in problem.saved),
+    }
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_stretched_problem_is_that_of_the_deep_model(checkpointed: bool) -> None:
+    few, many = llama(6, checkpointed=checkpointed), llama(9, checkpointed=checkpointed)
+    found, expected = contents(stretch(few, "layers", 3)), contents(many)
+    for what, rows in expected.items():
+        assert found[what] == rows, what
+
+
+def test_what_has_no_period_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"blocks \[0, 1, 2\] are too few to see a period; accepted: 5 or more"):
+        stretch(llama(3, checkpointed=False), "layers", 3)

@@ -1,0 +1,242 @@
+"""`zinf plan`: what a model's step comes to on a machine, with these budgets: no weight is allocated, and nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from zinf_compile.config import parse_bytes
+from zinf_compile.errors import BudgetError, OptionError
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.analysis.step_facts import StepFacts
+from zinf_compile.passes.analysis.step_problem import step_problem
+from zinf_compile.plan.lower_bound import Bound, lower_bound
+from zinf_compile.plan.on_paper import Place, compute_bound_at, least_budgets, life_days, place, written_bytes
+from zinf_compile.plan.perfetto import trace_events
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.planners import PLANNERS
+from zinf_compile.plan.planners.just_in_time import just_in_time
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.profile import Profile, find_profile, shipped
+from zinf_compile.plan.simulate import Timeline, simulate
+from zinf_compile.plan.table import homes_table, summary_line
+
+from .measure_machine import measure_machine
+from .models import TARGETS
+from .plan_explained import explained
+from .plan_page import Shown, page
+from .step_on_paper import traced_step
+from .trace import DumpError, load_target
+
+HERE = "here"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict a model's step on a machine, within budgets",
+        description="Trace a model on fake tensors, plan a step on a machine's profile, and print who lives where, the predicted "
+        "step beside a bound that no plan can beat, and what sets it; where it does not fit, the smallest budgets that do.",
+    )
+    parser.add_argument("target", metavar="TARGET", help=f"MODULE:FUNCTION, as for `zinf dump`; or {', '.join(TARGETS)}")
+    parser.add_argument("--machine", metavar="NAME", required=True, help=f"{', '.join(shipped())}; {HERE}; or a profile's file")
+    parser.add_argument("--world", metavar="N", type=_count, default=1, help="as one of N ranks (default 1)")
+    parser.add_argument("--device-memory", metavar="BYTES", type=_sizes, help="of a rank; several, with commas, side by side")
+    parser.add_argument("--host-memory", metavar="BYTES", type=_size, help="of a node, for all its ranks")
+    parser.add_argument("--nvme", metavar="N", type=_drives, default=0, help="drives of a node, such as 4x (default: none)")
+    parser.add_argument("--micro-batches", metavar="N", type=_count, default=1, help="in a step (default 1)")
+    parser.add_argument("--planner", choices=list(PLANNERS), default="cached_prefetch", help="default: cached_prefetch")
+    parser.add_argument("--options", metavar="JSON", default="{}", help="options of torch.compile, as JSON")
+    parser.add_argument("--explain", action="store_true", help="print the formulas of ZeRO with the model's numbers")
+    parser.add_argument("--json", action="store_true", help="for programs; keys: see zinf_compile/cli/plan.py")
+    parser.add_argument("--perfetto", metavar="FILE", type=Path, help="write the timeline for ui.perfetto.dev")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with all lanes and memories")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """Return the command's output; `options.status` is 1 where not all budgets fit."""
+    began = time.monotonic()
+    profile = measure_machine(options.machine) if options.machine == HERE else find_profile(options.machine)
+    given = _options(options.options)
+    traced = traced_step(load_target(options.target), given, world=options.world, host_is_device=profile.host_is_device)
+    host = options.host_memory or profile.host_memory_bytes or None
+    found: list[Planned] = []
+    problem: StepProblem | None = None
+    for device in options.device_memory or [profile.device_memory_bytes]:
+        where = place(profile, world=options.world, device_memory=device, host_memory=host, drives=options.nvme)
+        if problem is None:
+            facts = _facts(profile, where, options.world)
+            problem = step_problem(traced.pairs, facts, micro_batches=options.micro_batches, name=options.target)
+        found.append(Planned(problem.with_budgets(device=device), options.planner))
+    assert problem is not None
+    reports = [_report(each, profile, options, traced.tokens * options.micro_batches) for each in found]
+    options.status = int(any(each.plan is None for each in found))
+    if options.perfetto is not None:
+        timelines = [(each.title, each.timeline) for each in found if each.timeline is not None]
+        events = [e for number, (title, t) in enumerate(timelines, 1) for e in trace_events(t, name=title, process=number)]
+        options.perfetto.write_text(json.dumps({"traceEvents": events}))
+    if options.html is not None:
+        shown = [Shown(each.title, each.problem, each.timeline, row) for each, row in zip(found, reports, strict=True)]
+        options.html.write_text(page(f"{options.target} on {options.world} ranks of {profile.name}", shown))
+    seconds = time.monotonic() - began
+    if options.json:
+        return json.dumps({"target": options.target, "machine": profile.name, "seconds": seconds, "budgets": reports}, indent=2)
+    parts = [_text(each, row) for each, row in zip(found, reports, strict=True)]
+    if options.explain:
+        parts.append(explained(problem, profile, tokens=traced.tokens))
+    return "\n\n".join(parts)
+
+
+class Planned:
+    """One problem with its plan, its timeline and its bound; none of these where nothing fits."""
+
+    def __init__(self, problem: StepProblem, planner: str) -> None:
+        self.problem = problem
+        self.title = f"{_gib(problem.memories[0].bytes)} of device memory"
+        self.plan: Plan | None = None
+        self.timeline: Timeline | None = None
+        self.bound: Bound | None = None
+        self.least: dict[Tier, int] | None = None
+        began = time.monotonic()
+        try:
+            self.plan = PLANNERS[planner](problem)
+        except BudgetError:
+            self.least = least_budgets(problem, just_in_time)
+        self.planner_seconds = time.monotonic() - began
+        if self.plan is not None:
+            self.timeline = simulate(problem, self.plan)
+            self.bound = lower_bound(problem)
+
+
+def _facts(profile: Profile, where: Place, world: int) -> StepFacts:
+    sharers = min(world, profile.devices_per_node)
+    return StepFacts(
+        memories=where.memories,
+        links=where.links,
+        world_size=world,
+        flops_per_second=lambda dtype: profile.flops(str(dtype).removeprefix("torch.")),
+        bytes_per_second=profile.device_bytes_per_second,
+        state_types=lambda slot: (torch.float32,) * (2 if slot.dtype == torch.float32 else 3),
+        has_master=lambda slot: slot.dtype != torch.float32,
+        host_update_bytes_per_second=profile.host_bytes_per_second / sharers,
+        device_update_bytes_per_second=profile.device_bytes_per_second,
+        saved_choices=("keep", *(str(memory.tier) for memory in where.memories[1:])),
+    )
+
+
+def _report(each: Planned, profile: Profile, options: argparse.Namespace, tokens: int) -> dict[str, Any]:
+    """Return one budget's part of `--json`.
+
+    Keys are added in later versions, never renamed. Bytes and seconds are those of one rank and one step, budgets as given.
+
+        fits, budgets         whether a plan was found; bytes by tier, for one rank
+        least                 where it does not fit: the smallest budgets that do, by tier, of all ranks that share it; null: none
+        step, bound, bound_by seconds as simulated; seconds below which no plan is; the lane that is busiest in the bound
+        tokens_per_second     of all ranks
+        peak, busy, waited    bytes by tier; busy seconds by lane; seconds that compute waits for each lane
+        written, drive_life_days   bytes that go to drives; days until they have written what their maker says (null: no limit)
+        tokens_factor         so many times the tokens make compute as long as the busiest link; 1: it is already
+        planner, planner_seconds, plan   the plan as `Plan.to_json` writes it is in `plan`
+    """
+    problem = each.problem
+    report: dict[str, Any] = {
+        "fits": each.plan is not None,
+        "budgets": {str(m.tier): None if m.bytes is None else m.bytes // m.sharers for m in problem.memories},
+        "planner": options.planner,
+        "planner_seconds": each.planner_seconds,
+    }
+    if each.plan is None or each.timeline is None or each.bound is None:
+        return {**report, "least": None if each.least is None else {str(tier): count for tier, count in each.least.items()}}
+    timeline = each.timeline
+    written = written_bytes(problem, timeline)
+    sharers = min(options.world, profile.devices_per_node)
+    life = None
+    if profile.drive is not None and options.nvme:
+        life = life_days(profile.drive, drives=options.nvme, written=written * sharers, seconds=timeline.seconds)
+    return {
+        **report,
+        "step": timeline.seconds,
+        "bound": each.bound.seconds,
+        "bound_by": each.bound.by,
+        "tokens_per_second": tokens * options.world / timeline.seconds,
+        "peak": {str(tier): count for tier, count in timeline.peak.items()},
+        "busy": {lane: timeline.busy(lane) for lane in timeline.lanes},
+        "waited": dict(timeline.waited),
+        "written": written,
+        "drive_life_days": life,
+        "tokens_factor": compute_bound_at(problem, timeline),
+        "plan": json.loads(each.plan.to_json()),
+    }
+
+
+def _text(each: Planned, row: dict[str, Any]) -> str:
+    if each.plan is None or each.timeline is None or each.bound is None:
+        if each.least is None:
+            return f"{each.title}: it does not fit, whatever the budgets; give it a farther tier (--nvme), or more ranks"
+        least = ", ".join(f"{tier} {_gib(count)}" for tier, count in each.least.items())
+        return f"{each.title}: it does not fit; the smallest budgets that do, to a per cent: {least}"
+    lines = [
+        summary_line(each.problem, each.timeline, bound=each.bound.seconds, by=each.bound.by),
+        homes_table(each.problem, each.plan),
+        f"{row['tokens_per_second']:,.1f} tokens/s on all ranks; planned in {each.planner_seconds:.1f} s",
+    ]
+    factor = row["tokens_factor"]
+    lines.append("compute sets the step" if factor <= 1.01 else f"{factor:.1f} times the tokens make it compute-bound")
+    if row["written"]:
+        life = row["drive_life_days"]
+        days = f"; drives last {life:,.0f} days of it" if life is not None else ""
+        lines.append(f"{_gib(row['written'])} written to drives by each rank and step{days}")
+    busy = [
+        [lane, f"{s:.2f} s", f"{s / row['step']:.0%}", f"{row['waited'].get(lane, 0.0):.2f} s"] for lane, s in row["busy"].items()
+    ]
+    lines.append(tabulate(busy, headers=["lane", "busy", "of the step", "compute waits"], disable_numparse=True))
+    return "\n".join(lines)
+
+
+def _gib(count: int | None) -> str:
+    if count is None:
+        return "no limit"
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**28 else f"{count / 2**20:,.2f} MiB"
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DumpError(f'--options is not JSON ({error}); accepted: an object such as \'{{"bucket": "8MiB"}}\'') from error
+    if not isinstance(value, dict):
+        raise DumpError(f"--options is a {type(value).__name__}; accepted: an object")
+    return {"compute": "fx", **value}
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(int(text) if text.isdigit() else text, option="memory")
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; accepted: bytes, or text such as 80GiB") from error
+
+
+def _sizes(text: str) -> Sequence[int]:
+    return [_size(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; accepted: 1, 2, ...")
+    return int(text)
+
+
+def _drives(text: str) -> int:
+    number = text.removesuffix("x")
+    if not number.isdigit() or int(number) > 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of drives; accepted: 1x, 4x, ...; 0 for none")
+    return int(number)
