@@ -64,8 +64,8 @@ def swaps_of(planner: Any) -> list[str]:
 
 def test_the_planner_of_the_page_starts_reads_one_region_early() -> None:
     found: dict[str, Any] = {}
-    (code,) = re.findall(r"```python\n(.*?)```", TEXTS[ROOT / "docs" / "write-a-planner.md"], re.DOTALL)
-    exec(code, found)
+    for code in re.findall(r"```python\n(.*?)```", TEXTS[ROOT / "docs" / "write-a-planner.md"], re.DOTALL):
+        exec(code, found)
     assert swaps_of(found["one_region_early"])[0] == swaps_of("one_ahead")[0] != swaps_of("just_in_time")[0]
 
 

@@ -16,7 +16,6 @@ from zinf_compile.passes.analysis.step_problem import step_problem
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.stretch import stretch
 
-
 OPTIONS = {"compute": "fx", "bucket": "64KiB"}
 
 

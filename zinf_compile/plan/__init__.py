@@ -18,6 +18,7 @@ problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
+stretch — The problem of a deep model, made from that of a shallow one.
 table — A plan as text: who lives where, and what happens at each boundary.
 unroll — A plan, repeated for some steps, as tasks on lanes: a graph of what waits for what.
 update_traffic — What one update of a piece of states moves over links, and holds in buffers.

@@ -163,6 +163,4 @@ def _saved(values: Iterable[SavedValue], period: _Period) -> Iterator[SavedValue
         for copy in range(period.more + 1 if place == 0 else 1):
             (made,) = period.moved((value.made_in,), place, copy)
             used = period.moved(value.used_in, place, copy)
-            yield dataclasses.replace(
-                value, name=f"{value.name} +{copy}" if copy else value.name, made_in=made, used_in=used
-            )
+            yield dataclasses.replace(value, name=f"{value.name} +{copy}" if copy else value.name, made_in=made, used_in=used)
