@@ -17,4 +17,5 @@ def test_the_page_runs() -> None:
         exec(compile(block, "write-a-planner.md", "exec"), found)
     assert found["plan"].planner == "fetch_ahead"
     early = found["one_region_early"](found["problem"])
-    assert found["simulate"](found["problem"], early).seconds == 8.0 and not found["verify"](found["problem"], early)
+    assert found["simulate"](found["problem"], early).seconds == 8.0
+    assert not found["verify"](found["problem"], early)
