@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from zinf_compile.ir.formats import format_of
-from zinf_compile.runtime.system.page_locked import lock, locked_memory, locks_mapped_memory
+from zinf_compile.runtime.system.page_locked import LockableMemory, lock, locked_memory, locks_mapped_memory
 
 from .own_storage import with_own_storage
 
@@ -49,7 +49,7 @@ def private_memory(length: int, *, pinned: bool = False) -> memoryview:
         if locked is not None:
             return locked
         pinned = False  # refused
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = LockableMemory(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if length >= _HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import mmap
 import os
 import resource
-import weakref
+import sys
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +23,9 @@ _log = logging.getLogger("zinf_compile")
 
 _TOUCHED_BYTES = 256 << 20
 """Fresh pages that one thread makes the system find at a time: most of what locking memory takes is that."""
+
+_PORTABLE = 1
+"""Flag of `cudaHostRegister`: locked for all devices of the process, whichever is current on this thread."""
 
 _told: set[str] = process_wide(set())
 """Warnings that this process was given."""
@@ -44,7 +49,17 @@ def locked_memory(length: int) -> memoryview | None:
     return memoryview(memory.numpy().data)[start : start + length]  # holds the tensor
 
 
-def lock(memory: mmap.mmap) -> None:
+class LockableMemory(mmap.mmap):
+    """Mapped memory that may be locked. It is unlocked before it is unmapped: an `mmap` tells weak references only afterwards."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None and not sys.is_finalizing():
+            self.unlock()
+
+
+def lock(memory: LockableMemory) -> None:
     """Lock mapped memory for CUDA or ROCm until it is unmapped; other accelerators lock their own, see `locked_memory`.
 
     PyTorch's own allocator of such memory rounds sizes up to powers of two; this is what was asked for.
@@ -52,9 +67,9 @@ def lock(memory: mmap.mmap) -> None:
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     touch(whole)
     runtime, address = torch.cuda.cudart(), whole.data_ptr()
-    code = int(runtime.cudaHostRegister(address, len(memory), 0))
+    code = int(runtime.cudaHostRegister(address, len(memory), _PORTABLE))
     if not code:
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # runs before the memory is unmapped
+        memory.unlock = functools.partial(runtime.cudaHostUnregister, address)
         return
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")  # the next kernel is told of the error: this one

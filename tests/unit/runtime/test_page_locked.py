@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -19,6 +20,8 @@ class _Runtime:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.registered: dict[int, int] = {}
+        self.mapped: list[bool] = []
+        """Whether memory was still there when it was unregistered."""
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
         if not self.code:
@@ -27,6 +30,9 @@ class _Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        self.mapped.append(any(start <= address < end for start, end in spans))
         return 0
 
 
@@ -40,13 +46,14 @@ def _on_cuda(runtime: _Runtime) -> object:
 def test_memory_is_registered_as_long_as_there_is_a_tensor_on_it() -> None:
     runtime = _Runtime()
     with _on_cuda(runtime):
-        buffer = aligned_buffer(3 * mmap.PAGESIZE - 1, pinned=True)
-    assert runtime.registered == {buffer.data_ptr(): 3 * mmap.PAGESIZE}
+        buffer = aligned_buffer(64 * mmap.PAGESIZE - 1, pinned=True)
+    assert runtime.registered == {buffer.data_ptr(): 64 * mmap.PAGESIZE}
     part = buffer[5:]
     del buffer
     assert runtime.registered
     del part
     assert not runtime.registered
+    assert runtime.mapped == [True], "else another thread may have mapped, and registered, the same addresses meanwhile"
 
 
 def test_a_refusal_costs_speed_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
