@@ -42,7 +42,7 @@ class Context:
     ) -> None:
         self.group = group
         self.device = device
-        self.lanes = Lanes()
+        self.lanes = Lanes(device)
         self.ranks = Ranks(group, timeout_s=timeout_s, waiting=self.lanes.waiting)
         self.rank, self.size = self.ranks.rank, self.ranks.size
         gather_memory = GatherMemory() if device.type == "cpu" else DeviceArena(device)
@@ -82,7 +82,7 @@ class Context:
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self._collectives: dict[tuple[int, ...], tuple[Collectives, Collectives]] = {}
         if self.ranks.connected:
-            self.lanes.connect(device)
+            self.lanes.connect()
         self.gathers, self.reductions = self.collectives(self.ranks.shard_group)
 
     def collectives(self, group: ShardGroup) -> tuple[Collectives, Collectives]:

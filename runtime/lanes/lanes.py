@@ -18,6 +18,9 @@ MOST_UNDER_WAY = 4
 """Transfers of one lane that may hold their buffers at a time; the next one waits for the oldest."""
 
 
+_CPU = torch.device("cpu")
+
+
 class Pending(Protocol):
     """A transfer under way."""
 
@@ -133,11 +136,21 @@ class ThreadLane:
     pile up where compute is faster than the link. Ranks can't lock each other out by that: all issue the same transfers in the
     same order, so the oldest one is under way everywhere.
 
-    `link` is what it serves: who waits for the lane waits for that, or for what the transfers themselves wait for.
+    `link` is what it serves: who waits for the lane waits for that, or for what the transfers themselves wait for. An accelerator
+    that is its `device` is its thread's current one, which else is number 0 on every rank, and has memory taken on it by CUDA.
     """
 
-    def __init__(self, name: str, *, link: str | None = None, most: int = MOST_UNDER_WAY, forgiving: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        link: str | None = None,
+        most: int = MOST_UNDER_WAY,
+        forgiving: bool = False,
+        device: torch.device = _CPU,
+    ) -> None:
         self._waits = WorkerWaits(link)
+        self._device = device
         self._forgiving = forgiving
         self._closed = False
         self.log: Spans | None = None
@@ -178,6 +191,8 @@ class ThreadLane:
     def _work(self) -> None:
         failure: BaseException | None = None
         work_for(self._waits)
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device)
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 error = job.run(failure)

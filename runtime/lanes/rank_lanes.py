@@ -25,7 +25,8 @@ def _nothing() -> None:
 class Lanes:
     """The lanes of a rank: of gathers, of reductions, of transfers between tiers, and of deferred updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.gather: Lane = InlineLane()
         self.reduce: Lane = InlineLane()
         self.meter = Meter()
@@ -35,33 +36,33 @@ class Lanes:
         self._update: Lane | None = None
         self._changes: ThreadLane | None = None
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self) -> None:
         """Begin to move between ranks beside compute: by threads on the CPU, by streams on a device."""
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             self.gather, self.reduce = ThreadLane("zinf-gather", link="from ranks"), ThreadLane("zinf-reduce", link="to ranks")
         else:
-            self.gather = StreamLane(device, "zinf-gather", link="from ranks")
-            self.reduce = StreamLane(device, "zinf-reduce", link="to ranks")
+            self.gather = StreamLane(self._device, "zinf-gather", link="from ranks")
+            self.reduce = StreamLane(self._device, "zinf-reduce", link="to ranks")
 
     @property
     def swap(self) -> Lane:
         """The lane of gradients to their tier; made when first needed."""
         if self._swap is None:
-            self._swap = ThreadLane("zinf-swap", link=WRITTEN, forgiving=True)
+            self._swap = ThreadLane("zinf-swap", link=WRITTEN, forgiving=True, device=self._device)
         return self._swap
 
     @property
     def update(self) -> Lane:
         """The lane of deferred steps, beside the next forward; made when first needed."""
         if self._update is None:
-            self._update = ThreadLane("zinf-update", forgiving=True)
+            self._update = ThreadLane("zinf-update", forgiving=True, device=self._device)
         return self._update
 
     @property
     def changes(self) -> ThreadLane:
         """The lane of changes of gradients in host memory beside a device, each after its copies; made when first needed."""
         if self._changes is None:
-            self._changes = ThreadLane("zinf-changes", most=MOST_CHANGES, forgiving=True)
+            self._changes = ThreadLane("zinf-changes", most=MOST_CHANGES, forgiving=True, device=self._device)
         return self._changes
 
     def finish_changes(self) -> None:

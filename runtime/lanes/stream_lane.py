@@ -194,7 +194,7 @@ class StreamLane:
                     ended()
 
         if not at_once:
-            self._issuer = self._issuer or ThreadLane(self._name, most=self._most + 1, forgiving=True)
+            self._issuer = self._issuer or ThreadLane(self._name, most=self._most + 1, forgiving=True, device=self._device)
             self._issuer.submit(issue)
             return job
         issue()

@@ -6,6 +6,8 @@ What only CUDA and ROCm have is in `page_locked`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _CONVERSIONS = ("to", "cpu", "float", "half", "double", "bfloat16")
@@ -27,6 +29,22 @@ def is_initialized() -> bool:
     """Return whether this process uses an accelerator already; asking doesn't begin to."""
     found = torch.accelerator.current_accelerator()
     return found is not None and bool(getattr(torch.get_device_module(found), "is_initialized", lambda: True)())
+
+
+def on_this_device(run: Callable[[], None]) -> Callable[[], None]:
+    """Return `run` for another thread, where it begins with the accelerator that is this thread's current one now.
+
+    A new thread's is number 0 on every rank, and what waits for another device's work there takes memory of that one, too.
+    """
+    if not is_initialized():
+        return run
+    index = torch.accelerator.current_device_index()
+
+    def runs() -> None:
+        torch.accelerator.set_device_index(index)
+        run()
+
+    return runs
 
 
 def device_names() -> list[str]:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from zinf_compile.errors import CheckpointError, RankMismatchError
 from zinf_compile.optim.record import record_of
 from zinf_compile.runtime.comm.ranks import Ranks
+from zinf_compile.runtime.system.accelerator import on_this_device
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.saving import ShardsSave
 
@@ -77,7 +78,7 @@ class BackgroundSave:
         self._ended = ended
         self._has_written = self._given_up = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="zinf save", daemon=True)
+        self._thread = threading.Thread(target=on_this_device(self._run), name="zinf save", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""

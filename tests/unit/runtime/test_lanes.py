@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
+import torch
 
 from zinf_compile.runtime.lanes.lanes import InlineLane, ThreadLane
+from zinf_compile.runtime.system.accelerator import on_this_device
 
 
 @pytest.mark.parametrize("forgiving", [False, True])
@@ -40,3 +46,28 @@ def test_an_inline_transfer_that_fails_gives_back_what_it_took() -> None:
     with pytest.raises(KeyError):
         InlineLane().submit(fail, ended=lambda: ended.append(True))
     assert ended == [True]
+
+
+def test_the_thread_of_a_devices_lane_begins_with_that_device() -> None:
+    """Not with number 0, on which CUDA would then take memory for each rank."""
+    chosen: list[tuple[torch.device, str]] = []
+    there = torch.device("cuda", 3)
+    accelerator = SimpleNamespace(set_device_index=lambda device: chosen.append((device, threading.current_thread().name)))
+    with patch.object(torch, "accelerator", accelerator):
+        lane = ThreadLane("test", device=there)
+        lane.submit(lambda: None).wait()
+        lane.close()
+        ThreadLane("on the host").close()
+    assert chosen == [(there, "test")]
+
+
+def test_another_thread_begins_with_the_device_of_the_one_that_made_it() -> None:
+    chosen: list[int] = []
+    accelerator = SimpleNamespace(
+        current_accelerator=lambda: torch.device("meta"), current_device_index=lambda: 2, set_device_index=chosen.append
+    )
+    with patch.multiple(torch, accelerator=accelerator, get_device_module=lambda device: SimpleNamespace()):
+        run = on_this_device(lambda: chosen.append(-1))
+    with patch.object(torch, "accelerator", accelerator):
+        run()
+    assert chosen == [2, -1]
