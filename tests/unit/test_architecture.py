@@ -187,6 +187,15 @@ def test_private_modules_of_torch_are_imported_in_one_file() -> None:
         assert not private or module == "_torch", f"{module} imports {private}"
 
 
+def test_what_only_one_accelerator_has_is_called_in_one_file() -> None:
+    """All else goes by `torch.accelerator`; memory across streams is kept by events."""
+    for module, path in MODULES.items():
+        named = {ast.unparse(n) for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+        own = {name for name in named if re.match(r"torch\.(cuda|xpu|mps)\b", name)}
+        assert not own or module == "runtime.system.page_locked", f"{module} uses {own}"
+        assert not [name for name in named if name.endswith(".record_stream")], module
+
+
 def test_the_runtime_knows_nothing_of_fx() -> None:
     for module, names in IMPORTED.items():
         if _top(module) == "runtime" or module == "ir.program":

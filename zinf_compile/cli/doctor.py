@@ -100,8 +100,9 @@ def examine(nvme: str | None) -> dict[str, Any]:
 
 
 def _examine_torch() -> dict[str, Any]:
-    names = device_names()
-    return {"version": torch.__version__, "cuda": names if torch.cuda.is_available() else [], "devices": names}
+    names, found = device_names(), torch.accelerator.current_accelerator()
+    cuda = names if found is not None and found.type == "cuda" else []
+    return {"version": torch.__version__, "cuda": cuda, "devices": names}
 
 
 def _examine_engine(concerns: list[str]) -> dict[str, Any]:
