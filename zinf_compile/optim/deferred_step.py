@@ -92,6 +92,8 @@ class DeferredStep:
         except BaseException as error:  # an interrupt: nothing may wait for a step that never runs
             record.mark_ended()
             text, cause = record.incomplete or _ENDED, error
+            for unit in spans:
+                unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
             self._chunks.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
             raise
