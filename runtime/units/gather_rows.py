@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.row_rounds import Round, rounds_of_rows
 from zinf_compile.runtime.lanes.lanes import wait_for_all
 from zinf_compile.runtime.lanes.link_meter import moving
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 
+_FAILED = 2.0
+"""What a rank says whose last step failed, in the place of whether indices are out of range."""
+
 
 def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     """Return `embedding(unit, indices)`, of shape [*indices.shape, columns]; a collective operation.
 
     Each row that a rank's indices name comes to it once, and no other does; from a drive come the blocks that hold such rows.
-    Raises `IndexError`, on all ranks, where one of them has an index out of range: nothing has moved then.
+    Raises on all ranks, where one of them has an index out of range, or its last step failed: nothing has moved then.
     """
     if unit.at_hand:
         return torch.nn.functional.embedding(indices, unit.whole())
@@ -36,11 +40,15 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     borders = torch.tensor([part.first for part in rounds] + [rows])
     ends = torch.searchsorted(distinct, borders).tolist()
     outside = bool(wanted.numel()) and not 0 <= int(wanted[0]) <= int(wanted[-1]) < rows
-    counts = torch.tensor([int(outside), *(end - start for start, end in itertools.pairwise(ends))], dtype=torch.float64)
+    failed = _failed_update(unit)
+    counts = torch.tensor(
+        [_FAILED if failed else int(outside), *(end - start for start, end in itertools.pairwise(ends))], dtype=torch.float64
+    )
     asked = unit.ranks.exchange(counts, what=f"rows of {unit.name} asked for")
+    if failed is not None:
+        raise failed
     if asked[:, 0].any():
-        raise _out_of_range(unit, wanted, [rank for rank, there in enumerate(asked[:, 0].tolist()) if there])
-    unit.wait_updated()
+        raise _refused(unit, wanted, asked[:, 0].tolist())
     found = torch.empty(wanted.numel(), columns, dtype=unit.dtype, device=unit.device)
     tokens = torch.searchsorted(wanted, borders).tolist()
     for number, part in enumerate(rounds):
@@ -55,7 +63,25 @@ def gather_rows(unit: Unit, indices: torch.Tensor, where: str) -> torch.Tensor:
     return found.view(*indices.shape, columns)
 
 
-def _out_of_range(unit: Unit, wanted: torch.Tensor, ranks: list[int]) -> IndexError:
+def _failed_update(unit: Unit) -> Exception | None:
+    """Wait for steps that have to update the rows; return the error of one that failed on this rank."""
+    try:
+        unit.wait_updated()
+        unit.check_whole()
+    except StepFailedError as error:
+        return error
+    return None
+
+
+def _refused(unit: Unit, wanted: torch.Tensor, verdicts: list[float]) -> Exception:
+    """Return the error of a lookup that some ranks can't do; this one could."""
+    failed = [rank for rank, verdict in enumerate(verdicts) if verdict == _FAILED]
+    if failed:
+        return StepFailedError(
+            f"a step failed on rank {failed[0]}, see its error, before rows of {unit.name} were looked up. Load a checkpoint of "
+            "model and optimizer on all ranks to go on from there"
+        )
+    ranks = [rank for rank, verdict in enumerate(verdicts) if verdict]
     me = unit.shard_group.rank
     here = f" (from {int(wanted[0])} to {int(wanted[-1])} on this one, rank {me})" if me in ranks else ""
     return IndexError(

@@ -50,6 +50,14 @@ SCENARIOS = {
     "clipping_on_one_rank": [
         "RankMismatchError: .*" + differing(r"norm of the gradient of first\.weight, has 'norm.*'", f"{FORWARD}, has {FIRST}")
     ] * 2,
+    "unscaling_from_a_failing_drive": [
+        "RankMismatchError: unscaling gradients failed on rank 1, see there; .*zero_grad",
+        "(Store|OS)Error: .*Input/output error",
+    ],
+    "a_lookup_after_a_failed_step": [
+        r"StepFailedError: a step failed on rank 1, see its error, before rows of words\.weight were looked up\. Load a ",
+        "StepFailedError: a step ended in the middle",
+    ],
     "out_of_batches": [unanswered(0, STARTING_FORWARD), "no error"],
 }  # fmt: skip
 """What each rank's error says, by function of `rank_failures`."""

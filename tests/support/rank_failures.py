@@ -6,14 +6,17 @@ import contextlib
 import errno
 import os
 import signal
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from faults import failing
 from models import Branches, Mlp, vectors
 from torch import nn
 from training import BACKEND
@@ -21,6 +24,8 @@ from training import BACKEND
 import zinf_compile
 from zinf_compile.errors import StoreError
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
+from zinf_compile.runtime.units.pending_updates import Updates
+from zinf_compile.sharded.parameter import unit_behind
 
 TIMEOUT_S = 4
 """The option timeout_s of all models here."""
@@ -38,7 +43,7 @@ def errors_of(rank: int, size: int, names: list[str]) -> dict[str, str]:
         try:
             scenario(rank, options)
             ended[name] = "no error"
-        except (zinf_compile.ZinfError, KeyError) as error:
+        except (zinf_compile.ZinfError, KeyError, OSError) as error:
             ended[name] = f"{type(error).__name__}: {error}"
         dist.barrier()
     return ended
@@ -126,6 +131,46 @@ def raising_in_backward(rank: int, options: dict[str, Any]) -> None:
 
 def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise KeyError("in a hook")
+
+
+def unscaling_from_a_failing_drive(rank: int, options: dict[str, Any]) -> None:
+    """A gradient can't be read on one rank."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", zinf_compile.errors.StoreWarning)  # of a /tmp in memory
+        model = Mlp()
+        compiled = torch.compile(model, backend=BACKEND, options={**options, "grads": "nvme", "nvme": folder})
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(compiled(*vectors(0, rank))).backward()
+        unit = unit_behind(model.first.weight)
+        assert unit is not None
+        with failing(unit.context.engine, "read", 0) if rank == 1 else contextlib.nullcontext():
+            scaler.unscale_(optimizer)
+
+
+class Lookup(nn.Module):
+    """Rows of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(100, 32)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.words(indices).square().mean()
+
+
+def a_lookup_after_a_failed_step(rank: int, options: dict[str, Any]) -> None:
+    """A deferred step fails on one rank when the graph that looks rows up has begun."""
+    torch.manual_seed(0)
+    model = Lookup()
+    compiled = torch.compile(model, backend=BACKEND, options={**options, "tile": 4096})
+    indices = torch.arange(64).reshape(4, 16)
+    compiled(indices).backward()
+    unit = unit_behind(model.words.weight)
+    assert unit is not None
+    if rank == 1:
+        unit.updates = Updates({unit: [(0, unit.shard_numel)]})
+        unit.updates.fail(lambda: zinf_compile.errors.StepFailedError("a step ended in the middle"))
+    compiled(indices)
 
 
 def a_full_drive(rank: int, size: int, folder: str) -> tuple[str, float]:

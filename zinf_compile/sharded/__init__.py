@@ -16,6 +16,7 @@ gradient_ops — Operators on gradients: element by element on the shards, norms
     single rank.
 gradient_reductions — Largest element, sum and other numbers of whole gradients, from the shards of all ranks; random
     numbers shaped like them.
+gradient_scaling — What `GradScaler` does to partitioned gradients: unscaling them, and whether all are finite.
 gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
     arithmetic keeps both.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .call_names import call_name
 from .gradient import ShardedGradient
 from .gradient_norms import global_norms
 from .gradient_reductions import DRAWS, REDUCTIONS, TESTS, draw, reduce_over_ranks, reduces_whole
+from .gradient_scaling import unscale
 from .gradient_types import as_kept, changed_by, shown_types
 from .operators import view_of_gradient
 from .tensor import ShardedTensor
@@ -75,7 +75,7 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
     if packet in _NORMS:
         return _NORMS[packet](func, args, kwargs)
     if packet == "_amp_foreach_non_finite_check_and_unscale_":
-        return _unscale(func, args)
+        return unscale(func, args)
     if packet in ("view", "_unsafe_view") and (args[0].offloaded is not None or args[0].unit.shard_group.size > 1):
         return view_of_gradient(func, args[0], args[1:], kwargs)
     foreach = packet.startswith("_foreach_")
@@ -91,15 +91,6 @@ def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], k
             drawn = draw(func, args, kwargs)
             return _wrapped(_first(args).unit, drawn, drawn.dtype, on_device=True)
     return _whole(func, args, kwargs)
-
-
-def _in_turn(gradients: Sequence[Any]) -> Iterator[Any]:
-    """Yield gradients; the next one, where it is off the device, is prefetched if there is room for both."""
-    for gradient, following in itertools.zip_longest(gradients, gradients[1:]):
-        for each in (gradient, following):
-            if isinstance(each, ShardedGradient) and not is_loaded_by_tile(each):
-                each.prepare(early=each is following)
-        yield gradient
 
 
 def _borrowed(gradients: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -335,37 +326,6 @@ def _foreach_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         ]
     norms = iter(global_norms(sharded, order, dtype))
     return [next(norms) if isinstance(g, ShardedGradient) else torch.linalg.vector_norm(g, order, dtype=dtype) for g in args[0]]
-
-
-def _unscale(func: Any, args: Sequence[Any]) -> None:
-    gradients, found_inf, inverse_scale = args
-    by_device = {found_inf.device: (found_inf, inverse_scale)}  # gradients off the device are unscaled where they are
-
-    def unscale(value: torch.Tensor) -> None:
-        if value.device not in by_device:
-            by_device[value.device] = torch.zeros_like(found_inf, device=value.device), inverse_scale.to(value.device)
-        if value.numel():
-            func([value], *by_device[value.device])
-
-    for gradient in _in_turn(gradients):
-        if isinstance(gradient, ShardedGradient):
-            valid = gradient.unit.valid  # padding may hold anything
-            if is_loaded_by_tile(gradient):
-                change_parts(gradient, lambda tile, part: unscale(part[: tile.valid]), "GradScaler.unscale_")
-            elif gradient.on_host is not None:
-                with gradient.unit.context.lanes.meter.waiting():
-                    gradient.on_host.change_now(lambda shard, valid=valid: unscale(shard[:valid]))  # type: ignore[misc]
-            else:
-                gradient.change(lambda shard, valid=valid: unscale(shard[:valid]), elementwise=False)  # type: ignore[misc]
-        else:
-            unscale(gradient)
-    for elsewhere, _ in by_device.values():
-        if elsewhere is not found_inf:
-            torch.maximum(found_inf, elsewhere.to(found_inf.device), out=found_inf)
-    unit = next(g for g in gradients if isinstance(g, ShardedGradient)).unit
-    if unit.shard_group.size > 1:
-        everyone = unit.ranks.agree(["GradScaler: are all gradients finite"], what="unscaling", value=float(found_inf))
-        found_inf.fill_(max(everyone))
 
 
 _NORMS: dict[str, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
