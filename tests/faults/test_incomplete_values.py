@@ -68,7 +68,9 @@ def test_a_change_in_place(way: str, number: int, tmp_path: Path) -> None:
             assert_same(name, whole[name], value)
 
 
-def test_a_change_of_a_gradient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_change_of_a_gradient(set_to_none: bool, tmp_path: Path) -> None:
+    """Until the gradient is dropped, or overwritten."""
     ours, optimizer, _, _ = twins(tmp_path)
     backward(ours, 2)
     grad = ours.embedding.weight.grad
@@ -78,7 +80,7 @@ def test_a_change_of_a_gradient(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(StepFailedError, match="incomplete"):
             optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=set_to_none)
     backward(ours, 3)
     optimizer.step()
 

@@ -12,6 +12,7 @@ from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
+from zinf_compile.runtime.units.shard_values import OffloadedGradientShard, pieces_of
 from zinf_compile.runtime.units.unit import Tile, Unit
 from zinf_compile.runtime.units.whole import gather_whole
 
@@ -139,22 +140,35 @@ class ShardedGradient(torch.Tensor):
         *,
         elementwise: bool,
         of: Sequence[OffloadedGradient] = (),
+        overwrites: bool = False,
     ) -> None:
         """Change the shard in place; where it is offloaded, and `elementwise` allows it, when it is next read.
 
-        `of`: gradients in host memory of which the function makes the new values.
+        `of`: gradients in host memory of which the function makes the new values. `overwrites`: it doesn't read the old ones.
         """
         offloaded = self.offloaded
         if offloaded is None:
             shard = self.local()
             function(shard)
             torch.autograd.graph.increment_version(shard)  # which PyTorch doesn't below autograd; on padding, too
+        elif overwrites and offloaded.spoiled:  # what is on the drive can't be read, perhaps
+            self._overwrite(offloaded, function)
         elif elementwise:
             offloaded.change(function, of=of)
         else:
             shard = self.local()
             function(shard)
             offloaded.store(shard)
+
+    def _overwrite(self, offloaded: OffloadedGradient, function: Callable[[torch.Tensor], object]) -> None:
+        """Write new values to the shard's backing, piece by piece, in the place of incomplete ones."""
+        values = OffloadedGradientShard(self._unit, offloaded)
+        for start, end in pieces_of(self._unit):
+            piece = self._unit.context.memory.staged_buffer(end - start, offloaded.dtype)
+            function(piece)
+            values.write(start, piece).wait()
+        values.restored()
+        offloaded.stored()
 
     def borrow(self) -> torch.Tensor:
         """Return the whole gradient on the device, on a single rank, to be read and dropped."""

@@ -65,6 +65,10 @@ _ELEMENTWISE = frozenset(
 """Operators whose result at an element depends on that element alone; also in their in-place and `_foreach_` forms."""
 
 
+_OVERWRITES = frozenset(["fill_", "zero_", "_foreach_zero_"])
+"""In-place operators that read nothing of any gradient."""
+
+
 def answer_for_gradient(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Perform an operator of which an argument is a gradient; those of a `ShardedTensor` beside it are that one's to answer."""
     if any(kind is ShardedTensor for kind in types):
@@ -208,7 +212,8 @@ def _change(func: Any, gradient: ShardedGradient, args: Sequence[Any], kwargs: d
         change_parts(gradient, change_part, func._schema.name.split("::")[-1])
         return
     others, named = [local(a) for a in args], {k: local(v) for k, v in kwargs.items()}
-    gradient.change(change, elementwise=alone, of=beside)
+    overwrites = func._schema.name.split("::")[-1] in _OVERWRITES
+    gradient.change(change, elementwise=alone, of=beside, overwrites=overwrites)
 
 
 def _copied(value: Any) -> Any:
