@@ -60,6 +60,15 @@ class Reservations:
         self.declared_device = self.declared_device if device is None else device
         self.declared_host = self.declared_host if host is None else host
 
+    @property
+    def caps(self) -> tuple[int | None, ...]:
+        """The caps as they are, to be set again where what they were changed for is refused."""
+        return self.device_cap, self.host_cap, self.declared_device, self.declared_host
+
+    @caps.setter
+    def caps(self, before: tuple[int | None, ...]) -> None:
+        self.device_cap, self.host_cap, self.declared_device, self.declared_host = before
+
     def add(self, reservation: Reservation) -> None:
         """Count a reservation for as long as the graph lives that keeps it."""
         self._made.add(reservation)

@@ -21,7 +21,7 @@ import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
-from zinf_compile.sharded.parameter import ShardedParameter
+from zinf_compile.sharded.parameter import ShardedParameter, unit_behind
 
 SMALL_PIECES = {"compute_shape": {"piece_numel": 128}}
 
@@ -174,11 +174,19 @@ def test_the_error_says_what_is_needed_for_what(tmp_path: Path) -> None:
 
 
 def test_nothing_happened_to_a_model_that_does_not_fit() -> None:
+    """Nor to the caps of others on the same ranks."""
+    zinf_compile.reset()
+    other = Layers()
+    other.compile(backend=BACKEND, options={"compute": "fx"})
+    other(torch.ones(4, 97)).backward()
+    context = unit_behind(other.layers[0].weight).context
+    caps = context.memory.reservations.caps
     model = TiedWords()
     model.compile(backend=BACKEND, options={"compute": "fx", "device_memory": 10})
     with pytest.raises(BudgetError):
         model(*tokens(0))
     assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert context.memory.reservations.caps == caps
 
 
 def test_states_that_do_not_fit_are_an_error_before_the_first_update() -> None:

@@ -76,6 +76,7 @@ class GraphBudget:
         self._units = {index: unit for index, unit in units.items() if unit in _unplanned}
         made_ahead = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
+        self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._needs: list[Need] = []
         self._claims: list[Reservation] = []
@@ -235,6 +236,7 @@ class GraphBudget:
         lacks = {side: self._lack(side) for side in SIDES}
         if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
             error = self._refusal(lacks, measure)
+            self._context.memory.reservations.caps = self._caps_before
             self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
             raise error
         for unit in self._units.values():

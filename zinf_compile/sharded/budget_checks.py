@@ -62,8 +62,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
     agree_on_memory(context)
     memory, topology = context.memory, context.link.topology
     claims, caps = memory.reservations, find_caps(config, context, held=memory.ledger.total()[0])
-    names = ("device_cap", "host_cap", "declared_device", "declared_host")
-    before = {name: getattr(claims, name) for name in names}
+    before = claims.caps
     claims.declare(
         device=None if config.device_memory is None else caps.device, host=None if config.host_memory is None else caps.host
     )
@@ -85,8 +84,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
     try:
         yield
     except BaseException:
-        for name, value in before.items():
-            setattr(claims, name, value)
+        claims.caps = before
         raise
     finally:
         claims.remove(made)
