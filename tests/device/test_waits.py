@@ -63,24 +63,18 @@ def for_drives(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def cases(*, clipped: bool) -> list[Any]:
+def cases(*by_default: str) -> list[Any]:
     """Return the cases, with marks."""
-    found = []
-    for name, options in CASES.items():
-        marks = [] if name in BY_DEFAULT else [pytest.mark.thorough]
-        if clipped and options.get("grads") == "nvme":
-            marks.append(pytest.mark.xfail(reason="norms wait for the copy of each gradient that comes from a drive"))
-        found.append(pytest.param(name, marks=marks))
-    return found
+    return [pytest.param(name, marks=[] if name in by_default else [pytest.mark.thorough]) for name in CASES]
 
 
-@pytest.mark.parametrize("name", cases(clipped=False))
+@pytest.mark.parametrize("name", cases(*BY_DEFAULT))
 def test_once_a_graph_and_twice_a_step_however_many_layers_there_are(name: str, tmp_path: Path, for_drives: Counter[str]) -> None:
     few, many = (waits_of_a_step(on_drives(CASES[name], tmp_path), layers, for_drives) for layers in (4, 16))
     assert few == many <= 2 * 1 + 2
 
 
-@pytest.mark.parametrize("name", cases(clipped=True))
+@pytest.mark.parametrize("name", cases(*BY_DEFAULT, "drive"))
 def test_no_more_where_gradients_are_accumulated_and_clipped(name: str, tmp_path: Path, for_drives: Counter[str]) -> None:
     few, many = (waits_of_a_step(on_drives(CASES[name], tmp_path), layers, for_drives, micro_batches=3) for layers in (4, 16))
     assert few == many <= 2 * 3 + 2

@@ -11,6 +11,7 @@ from zinf_compile._torch import no_override
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.lanes.lanes import Pending
+from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.shard_values import OffloadedGradientShard, pieces_of
 from zinf_compile.runtime.units.unit import Tile, Unit
@@ -97,7 +98,7 @@ class ShardedGradient(torch.Tensor):
         if unit.device.type == "cpu" or self.offloaded is None:
             yield from self.valid_parts()
         elif self.on_host is None:
-            yield from (part.to(unit.device) for part in self.valid_parts())
+            yield from map(self._to_device, self.valid_parts())
         elif not unit.tiles:
             yield self._bring(0, unit.valid)()
         else:
@@ -187,10 +188,18 @@ class ShardedGradient(torch.Tensor):
 
     def _borrow_loaded(self) -> torch.Tensor:
         shard = self.local()
-        there = shard.to(self._unit.device)
-        if there is not shard:
-            self._unit.context.memory.ledger.track("staging", there)
+        there = shard if shard.device == self._unit.device else self._to_device(shard)
         return self._unit.logical(there)
+
+    def _to_device(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a copy of host memory on the device, which compute is ordered after, to be read and dropped."""
+        context = self._unit.context
+        context.memory.make_room(context.memory.ledger, part.nbytes)
+        there = context.link.device_buffer(part.numel(), part.dtype)
+        context.memory.ledger.track("staging", there)
+        with context.lanes.meter.waiting():
+            move(on_host(part), Location(there), by=route_of(context)).wait()
+        return there
 
     def _bring(self, start: int, end: int | None) -> Callable[[], torch.Tensor]:
         """Start to copy elements of a shard in host memory to the device; return what orders compute after that."""
