@@ -23,7 +23,14 @@ from .selftest_check import Finding, NotHere
 
 STEPS = 3
 
-_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+_SEGMENTS = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+"""By the name of today and the older one: the first counts where both are set."""
+_IN_SEGMENTS = """
+import sys, torch
+from zinf_compile.cli import selftest_training
+found = selftest_training.digest(torch.device(sys.argv[1]))
+print(found, any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot()))
+"""
 
 
 class Trained(NamedTuple):
@@ -172,16 +179,17 @@ def second_model(device: torch.device) -> Finding:
 
 
 def expandable_segments(device: torch.device) -> Finding:
-    """Train in a process whose allocator has expandable segments."""
+    """Train in a process whose allocator has expandable segments, and did allocate some."""
     if device.type != "cuda":
         raise NotHere(f"no setting of {device.type}")
     expected = digest(device)
-    code = "import torch; from zinf_compile.cli import selftest_training as t; print(t.digest(torch.device('cuda')))"
-    environment = {**os.environ, _SEGMENTS[0]: _SEGMENTS[1]}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-c", _IN_SEGMENTS, str(device)]
+    done = subprocess.run(command, env=os.environ | _SEGMENTS, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != 0:
         return Finding(False, f"the process ended with status {done.returncode}: {done.stderr[-400:]}")
-    found = done.stdout.split()[-1]
+    found, expandable = done.stdout.split()[-2:]
+    if expandable != "True":
+        raise NotHere("PyTorch's allocator has none on this system")
     return Finding(found == expected, f"{found} with them, {expected} without")
 
 

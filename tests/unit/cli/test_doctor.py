@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from zinf_compile.cli import doctor, quota
+from zinf_compile.cli import doctor, quota, selftest_training
 from zinf_compile.cli.main import main
+from zinf_compile.cli.selftest_check import Finding, NotHere
 from zinf_compile.runtime.storage import scratch_file
 from zinf_compile.runtime.system import filesystem
 from zinf_compile.runtime.system.cgroups import available_memory_bytes, find_limits, memory_limit_bytes
@@ -160,3 +163,22 @@ def test_a_self_test_without_an_accelerator_is_refused(capsys: pytest.CaptureFix
     error = capsys.readouterr().err
     assert error.startswith("zinf: --gpu-selftest needs an accelerator, and there is none here: PyTorch")
     assert "Run it where training will run" in error
+
+
+def test_segments_that_did_not_expand_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that trains with them says whether there were any."""
+    commands: list[Any] = []
+
+    def run(command: list[str], env: dict[str, str], **others: object) -> SimpleNamespace:
+        commands.append((command[-1], env["PYTORCH_ALLOC_CONF"], env["PYTORCH_CUDA_ALLOC_CONF"]))
+        return SimpleNamespace(returncode=0, stdout=f"a log\n{said}\n")
+
+    monkeypatch.setattr(selftest_training, "digest", lambda device: "0a1b")
+    monkeypatch.setattr(selftest_training, "subprocess", SimpleNamespace(run=run))
+    for said, passed in (("0a1b True", True), ("2c3d True", False)):
+        found = selftest_training.expandable_segments(torch.device("cuda", 1))
+        assert found == Finding(passed, f"{said.split()[0]} with them, 0a1b without")
+    said = "0a1b False"
+    with pytest.raises(NotHere, match="has none"):
+        selftest_training.expandable_segments(torch.device("cuda", 1))
+    assert commands == [("cuda:1", "expandable_segments:True", "expandable_segments:True")] * 3
