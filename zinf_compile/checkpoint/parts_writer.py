@@ -101,7 +101,7 @@ class PartsWriter:
         borders = [offset, first, last, end] if first < last else [offset, end]
         started: list[Request] = []
         try:
-            buffer[offset - shift : end - shift].copy_(data)
+            buffer.numpy()[offset - shift : end - shift] = data.numpy()  # by this thread alone: others may be busy elsewhere
             for begin, stop in itertools.pairwise(borders):
                 if begin < stop:
                     started.append(self._engine.write(self._file, begin, buffer[begin - shift : stop - shift], checksum=True))
