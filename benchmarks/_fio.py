@@ -1,14 +1,18 @@
-"""fio on an open file: one run, its rate and its CPU time."""
+"""fio on an open file: one run, its rate and its CPU time; and fio that moves as many bytes as something else did."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 ENGINES = ("io_uring", "libaio")
+BLOCK, DEPTH = 1 << 20, 32
+"""Bytes of a transfer and transfers under way, as this package's I/O engine has them."""
 
 
 class Sample(NamedTuple):
@@ -23,6 +27,36 @@ def version() -> str:
     if shutil.which("fio") is None:
         raise SystemExit("fio is not installed: it is what this benchmark compares with (apt-get install fio)")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+@functools.cache
+def engine() -> str:
+    """Return the faster engine, where fio may use it: io_uring. A kernel or a container may forbid that."""
+    version()
+    probe = ["fio", "--name=probe", "--ioengine=io_uring", "--rw=read", "--size=4k", "--filename=/proc/self/exe", "--readonly"]
+    return ENGINES[subprocess.run(probe, capture_output=True, check=False).returncode != 0]
+
+
+def job(path: Path, size: int, mode: str, *more: str) -> list[str]:
+    """Return the options of a job: whole blocks of a file of so many bytes are read, or written, past the page cache."""
+    size = max(BLOCK, size // BLOCK * BLOCK)
+    how = [f"--ioengine={engine()}", f"--iodepth={DEPTH}", "--direct=1", f"--bs={BLOCK}", "--output-format=json"]
+    return [f"--name={mode}", f"--filename={path}", f"--size={size}", f"--rw={mode}", *how, *more]
+
+
+def fresh(path: Path, size: int) -> list[str]:
+    """Return the options of a job that writes a fresh file, not preallocated, and syncs it."""
+    return job(path, size, "write", "--end_fsync=1", "--fallocate=none")
+
+
+def seconds(*jobs: list[str]) -> float:
+    """Run jobs at once, each a process; return the seconds that the longest took, without its start."""
+    running = [subprocess.Popen(["fio", *each], stdout=subprocess.PIPE, text=True) for each in jobs]
+    said = [process.communicate()[0] for process in running]
+    if any(process.returncode for process in running):
+        raise SystemExit(f"fio failed: {said}")
+    found = [json.loads(text[text.index("{") :])["jobs"][0] for text in said]
+    return float(max(each[way]["runtime"] for each in found for way in ("read", "write"))) / 1e3
 
 
 def run(engine: str, mode: str, *, fd: int, size: int, block: int, depth: int, verify: bool = False) -> Sample:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import _fio
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -19,7 +18,6 @@ import zinf_compile
 from zinf_compile.cli.models import GPT
 
 WIDTH = 1024
-BLOCK = 1 << 20
 MEDIUM = {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50257, "length": 1024}
 """354M parameters: GPT-2 medium."""
 
@@ -75,7 +73,7 @@ def from_memory(folder: Path, params: int, rounds: int) -> dict[str, Any]:
         {
             "save": lambda at: training.save(at, wait=True),
             "dcp": lambda at: timed(lambda: dcp.save(state, storage_writer=_dcp_writer(at), no_dist=True)),
-            "fio": lambda at: fio(_job(at / "fio", training.bytes, "write", "--end_fsync=1", "--fallocate=none")),
+            "fio": lambda at: _fio.seconds(_fio.fresh(at / "fio", training.bytes)),
         },
     )
     return {"bytes": training.bytes, "seconds": seconds}
@@ -85,11 +83,10 @@ def from_drive(folder: Path, params: int, rounds: int) -> dict[str, Any]:
     """Save what lives on the drive to the same drive, in turns with fio, which reads a file while it writes a fresh one."""
     training = layers(params, {**ON_DRIVE, "nvme": str(folder)})
     source = folder / "fio-source"
-    fio(_job(source, training.bytes, "write", "--end_fsync=1"))
+    _fio.seconds(_fio.fresh(source, training.bytes))
 
     def both(at: Path) -> float:
-        write = _job(at / "fio", training.bytes, "write", "--end_fsync=1", "--fallocate=none")
-        return fio(_job(source, training.bytes, "read"), write)
+        return _fio.seconds(_fio.job(source, training.bytes, "read"), _fio.fresh(at / "fio", training.bytes))
 
     seconds = in_turns(folder, rounds, {"save": lambda at: training.save(at, wait=True), "fio": both})
     source.unlink()
@@ -127,11 +124,11 @@ def _beside(folder: Path, training: Training, rounds: int) -> dict[str, Any]:
         after = storage_bytes()
         moved["step"].append((middle[0] - before[0], middle[1] - before[1]))
         moved["beside"].append((after[0] - middle[0], after[1] - middle[1]))
-        read, written = (size // BLOCK * BLOCK for size in moved["beside"][-1])
+        read, written = moved["beside"][-1]
         if not source.exists():
-            fio(_job(source, read, "write", "--end_fsync=1"))
-        read = min(read, source.stat().st_size)
-        seconds["drive"].append(fio(_job(source, read, "read"), _job(folder / "fio", written, "write", "--fallocate=none")))
+            _fio.seconds(_fio.fresh(source, read))
+        reads = _fio.job(source, min(read, source.stat().st_size), "read")
+        seconds["drive"].append(_fio.seconds(reads, _fio.job(folder / "fio", written, "write", "--fallocate=none")))
         (folder / "fio").unlink()
     source.unlink()
     return {"bytes": training.bytes, "parameters": training.parameters, "seconds": seconds, "moved": moved}
@@ -156,16 +153,6 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def fio(*jobs: list[str]) -> float:
-    """Run jobs of fio at once, each a process; return the seconds that the longest took, without its start."""
-    running = [subprocess.Popen(["fio", *job], stdout=subprocess.PIPE, text=True) for job in jobs]
-    said = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        raise SystemExit(f"fio failed: {said}")
-    found = [json.loads(text[text.index("{") :])["jobs"][0] for text in said]
-    return float(max(job[way]["runtime"] for job in found for way in ("read", "write"))) / 1e3
-
-
 def storage_bytes() -> tuple[int, int]:
     """Return the bytes that this process has read from drives and written to them."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -174,8 +161,3 @@ def storage_bytes() -> tuple[int, int]:
 
 def _dcp_writer(folder: Path) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(folder, thread_count=2, sync_files=True)
-
-
-def _job(path: Path, size: int, mode: str, *more: str) -> list[str]:
-    how = ["--ioengine=libaio", "--iodepth=8", "--direct=1", f"--bs={BLOCK}", "--output-format=json"]
-    return [f"--name={mode}", f"--filename={path}", f"--size={size}", f"--rw={mode}", *how, *more]

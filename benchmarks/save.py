@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import _docs
+import _fio
 import _save_runs
 import torch
 from tabulate import tabulate
@@ -73,7 +73,7 @@ def report(result: dict[str, Any]) -> str:
     """Return the table of a run."""
     rows = [[what, f"{value:.2f}", f"{goal:.2f}", text] for what, value, goal, text in ratios(result)]
     table = tabulate(rows, headers=["ratio", "measured", "at most", "medians"], tablefmt="github", disable_numparse=True)
-    return f"Medians of {result['rounds']} rounds, on {result['threads']} threads:\n\n{table}"
+    return f"Medians of {result['rounds']} rounds, on {result['threads']} threads, {result['fio']}:\n\n{table}"
 
 
 def _median(values: list[float]) -> float:
@@ -93,10 +93,14 @@ def main() -> None:
     if args.docs is not None:
         _docs.write("benchmarks/save.py", report, [args.docs])
         return
-    if shutil.which("fio") is None:
-        raise SystemExit("fio is not installed: it is what this benchmark compares with (apt-get install fio)")
+    said = _fio.version()
     params = round(float(args.params.removesuffix("M")) * (1e6 if args.params.endswith("M") else 1))
-    result: dict[str, Any] = {"params": params, "rounds": args.rounds, "threads": torch.get_num_threads()}
+    result: dict[str, Any] = {
+        "params": params,
+        "rounds": args.rounds,
+        "threads": torch.get_num_threads(),
+        "fio": f"{said}, {_fio.engine()}",
+    }
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         drive = Path(folder)
         result["memory"] = _save_runs.from_memory(drive, params, args.rounds)

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import zinf_compile
 from zinf_compile.checkpoint import rank_files
+from zinf_compile.checkpoint.save_folder import SaveFolder
 from zinf_compile.errors import CheckpointError
 
 
@@ -48,6 +50,46 @@ def test_it_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
     assert value_in(tmp_path / "new" / "runs" / "save-00000003") == 3
     with pytest.raises(ValueError, match=r"keep=0; accepted: .* 1 or more"):
         zinf_compile.save(tmp_path, model(1), keep=0)
+
+
+def test_links_and_other_things_with_the_name_of_a_checkpoint(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    zinf_compile.save(folder, model(1))
+    (folder / "save-00000001").rename(elsewhere)
+    (folder / "save-00000001").symlink_to(elsewhere)  # moved to another drive
+    (folder / "save-00000004").symlink_to(tmp_path / "nowhere")
+    (folder / "save-00000006").write_bytes(b"")
+    (folder / f".reserved-77-{'a' * 16}").write_bytes(b"")  # of a job that was killed just then
+    assert value_in(folder) == 1
+    assert zinf_compile.save(folder, model(2), keep=2).name == "save-00000007"
+    assert names(folder) == ["save-00000001", "save-00000004", "save-00000006", "save-00000007"]
+    zinf_compile.save(folder, model(3))
+    assert names(folder) == ["save-00000004", "save-00000006", "save-00000008"]
+    assert value_in(elsewhere) == 1, "the link has gone, not what it points at"
+
+
+def test_ever_new_folders_and_another_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, descriptors = [], []
+    for number in range(40):
+        found.append(zinf_compile.save(f"step-{number}", model(number)))
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert descriptors[-1] == descriptors[19], "locks of folders of long ago are given back"
+    assert found[7] == tmp_path / "step-7" / "save-00000001"
+    monkeypatch.setattr(SaveFolder, "begin", _from_another_folder(SaveFolder.begin, tmp_path / "step-9"))
+    assert zinf_compile.save("step-7", model(50)).parent == tmp_path / "step-7"
+    assert value_in(tmp_path / "step-7") == 50
+
+
+def _from_another_folder(begin: Callable[[SaveFolder], Any], folder: Path) -> Callable[[SaveFolder], Any]:
+    """Change the working folder once a save has begun, as a loop may that goes on beside it."""
+
+    def call(place: SaveFolder) -> Any:
+        begun = begin(place)
+        os.chdir(folder)
+        return begun
+
+    return call
 
 
 def test_killed_at_each_system_call_it_is_whole_or_absent(tmp_path: Path) -> None:

@@ -54,15 +54,21 @@ def trained_beside(rank: int, size: int, folder: str, options: dict[str, Any]) -
 def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[list[str], Any, Any, list[int]]:
     """Let the last rank's drive fail during saves; return the errors, the states with and without that, and the saves."""
     options, errors = _grouped(size, options), []
+    start = threading.Thread.start
 
     def fail() -> None:
         if rank == size - 1:
             raise OSError(errno.EIO, os.strerror(errno.EIO), "the drive")
 
+    def start_none(thread: threading.Thread) -> None:
+        if rank == size - 1 and thread.name == "zinf save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
     def raises(function: Any) -> None:
         try:
             function()
-        except (OSError, zinf_compile.CheckpointError) as error:
+        except (OSError, RuntimeError, zinf_compile.CheckpointError) as error:
             errors.append(f"{type(error).__name__}: {error}")
 
     runs = []
@@ -71,12 +77,13 @@ def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[
         run.train(1)
         if fails:
             zinf_compile.save(folder, run.both, run.optimizers, wait=True)
-        for ending in ("step", "wait_for_save"):
-            with mock.patch.object(PartsWriter, "finish", in_background(PartsWriter.finish, fail)):
+        for ending in ("step", "a step of what is saved without optimizers", "wait_for_save", "no thread"):
+            broken = mock.patch.object(PartsWriter, "finish", in_background(PartsWriter.finish, fail))
+            with mock.patch.object(threading.Thread, "start", start_none) if ending == "no thread" else broken:
                 if fails:
-                    zinf_compile.save(folder, run.both, run.optimizers)
+                    zinf_compile.save(folder, run.both, () if "without" in ending else run.optimizers)
                 run.micro_batches(MICRO_BATCHES)
-                if fails and ending == "step":
+                if fails and "step" in ending:
                     if rank == size - 1:
                         background._current[0]._thread.join()
                     if size > 1:

@@ -73,6 +73,7 @@ def trained(rank: int, size: int, folder: str, options: dict[str, Any], kill: Ki
         if done % 2 == 0:
             state = {"step": done, "scheduler": run.scheduler.state_dict()}
             zinf_compile.save(folder, run.both, run.optimizers, extra=state, keep=KEPT)
+    zinf_compile.wait_for_save()  # the last one, and the clean-up after it
     return run.whole(), [loss.item() for loss in run.losses[len(run.losses) - steps * MICRO_BATCHES :]]
 
 

@@ -54,7 +54,7 @@ class BackgroundSave:
     """A save that goes on in a thread: it writes `pieces`, `finish` ends this rank's part, `commit` makes the whole one of it.
 
     `commit`, on rank 0 only, is given a function that says whether to give up, which it asks while it waits for other ranks.
-    `ended` is called on each rank once all know how it went.
+    `ended` is called on each rank once all know how it went. `telling`: other optimizers whose steps say that it failed.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class BackgroundSave:
         ranks: Ranks | None,
         optimizers: Sequence[Optimizer],
         *,
+        telling: Sequence[Optimizer] = (),
         pieces: SavedPieces,
         watched: Iterable[Watched],
         finish: Callable[[], None],
@@ -73,6 +74,7 @@ class BackgroundSave:
     ) -> None:
         self._name = name
         self._folder, self._ranks, self._optimizers = folder, ranks, list(optimizers)
+        self._telling = [*optimizers, *telling]
         self._pieces, self._watched = pieces, list(watched)
         self._parts = finish, commit, close
         self._ended = ended
@@ -81,15 +83,20 @@ class BackgroundSave:
         self._thread = threading.Thread(target=on_this_device(self._run), name="zinf save", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; where the system gives none, that is the error of this save."""
         _current.append(self)
-        for optimizer in self._optimizers:
+        for optimizer in self._telling:
             record_of(optimizer).saving = self
         for each in self._watched:
             each.saving = self._pieces
         atexit.unregister(_end)
         atexit.register(_end)  # the last one registered is called first: before lanes and engines are closed
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._error = error
+            self._pieces.stop()
+            self._close()
 
     def tell(self) -> None:
         """See `StatesSave.tell`."""
@@ -132,7 +139,7 @@ class BackgroundSave:
         self._forget()
 
     def _forget(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self._telling:
             record_of(optimizer).saving = None
         for each in self._watched:
             each.saving = None
@@ -149,7 +156,7 @@ class BackgroundSave:
         return _FAILED if _FAILED in found else min(found)
 
     def _run(self) -> None:
-        finish, commit, close = self._parts
+        finish, commit, _ = self._parts
         try:
             self._pieces.write_rest()
             finish()
@@ -159,8 +166,15 @@ class BackgroundSave:
         except BaseException as error:
             self._error = error
         finally:
-            self._has_written = True
+            self._close()
+
+    def _close(self) -> None:
+        self._has_written = True
+        _, _, close = self._parts
+        try:
             close()
+        except Exception as error:  # whether it is saved was decided before
+            _log.warning("what a save had open in %s could not be closed: %s", self._folder, error)
 
 
 def wait_for_save() -> None:

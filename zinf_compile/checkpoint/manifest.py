@@ -37,6 +37,11 @@ def saves_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _SAVED.fullmatch(name)))
 
 
+def saved_numbers(folder: Path) -> list[int]:
+    """Return the numbers that are taken by something in a folder, a checkpoint or not."""
+    return [int(match[1]) for entry in folder.iterdir() if (match := _SAVED.fullmatch(entry.name))]
+
+
 def as_json(content: Any) -> bytes:
     """Return the content of a manifest's file."""
     return (json.dumps(content, separators=(",", ":"), allow_nan=False) + "\n").encode()

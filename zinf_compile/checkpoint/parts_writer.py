@@ -7,9 +7,11 @@ is left of them at the borders of a write goes through the page cache. Called by
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import mmap
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +26,8 @@ from .safetensors_writer import new_file, write_all
 
 PAGE = mmap.PAGESIZE
 
+_POLL_S = 0.0005
+
 CHECKED_BYTES = 4 << 20
 """A part has one checksum for each of its stretches of this length, so that a reader of some of it reads little more."""
 
@@ -31,7 +35,7 @@ CHECKED_BYTES = 4 << 20
 class StagingBuffers:
     """`count` buffers of `size` bytes that take turns; whoever takes one waits for what was written from it before.
 
-    Any thread may take one, and has it to itself until it is used.
+    Any thread may take one, and has it to itself until it is used; where others have all of them it waits for the first.
     """
 
     def __init__(self, count: int, size: int) -> None:
@@ -43,7 +47,11 @@ class StagingBuffers:
 
     def take(self) -> torch.Tensor:
         """Return the buffer that was used the longest ago. Raises `OSError` where writing it failed."""
-        buffer, requests = self._buffers.popleft()
+        while True:
+            with contextlib.suppress(IndexError):
+                buffer, requests = self._buffers.popleft()
+                break
+            time.sleep(_POLL_S)
         try:
             for request in requests:
                 request.wait()
@@ -101,7 +109,7 @@ class PartsWriter:
         borders = [offset, first, last, end] if first < last else [offset, end]
         started: list[Request] = []
         try:
-            buffer[offset - shift : end - shift].copy_(data)
+            buffer.numpy()[offset - shift : end - shift] = data.numpy()  # by this thread alone: others may be busy elsewhere
             for begin, stop in itertools.pairwise(borders):
                 if begin < stop:
                     started.append(self._engine.write(self._file, begin, buffer[begin - shift : stop - shift], checksum=True))
@@ -131,11 +139,9 @@ class PartsWriter:
         return checksums
 
     def abandon(self) -> None:
-        """Wait for what is under way and close the file, whatever became of it."""
+        """Wait for what is under way and close the file, whatever became of it; who still writes meanwhile gets an error."""
         for requests in self._requests.values():
-            for _, request in requests.values():
-                try:
+            for _, request in list(requests.values()):
+                with contextlib.suppress(OSError):
                     request.wait()
-                except OSError:
-                    continue
         self._file.close()

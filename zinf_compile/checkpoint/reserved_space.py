@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from .manifest import saves_in
 from .safetensors_writer import new_file
 
 _log = logging.getLogger("zinf_compile")
+
+RESERVED = re.compile(r"\.reserved-\d+-[0-9a-f]{16}")
+"""Names, for a moment, of reserved files where the filesystem makes none without a name."""
 
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 """Errors of filesystems that can't allocate space before it is written."""
@@ -247,7 +251,7 @@ def _allocate(fd: int, folder: Path, size: int) -> None:
 def _unnamed(folder: Path) -> int:
     path = folder / f".reserved-{os.getpid()}-{os.urandom(8).hex()}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    path.unlink()
+    path.unlink(missing_ok=True)  # by now the next save of the job may have taken it for a dead one's
     return fd
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
 
@@ -65,7 +66,7 @@ def save(
     unit = agree_on_units(partitioned_parameters(model), "saving a checkpoint", "")
     ranks = None if unit is None else unit.ranks
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    place = SaveFolder(Path(folder), keep=keep, advice=_advice(ranks))
+    place = SaveFolder(Path(folder).absolute(), keep=keep, advice=_advice(ranks))
     contents = RankContents(rank, size)
     with saving_together(ranks, place.folder):
         names = contents.add_model(model)
@@ -82,7 +83,7 @@ def save(
         ranks.agree(_lines(contents), what="saving a checkpoint")
     space = reserved_in(place.folder)
     try:
-        _begin(place, ranks, contents, space, [each for _, each in optimizers]).start()
+        _begin(place, ranks, contents, space, [each for _, each in optimizers], _optimizers_of(model)).start()
     except BaseException:
         if space is not None:
             space.renew()
@@ -92,8 +93,19 @@ def save(
     return place.folder / place.name
 
 
+def _optimizers_of(model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers that have stepped any of a model's parameters, saved with it or not."""
+    held = {id(parameter) for parameter in state_names(model).values()}
+    return [each for each, _ in all_records() if any(id(p) in held for group in each.param_groups for p in group["params"])]
+
+
 def _begin(
-    place: SaveFolder, ranks: Ranks | None, contents: RankContents, space: ReservedSpace | None, optimizers: Sequence[Optimizer]
+    place: SaveFolder,
+    ranks: Ranks | None,
+    contents: RankContents,
+    space: ReservedSpace | None,
+    optimizers: Sequence[Optimizer],
+    telling: Sequence[Optimizer],
 ) -> BackgroundSave:
     """Write what may not be written later; return the rest of the save."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
@@ -137,6 +149,7 @@ def _begin(
             place.folder,
             ranks,
             optimizers,
+            telling=telling,
             pieces=SavedPieces(contents.pieces, files.put),
             watched=contents.watched,
             finish=files.finish,

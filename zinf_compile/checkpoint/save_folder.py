@@ -20,12 +20,14 @@ from pathlib import Path
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.system.process_wide import process_wide
 
-from .manifest import partial_name, saved_name, saves_in
-from .reserved_space import reserved_in
+from .manifest import partial_name, saved_name, saved_numbers, saves_in
+from .reserved_space import RESERVED, reserved_in
 
 _log = logging.getLogger("zinf_compile")
 
 _PARTIAL = re.compile(r"\.save-\d{8}-[0-9a-f]{16}\.partial")
+_MOST_LOCKS = 16
+"""Folders that this process has locked between its saves: one more, and the lock that was used the longest ago goes."""
 
 
 class _Lock:
@@ -50,7 +52,12 @@ class _Lock:
 
 
 class _Locks(dict[tuple[int, int], _Lock]):
-    """Locks by device and inode of their folders."""
+    """Locks by device and inode of their folders, the one that was used last at the end."""
+
+    def forget_older(self) -> None:
+        """Let go of what a job that saves to ever new folders would collect."""
+        while len(self) > _MOST_LOCKS:
+            self.pop(next(iter(self))).close()
 
     def clear(self) -> None:
         for lock in self.values():
@@ -103,8 +110,8 @@ class SaveFolder:
             sync_folder(path.parent)
         found = self.folder.stat()
         key = found.st_dev, found.st_ino
-        if key not in _locks:
-            _locks[key] = _Lock(self.folder, self._advice)
+        _locks[key] = _locks.pop(key, None) or _Lock(self.folder, self._advice)
+        _locks.forget_older()
         self.remove_partial()
 
     def begin(self) -> tuple[str, str]:
@@ -113,7 +120,7 @@ class SaveFolder:
         Returns the name of the new folder, and the one that it has when it is whole.
         """
         self.prepare()
-        self._number = 1 + max(saves_in(self.folder), default=0)
+        self._number = 1 + max(saved_numbers(self.folder), default=0)
         self.staging = self.folder / partial_name(self._number, secrets.token_hex(8))
         self.staging.mkdir()
         return self.staging.name, saved_name(self._number)
@@ -136,7 +143,7 @@ class SaveFolder:
             going.append(self.folder / partial_name(older, secrets.token_hex(8)))
             (self.folder / saved_name(older)).rename(going[-1])
         for path in going:
-            shutil.rmtree(path)
+            _remove(path)
         if going:
             sync_folder(self.folder)
 
@@ -146,10 +153,18 @@ class SaveFolder:
             shutil.rmtree(self.staging, ignore_errors=True)
 
     def remove_partial(self) -> None:
-        """Remove the hidden folders of saves that never ended."""
+        """Remove the hidden folders of saves that never ended, and files that were about to lose their names."""
         for entry in list(self.folder.iterdir()):
-            if _PARTIAL.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
+            if _PARTIAL.fullmatch(entry.name) or RESERVED.fullmatch(entry.name):
+                _remove(entry)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with all in it, or a file; of a link the link alone, never what it points at."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from zinf_compile.checkpoint.file_layout import lay_out
 from zinf_compile.checkpoint.parts_writer import PartsWriter, StagingBuffers
 from zinf_compile.checkpoint.rectangles import Rectangle
 from zinf_compile.errors import StoreRequestError
-from zinf_compile.runtime.storage.engine import Engine, crc32c
+from zinf_compile.runtime.storage.engine import Engine, Request, crc32c
 
 PARTS = {
     "w": torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)),
@@ -86,6 +89,40 @@ def test_a_name_that_is_taken(tmp_path: Path, engine: Engine) -> None:
     with pytest.raises(FileExistsError, match=r"a\.safetensors"):
         writer(tmp_path / "a.safetensors", engine)
     assert (tmp_path / "a.safetensors").read_text() == "another's"
+
+
+def test_more_threads_than_staging_buffers(tmp_path: Path, engine: Engine) -> None:
+    found, whole = writer(tmp_path / "a.safetensors", engine), PARTS["w"].reshape(-1)
+    part = next(part for part in found.layout.parts if part.key == "w")
+    starts = range(0, whole.numel(), 1000)
+    held = [found._staging.take() for _ in range(2)]
+    with ThreadPoolExecutor(8) as pool:
+        written = [pool.submit(found.write, part, start, whole[start : start + 1000]) for start in starts]
+        for buffer in held:
+            found._staging.used(buffer, [])
+        for each in written:
+            each.result()
+    found.abandon()
+    data = (tmp_path / "a.safetensors").read_bytes()[part.begin : part.end]
+    assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), whole)
+
+
+def test_closed_while_another_thread_writes(tmp_path: Path, engine: Engine) -> None:
+    found = writer(tmp_path / "a.safetensors", engine)
+    part = next(part for part in found.layout.parts if part.key == "w")
+
+    class Late(Request):
+        def __init__(self) -> None:
+            pass
+
+        def wait(self) -> int | None:
+            found.write(part, 0, PARTS["w"].reshape(-1)[:2000])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    found._requests["w"][part.end] = 0, Late()
+    found.abandon()
+    with pytest.raises(ValueError, match="I/O on a closed file"):
+        found.write(part, 0, PARTS["w"].reshape(-1)[:2000])
 
 
 def test_a_staging_buffer_that_is_too_small() -> None:
