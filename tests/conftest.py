@@ -18,6 +18,7 @@ gc.disable()  # while tests and what they import are read: nothing of it ever go
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from guard_timing import without_guard_timing  # noqa: E402
+from heap import collect_less  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from zinf_compile.runtime import context  # noqa: E402
@@ -56,6 +57,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _settled_heap() -> None:
+    """Let the garbage collector leave alone what libraries have imported and kept since; a module's models are made later."""
+    torch.compiler.reset()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Start with nothing compiled: each test, or each module where it is marked `keeps_graphs`."""
@@ -81,7 +90,7 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector leave alone what was imported, for as long as the tests run, and look less often at the rest."""
     gc.freeze()
-    gc.set_threshold(10_000, 20, 10)
+    collect_less()
     gc.enable()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import gc
 import importlib
 import logging
 import os
@@ -22,6 +21,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 from guard_timing import without_guard_timing
+from heap import collect_less, settle
 
 import zinf_compile
 
@@ -48,8 +48,8 @@ class Case:
 def work(connection: Connection) -> None:
     """Run one case after the other, until the connection is closed. Each is answered twice: by what it returned, and "ready"."""
     before = _Process()
-    gc.freeze()  # what was imported is looked through no more
-    gc.set_threshold(10_000, 20, 10)
+    settle()
+    collect_less()
     try:
         while True:
             case, rank = connection.recv()
@@ -65,6 +65,8 @@ def work(connection: Connection) -> None:
 
 def run_once(connection: Connection) -> None:
     """Run one case, and end."""
+    settle()
+    collect_less()
     _answer(connection, *connection.recv())
     os._exit(0)  # without what a program does at its end: other ranks may be gone
 
@@ -109,7 +111,7 @@ def _clear_away() -> None:
         states = sys.modules["accelerate.state"]
         states.AcceleratorState._reset_state(reset_partial_state=True)
         states.GradientState._reset_state()
-    gc.collect()
+    settle()
 
 
 class _Process:
