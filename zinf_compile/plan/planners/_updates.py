@@ -22,8 +22,9 @@ WINDOW = 3
 def deferred(problem: StepProblem, homes: Homes, *, buffers: int = CHUNK_BUFFERS) -> tuple[Update, ...]:
     """Return updates in the order of their units' first uses, due at these at the latest.
 
-    On the device an update runs between regions. One whose piece is read for it is due as soon as the read is expected to be over:
-    then its buffer is written and free, and the next piece is read. What lives on the device takes no buffer and runs at its use.
+    On the device an update runs between regions. One whose piece is read for it is due as soon as the read is expected to be
+    over: then its buffer is written and free, and the next piece is read. What lives on the device takes no buffer and runs at
+    its use.
     """
     count, device = problem.count, problem.device
     first = {unit.name: min((*unit.uses, *unit.gradients)) for unit in problem.units}
