@@ -70,7 +70,7 @@ def simulate(problem: StepProblem, plan: Plan, *, steps: int = STEPS) -> Timelin
         lanes={lane: tuple(spans) for lane, spans in lanes.items()},
         memory=_memory(problem, plan, unrolled, times, zero, begins[-1]),
         peak={tier: int(total.max()) for tier, total in occupied(problem, plan).items()},
-        waited=_waited(unrolled.tasks, times, steps - 1),
+        waited=_waited(unrolled, times),
     )
 
 
@@ -173,11 +173,13 @@ class _Running:
         return found
 
 
-def _waited(tasks: Sequence[Task], times: Times, step: int) -> dict[str, float]:
-    """Attribute each pause of compute to the lane that ended last."""
+def _waited(unrolled: Unrolled, times: Times) -> dict[str, float]:
+    """Attribute each pause of compute in the last step to the lane that ended last."""
     found: dict[str, float] = defaultdict(float)
-    for number, task in enumerate(tasks):
-        if task.lane != COMPUTE or task.step != step:
+    tasks = unrolled.tasks
+    for number in range(unrolled.begins[-2] + 1, unrolled.begins[-1] + 1):  # compute's tasks are numbered in their order
+        task = tasks[number]
+        if task.lane != COMPUTE:
             continue
         own = [times.end[before] for before in task.after if tasks[before].lane == COMPUTE]
         others = [(times.end[before], tasks[before].lane) for before in task.after if tasks[before].lane != COMPUTE]

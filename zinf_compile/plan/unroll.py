@@ -195,10 +195,11 @@ class Unrolled:
             )
             after += gone
         limit = plan.local.update_buffers
-        if limit and len(self._chains) >= limit:
-            after += self._chains[-limit]  # a chain on the device has run by now: `verify`
         chain: list[int] = []
-        self._chains.append(chain)
+        if limit and traffic.buffers:
+            if len(self._chains) >= limit:
+                after += self._chains[-limit]  # a chain on the device has run by now: `verify`
+            self._chains.append(chain)
         arrived: dict[Tier | None, list[int]] = {}
         for link, moved in traffic.reads:
             passed = arrived.pop(link.source, after)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 from zinf_compile.ir.tiers import Tier
 
-from .plan import Fetch, Gather, Kind, Plan, Reduction, Store
+from .plan import Fetch, Gather, Kind, Plan, Reduction, Store, Update
 from .problem import StepProblem
 from .problem_parts import Unit
 from .update_traffic import update_traffic
@@ -73,7 +73,7 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
     for fetch in local.fetches:
         if fetch.kind is Kind.PARAM:
             arrivals[fetch.name].append(fetch)
-    needs_buffers = False
+    buffered: list[Update] = []
     for update in local.updates:
         piece = problem.piece[update.piece]
         if update.start < count:
@@ -85,7 +85,7 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
         elif problem.allowed.update and update.on not in problem.allowed.update:
             wrong.append(f"{update}: the user allows updates on {', '.join(problem.allowed.update)}")
         else:
-            needs_buffers |= bool(update_traffic(problem, local.homes, piece, update.on).buffers)
+            buffered += [update] if update_traffic(problem, local.homes, piece, update.on).buffers else []
         if not piece.deferrable and update.due > count:
             wrong.append(f"{update}: the piece cannot be updated beside the next step")
         for name in piece.units:
@@ -101,13 +101,13 @@ def check_updates(problem: StepProblem, plan: Plan) -> list[str]:
         wrong.append(f"buffers of updates are free at boundary {local.updates_done}, and updates due at {max(dues)}")
     if local.updates and not max(dues) <= local.updates_done <= 2 * count:
         wrong.append(f"updates are done at boundary {local.updates_done}; accepted: {max(dues)} to {2 * count}")
-    if needs_buffers and local.update_buffers < 1:
+    if buffered and local.update_buffers < 1:
         wrong.append("updates move pieces, and there is no buffer for one")
     starts = [update.start for update in local.updates]
     if starts != sorted(starts):
         wrong.append("updates are not in the order in which they start")
     if local.update_buffers:
-        for earlier, later in zip(local.updates, local.updates[local.update_buffers :], strict=False):
+        for earlier, later in zip(buffered, buffered[local.update_buffers :], strict=False):
             if earlier.on == problem.device and earlier.start < earlier.due and later.start < earlier.due:
                 wrong.append(f"{later}: {local.update_buffers} buffers are in use until boundary {earlier.due}")
     return wrong
