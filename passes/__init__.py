@@ -14,6 +14,7 @@ from torch import fx
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.analysis.planned_graph import Planner
+from zinf_compile.passes.graph.node_facts import Counts, counts_all
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -24,7 +25,7 @@ from zinf_compile.passes.schedule.group_units import group_units
 from zinf_compile.passes.schedule.insert_gathers import insert_gathers
 from zinf_compile.passes.schedule.insert_releases import insert_releases
 from zinf_compile.passes.schedule.insert_row_lookups import insert_row_lookups
-from zinf_compile.passes.schedule.insert_swaps import insert_swaps
+from zinf_compile.passes.schedule.insert_swaps import Path, insert_swaps
 from zinf_compile.passes.schedule.keep_gathered import keep_gathered
 from zinf_compile.passes.schedule.merge_gathers import merge_gathers
 from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
@@ -108,17 +109,18 @@ def region_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
 def graph_passes(
     *,
     bucket_bytes: int,
-    params: Sequence[str] = (),
-    grads: Sequence[str] = (),
+    params: Path = (),
+    grads: Path = (),
     limits: Limits | None = None,
     plan: Planner | None = None,
+    counts: Counts = counts_all,
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
     `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
-    the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
-    gathered units, and for gathered units together with those being swapped in. `plan` takes the same graph and plans it: then
-    all that moves does so where the plan says, and `limits` are not asked.
+    the device, or functions of a parameter. `limits` takes a graph whose gathers are just in time and returns two limits in
+    bytes: for gathered units, and for gathered units together with those being swapped in; `counts` says which units take memory.
+    `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
     """
     swaps = partial(insert_swaps, params=params, grads=grads)
     in_place = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
@@ -136,10 +138,10 @@ def graph_passes(
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
     return (
         *region_passes(bucket_bytes=bucket_bytes),
-        partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0]),
+        partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0], counts=counts),
         merge_gathers,
         swaps,
-        partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
+        partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1], counts=counts),
         *in_place,
     )
 

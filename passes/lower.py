@@ -16,7 +16,7 @@ from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
-from zinf_compile.ir.program import Program
+from zinf_compile.ir.program import Program, leaving
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
@@ -105,6 +105,7 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         steps=tuple(steps),
         frees=_frees(steps, {r for r in outputs_ if r is not None}),
         outputs=tuple(_with_tiles(outputs_, joined_outputs(gm))),
+        leaves=leaving(steps, tiles_),
         sequence=collective_sequence(gm.graph),
     )
 

@@ -12,7 +12,9 @@ from zinf_compile.ir.op_spec import LONE_GROUP, SPECS
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
 from zinf_compile.passes.graph.node_facts import (
+    Counts,
     argument_of,
+    counts_all,
     gather_started_by,
     group_of,
     hop_of,
@@ -69,20 +71,20 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     return gm
 
 
-def peak_gathered_bytes(graph: fx.Graph) -> tuple[int, str]:
+def peak_gathered_bytes(graph: fx.Graph, *, counts: Counts = counts_all) -> tuple[int, str]:
     """Return the largest number of bytes gathered, and the node reaching it.
 
     A unit counts from the start of its gather to its release. A unit that is swapped in counts from the hop that ends on the
-    device.
+    device. `counts` takes an operator of a unit and says whether the unit counts at all.
     """
     live = peak = 0
     where = ""
     for node in graph.nodes:
-        if gather_started_by(node) is not None:
+        if gather_started_by(node) is not None and counts(node):
             live += live_bytes(node)
             if live > peak:
                 peak, where = live, node.name
-        elif node.target is ops.release:
+        elif node.target is ops.release and counts(node):
             live -= live_bytes(node)
     return peak, where
 

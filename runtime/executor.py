@@ -16,7 +16,7 @@ from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
-from zinf_compile.runtime.units.swap import SwapHandle, is_small, swap_in, swap_in_together, swap_out
+from zinf_compile.runtime.units.swap import SwapHandle, bring, is_small, swap_in, swap_in_together, swap_out
 from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -31,7 +31,7 @@ _DONE = Done()
 class Run:
     """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
 
-    __slots__ = ("context", "leaves_for", "program", "registers", "tiled", "units")
+    __slots__ = ("context", "program", "registers", "tiled", "units")
 
     def __init__(self, program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any]) -> None:
         self.program = program
@@ -41,12 +41,11 @@ class Run:
         for register, value in program.constants.items():
             self.registers[register] = value
         self.tiled: dict[Unit, TileGradients] = {}
-        self.leaves_for = {step.dst for step in program.steps if isinstance(step, SwapOut)} if program.tiles else set()
 
     def gradient_of(self, tile: Tile) -> TileGradients:
         """Return the gradient of all tiles of a unit."""
         if tile.unit not in self.tiled:
-            self.tiled[tile.unit] = TileGradients(tile.unit, leaves_for=self.leaves_for)
+            self.tiled[tile.unit] = TileGradients(tile.unit)
         return self.tiled[tile.unit]
 
 
@@ -135,9 +134,26 @@ def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
 
 def _swap_out(step: SwapOut, run: Run) -> None:
     grad = run.registers[step.grad]
+    run.registers[step.out] = grad if grad.at_home else _hop_out(grad, step.dst)
+
+
+def _hop_out(grad: ReduceHandle, dst: str) -> ReduceHandle:
     swap: Any = swap_out if grad.together is None else grad.together.swap_out
-    shard, leaving = swap(grad.unit, grad.shard, step.dst, grad.reduction)
-    run.registers[step.out] = ReduceHandle(grad.unit, shard, leaving, grad.together)
+    shard, leaving = swap(grad.unit, grad.shard, dst, grad.reduction)
+    return ReduceHandle(grad.unit, shard, leaving, grad.together)
+
+
+def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
+    """Start all hops of a gradient whose unit lives farther away than the graph takes it; else return it as it is."""
+    home, program = grad.unit.placement.grads, run.program
+    if home == Tier.DEVICE:
+        return grad
+    planned = Tier(program.leaves.get(program.tiles[slot][0] if slot in program.tiles else slot, Tier.DEVICE))
+    path = run.context.link.topology.hops(home) if planned.distance < home.distance else ()
+    for dst in path[-2::-1]:
+        grad = _hop_out(grad, dst)
+    grad.at_home = bool(path)
+    return grad
 
 
 def _gather(step: Gather, run: Run) -> None:
@@ -145,12 +161,13 @@ def _gather(step: Gather, run: Run) -> None:
     if context.size == 1:
         _gather_at_hand(step, run)
         return
-    arriving = [registers[source] if isinstance(registers[source], SwapHandle) else None for source, _ in step.members]
-    members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
-    group = members[0].shard_group
+    first = registers[step.members[0][0]]
+    group = (first.unit if isinstance(first, SwapHandle) else units[step.members[0][0]]).shard_group
     if group.size == 1:
         _gather_at_hand(step, run)
         return
+    arriving = [_arriving(source, run) for source, _ in step.members]
+    members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
     gathers, _ = context.collectives(group)
     what = _gathering(step, members, run)
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
@@ -172,17 +189,26 @@ def _gather(step: Gather, run: Run) -> None:
         registers[out] = GatherHandle(full, pending, what)
 
 
+def _arriving(source: int, run: Run) -> SwapHandle | None:
+    """Return the swap of a unit that is about to be gathered, begun now if the graph has none; None where it is on the device."""
+    value = run.registers[source]
+    if isinstance(value, SwapHandle):
+        return value
+    unit = run.units[source]
+    return None if unit.backing is None else bring(unit)
+
+
 def _gather_at_hand(step: Gather, run: Run) -> None:
     """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
     units, registers = run.units, run.registers
     for source, out in step.members:
-        arrived = registers[source]
-        if isinstance(arrived, SwapHandle):
+        arrived = _arriving(source, run)
+        if arrived is not None and arrived.unit.backing is not None:
             narrower = step.dtype if step.dtype != arrived.unit.dtype else None
             full = arrived.unit.logical(arrived.shard)
             registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
         else:
-            unit = units[source]
+            unit = units[source] if arrived is None else arrived.unit
             whole = unit.whole()
             registers[out] = GatherHandle(whole if step.dtype == unit.dtype else _cast(whole, step.dtype, run.context), None)
 
@@ -193,7 +219,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     together = [run.gradient_of(u) if isinstance(u, Tile) else None for u in members]
     group = members[0].shard_group
     if group.size == 1:
-        for unit, whole, (grad, _, out, alias) in zip(members, together, step.members, strict=True):
+        for unit, whole, (grad, slot, out, alias) in zip(members, together, step.members, strict=True):
             if whole is not None and whole.on_device:
                 value, shard = registers[grad], whole.reduce_buffer(unit, step.dtype)  # type: ignore[arg-type]
                 if value.data_ptr() != shard.data_ptr():
@@ -202,7 +228,7 @@ def _reduce(step: Reduce, run: Run) -> None:
             else:
                 shard = _take_gradient(registers, grad, unit, step.dtype, alias, copy=alias != GradAlias.NOBODY)
                 context.memory.ledger.track("grads", shard)
-            registers[out] = ReduceHandle(unit, shard, _DONE, whole)
+            registers[out] = _take_home(ReduceHandle(unit, shard, _DONE, whole), slot, run)
         return
     _, reductions = context.collectives(group)
     grads = _full_gradients(step, members, registers, context)
@@ -236,12 +262,12 @@ def _reduce(step: Reduce, run: Run) -> None:
     context.lanes.meter.moved("to ranks", count)
     what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     reduction = Reduction(pending, context, what)
-    for unit, (_, _, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
+    for unit, (_, slot, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
         if whole is None:
             context.memory.ledger.track("grads", shard)
         else:
             whole.reduced(reduction)
-        registers[out] = ReduceHandle(unit, shard, reduction, whole)
+        registers[out] = _take_home(ReduceHandle(unit, shard, reduction, whole), slot, run)
 
 
 def _full_gradients(step: Reduce, members: Sequence[Unit | Tile], registers: list[Any], context: Context) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ class GatherHandle:
 class ReduceHandle:
     """A gradient's shard, usable once `reduction` is over, before it is known where it will live."""
 
-    __slots__ = ("reduction", "shard", "together", "unit")
+    __slots__ = ("at_home", "reduction", "shard", "together", "unit")
 
     def __init__(
         self,
@@ -37,12 +37,16 @@ class ReduceHandle:
         shard: torch.Tensor | OffloadedGradient,
         reduction: Pending,
         together: TileGradients | None = None,
+        *,
+        at_home: bool = False,
     ) -> None:
         self.unit = unit
         self.shard = shard
         self.reduction = reduction
         self.together = together
         """The gradient of all tiles, where this is of one tile."""
+        self.at_home = at_home
+        """Whether all hops to its tier have begun, also those that the graph doesn't have."""
 
 
 class Reduction:

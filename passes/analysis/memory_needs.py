@@ -10,9 +10,10 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS
 from zinf_compile.ir.row_rounds import rows_on_their_way
 from zinf_compile.passes.graph.node_facts import (
+    Counts,
+    counts_all,
     group_of,
     is_collective,
-    live_bytes,
     slot_behind,
     wire_bytes,
     wire_format,
@@ -21,12 +22,15 @@ from zinf_compile.passes.graph.node_facts import (
 from zinf_compile.passes.verify import peak_gathered_bytes
 from zinf_compile.plan.graph_plan import GraphMemory
 
-from .gather_stages import find_stages, peak_ahead
+from .gather_stages import find_stages, peak_ahead, stage_bytes
 
 
-def measure_needs(graph: fx.Graph) -> GraphMemory:
-    """Measure the bytes of one graph: before `prefetch` the minimum, after it those of the final schedule."""
-    gathered, where = peak_gathered_bytes(graph)
+def measure_needs(graph: fx.Graph, *, counts: Counts = counts_all) -> GraphMemory:
+    """Measure the bytes of one graph: before `prefetch` the minimum, after it those of the final schedule.
+
+    `counts` says which gathers take memory.
+    """
+    gathered, where = peak_gathered_bytes(graph, counts=counts)
     largest = next((slot_behind(node).name for node in graph.nodes if node.name == where), "")
     last_group = LONE_GROUP
     left = reduced = together = under_way = last = converting = converted = 0
@@ -62,10 +66,10 @@ def measure_needs(graph: fx.Graph) -> GraphMemory:
     )
 
 
-def measure_ahead(graph: fx.Graph, *, stages: int) -> int:
+def measure_ahead(graph: fx.Graph, *, stages: int, counts: Counts = counts_all) -> int:
     """Return the peak of gathered bytes of a just-in-time graph if each gather starts `stages` stages ahead of its use."""
-    groups, released = find_stages(graph)
-    return peak_ahead([sum(map(live_bytes, group)) for group in groups], released, stages=stages)
+    groups, released = find_stages(graph, counts=counts)
+    return peak_ahead([stage_bytes(group, counts) for group in groups], released, stages=stages)
 
 
 def ahead_key(graph: fx.Graph) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -238,6 +238,15 @@ def live_bytes(node: fx.Node) -> int:
     while source.target in (ops.wait, ops.release):
         source = source.args[0]  # type: ignore[assignment]
     return wire_bytes(start_of(source) if source.target is ops.all_gather else source)
+
+
+Counts = Callable[[fx.Node], bool]
+"""Says of a gather, or another operator of its unit, whether it takes memory: where the shard itself is read, it takes none."""
+
+
+def counts_all(node: fx.Node) -> bool:
+    """Let each gather count."""
+    return True
 
 
 def set_group(node: fx.Node, group: int) -> None:

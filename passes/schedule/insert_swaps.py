@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.gather_stages import find_stages
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind
 
+Path = Sequence[str] | Callable[[ParameterSlot], Sequence[str]]
+"""The tiers that a shard passes, both ends included: the same for all parameters, or a function of each. Fewer than two: none."""
 
-def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[str]) -> fx.GraphModule:
+
+def insert_swaps(gm: fx.GraphModule, *, params: Path, grads: Path) -> fx.GraphModule:
     """Insert a swap_in per hop of a shard to the device, and a swap_out per hop of a reduced gradient from it.
 
         before:  g = all_gather(w, 0);  v = wait(g);  a = mm(x, v);  release(v);  r = reduce_scatter(a, w);  return (r,)
@@ -23,16 +27,18 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
                  q = swap_out(o, "host", "nvme");  return (q,)
 
     `params` and `grads` list the tiers of the path, such as ("nvme", "host", "device"); with fewer than two nothing moves. A
-    device that is host memory has one hop, ("nvme", "device"). Each rank moves its own shard alone. Units without dimensions or
-    elements stay on the device.
+    device that is host memory has one hop, ("nvme", "device"). Units may differ, each rank moves its own shard alone, and units
+    without dimensions or elements stay on the device.
 
     Swaps of a group are issued together, in front of the gathers they are for; adjacent gathers stay adjacent. `gather_rows`
     fetches rows from the first tier itself. Runs after all passes that move collectives, so the collectives are the same for
     every placement.
     """
     for run in find_stages(gm.graph)[0]:
-        for src, dst in itertools.pairwise(params):
-            for gather in filter(_can_offload, run):
+        paths = {gather: _path_of(gather, params) for gather in run}
+        for hop in _hops(paths.values()):
+            src, dst = hop
+            for gather in (gather for gather in run if hop in itertools.pairwise(paths[gather])):
                 source = gather.args[0]
                 assert isinstance(source, fx.Node)
                 name = "copied" if Tier(src).in_memory else "read"
@@ -41,16 +47,24 @@ def insert_swaps(gm: fx.GraphModule, *, params: Sequence[str], grads: Sequence[s
                 handle.meta["val"] = source.meta["val"]
                 gather.args = (handle, *gather.args[1:])
     for node in gm.graph.nodes:
-        if node.target is ops.gather_rows and params and _can_offload(node):
-            node.args = (*node.args[:2], params[0])
-    for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter and _can_offload(node)]:
-        _offload(gm.graph, reduction, grads)
+        if node.target is ops.gather_rows and (path := _path_of(node, params)):
+            node.args = (*node.args[:2], path[0])
+    for reduction in [node for node in gm.graph.nodes if node.target is ops.reduce_scatter]:
+        _offload(gm.graph, reduction, _path_of(reduction, grads))
     return gm
 
 
-def _can_offload(node: fx.Node) -> bool:
+def _path_of(node: fx.Node, path: Path) -> Sequence[str]:
     unit = slot_behind(node)
-    return bool(unit.shape and unit.numel)
+    if not (unit.shape and unit.numel):
+        return ()
+    return path(unit) if callable(path) else path
+
+
+def _hops(paths: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    """Return the hops of some paths, each once, the farthest first."""
+    found = dict.fromkeys(hop for path in paths for hop in itertools.pairwise(path))
+    return sorted(found, key=lambda hop: -Tier(hop[0]).distance)
 
 
 def _offload(graph: fx.Graph, reduction: fx.Node, tiers: Sequence[str]) -> None:

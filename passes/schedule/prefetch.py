@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from zinf_compile.passes.analysis.gather_stages import find_stages
-from zinf_compile.passes.graph.node_facts import live_bytes
+from zinf_compile.passes.analysis.gather_stages import find_stages, stage_bytes
+from zinf_compile.passes.graph.node_facts import Counts, counts_all
 
 
-def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:
+def prefetch(
+    gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int], counts: Counts = counts_all
+) -> fx.GraphModule:
     """Start the gathers of a group while up to `look_ahead` earlier groups are in use.
 
         before:  g = all_gather(w0, 0);  v = wait(g);  a = mm(x, v);  release(v)
@@ -20,12 +22,12 @@ def prefetch(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable
                  u = wait(h);  b = mm(a, u)
 
     The first group starts with the graph. A later one starts early only as far as bytes gathered and not yet released stay within
-    `limit_bytes`, a number or a function of the graph. The order of gathers never changes. Adjacent groups (a block's, in two
-    data types) start together and count as one.
+    `limit_bytes`, a number or a function of the graph; `counts` says which units take memory. The order of gathers never changes.
+    Adjacent groups (a block's, in two data types) start together and count as one.
     """
-    groups, released = find_stages(gm.graph)
+    groups, released = find_stages(gm.graph, counts=counts)
     anchors = [group[-1].next for group in groups]  # the first operator of each stage's compute
-    sizes = [sum(live_bytes(node) for node in group) for group in groups]
+    sizes = [stage_bytes(group, counts) for group in groups]
     most = limit_bytes if isinstance(limit_bytes, int) else limit_bytes(gm.graph)
     chosen = choose_stages(sizes, released, look_ahead=look_ahead, limit_bytes=most)
     first = next(node for node in gm.graph.nodes if node.op != "placeholder")

@@ -9,13 +9,15 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.analysis.gather_stages import find_stages
-from zinf_compile.passes.graph.node_facts import hop_of, live_bytes
+from zinf_compile.passes.analysis.gather_stages import find_stages, stage_bytes
+from zinf_compile.passes.graph.node_facts import Counts, counts_all, hop_of
 
 from .prefetch import choose_stages
 
 
-def prefetch_swaps(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int]) -> fx.GraphModule:
+def prefetch_swaps(
+    gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Callable[[fx.Graph], int], counts: Counts = counts_all
+) -> fx.GraphModule:
     """Start each hop of a shard to the device `look_ahead` stages ahead of the next hop.
 
         before:  s = swap_in(w0, "host", "device", 0);  g = all_gather(s, 0);  v = wait(g);  a = mm(x, v);  release(v)
@@ -29,12 +31,12 @@ def prefetch_swaps(gm: fx.GraphModule, *, look_ahead: int, limit_bytes: int | Ca
         device covers two hops, so it starts twice as far ahead.
 
     The first stage's swaps stay at the graph's start. A later swap starts early only as far as bytes swapped in or gathered, and
-    not yet released, stay within `limit_bytes`, a number or a function of the graph. No gather moves and no order changes, so
-    the collectives are the same for every placement.
+    not yet released, stay within `limit_bytes`, a number or a function of the graph; `counts` says which units take memory. No
+    gather moves and no order changes, so the collectives are the same for every placement.
     """
-    stages, released = find_stages(gm.graph)
+    stages, released = find_stages(gm.graph, counts=counts)
     anchors = [gathers[-1].next for gathers in stages]
-    sizes = [sum(live_bytes(node) for node in gathers) for gathers in stages]
+    sizes = [stage_bytes(gathers, counts) for gathers in stages]
     levels = _levels(stages)
     most = limit_bytes if isinstance(limit_bytes, int) else limit_bytes(gm.graph)
     chosen: Sequence[int] = range(len(stages))

@@ -9,48 +9,49 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.ir.tiling import Box, borders_of, cut_parameter
 from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.comm.shard_ranges import shard_numel
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 
-from .backing import HostBacking, NvmeBacking, ShardBacking
+from .backing import HostBacking, NvmeBacking
 from .nvme_gradient_pool import NvmeGradientPool
 from .nvme_shards import NvmeShards, ShardSpec
 from .unit import Unit
 
 
 def make_units(
-    parameters: Sequence[tuple[torch.Tensor, str]], context: Context, placement: Placement, *, group: ShardGroup | None = None
+    parameters: Sequence[tuple[torch.Tensor, str]],
+    context: Context,
+    placement: Placement | Sequence[Placement],
+    *,
+    group: ShardGroup | None = None,
 ) -> list[Unit]:
     """Reserve all memory and all space on drives, then return a unit for each parameter, its shard undefined.
 
     The units are cut over `group`, by default over all ranks of the context. Raises `OptionError`
     where one would be cut into more tiles than a graph should have.
 
-    A parameter without dimensions, or without elements, stays on the device whatever the placement says, see
-    `Placement.of_parameter`.
+    `placement` is that of all parameters, or one for each. A parameter without dimensions, or without elements, stays on the
+    device whatever it says, see `Placement.of_parameter`.
     """
     group = group or context.ranks.shard_group
-    moving = [bool(p.dim() and p.numel()) for p, _ in parameters]
-    tiles = [cut_parameter(p, name, placement.tile, group.size) for p, name in parameters]
+    given = [placement] * len(parameters) if isinstance(placement, Placement) else placement
+    homes = [own.of_parameter(dim=p.dim(), numel=p.numel()) for (p, _), own in zip(parameters, given, strict=True)]
+    tiles = [cut_parameter(p, name, own.tile, group.size) for (p, name), own in zip(parameters, given, strict=True)]
     specs = [
         ShardSpec(name, shard_numel(p.numel(), group.size), p.dtype, _cuts(boxes, group))
         for (p, name), boxes in zip(parameters, tiles, strict=True)
     ]
-    offloaded = [index for index, moves in enumerate(moving) if moves]
-    backings = _make_backings([specs[index] for index in offloaded], context, placement)
-    pools = _make_gradient_pools([(parameters[index][0], specs[index]) for index in offloaded], context, placement)
-    in_order = iter(zip(backings, pools, strict=True))
-    backing_of = [next(in_order) if moves else (None, None) for moves in moving]
-    staying = [p for (p, _), (backing, _) in zip(parameters, backing_of, strict=True) if backing is None]
+    backings = _make_backings(specs, context, homes)
+    pools = _make_gradient_pools([(p, spec) for (p, _), spec in zip(parameters, specs, strict=True)], context, homes)
+    staying = [p for (p, _), backing in zip(parameters, backings, strict=True) if backing is None]
     shards = iter(make_shards(staying, group))
     units = []
-    for (parameter, name), (backing, pool), boxes in zip(parameters, backing_of, tiles, strict=True):
+    for (parameter, name), backing, pool, boxes, own in zip(parameters, backings, pools, tiles, homes, strict=True):
         shard = next(shards) if backing is None else None
-        own = placement.of_parameter(dim=parameter.dim(), numel=parameter.numel())
         unit = Unit(parameter, shard, name=name, context=context, placement=own, backing=backing, tiles=boxes, shard_group=group)
         unit.gradient_pool = pool
         units.append(unit)
@@ -82,42 +83,64 @@ def _cuts(boxes: Sequence[Box], group: ShardGroup) -> tuple[int, ...]:
     return tuple(border // group.size for border in borders_of(boxes)[1:-1])
 
 
-def _make_backings(specs: Sequence[ShardSpec], context: Context, placement: Placement) -> Sequence[ShardBacking | None]:
-    if not placement.params.in_memory and specs:
-        shards = NvmeShards(
+def _make_backings(
+    specs: Sequence[ShardSpec], context: Context, homes: Sequence[Placement]
+) -> list[NvmeBacking | HostBacking | None]:
+    backings: list[NvmeBacking | HostBacking | None] = [None] * len(specs)
+    for tier, numbers in _alike(home.params for home in homes).items():
+        placement, own = homes[numbers[0]], [specs[number] for number in numbers]
+        if not tier.in_memory:
+            shards = NvmeShards(
+                placement.nvme,
+                "parameter",
+                own,
+                context.engine,
+                context.lanes.meter,
+                context.memory.staging,
+                piece_numel=placement.piece_numel,
+                tier=tier,
+            )
+            for index, number in enumerate(numbers):
+                backings[number] = NvmeBacking(shards, index)
+        elif context.link.topology.is_offloaded(tier):
+            pinned = context.device.type != "cpu"
+            kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in own]
+            for number, shard in zip(numbers, kept, strict=True):
+                context.memory.host_ledger.track("params", shard)
+                backings[number] = HostBacking(shard)
+    return backings
+
+
+def _make_gradient_pools(
+    parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, homes: Sequence[Placement]
+) -> list[tuple[NvmeGradientPool, int] | None]:
+    pools: list[tuple[NvmeGradientPool, int] | None] = [None] * len(parameters)
+    for tier, numbers in _alike(home.grads for home in homes).items():
+        trained = [number for number in numbers if parameters[number][0].requires_grad]
+        if tier.in_memory or not trained:
+            continue
+        placement = homes[trained[0]]
+        specs = [
+            dataclasses.replace(spec, dtype=placement.reduce_dtype_of(p.dtype))
+            for p, spec in map(parameters.__getitem__, trained)
+        ]
+        pool = NvmeGradientPool(
             placement.nvme,
-            "parameter",
             specs,
             context.engine,
             context.lanes.meter,
             context.memory.staging,
             piece_numel=placement.piece_numel,
-            tier=placement.params,
+            tier=tier,
         )
-        return [NvmeBacking(shards, index) for index in range(len(specs))]
-    if context.link.topology.is_offloaded(placement.params):
-        pinned = context.device.type != "cpu"
-        kept = [aligned_buffer(format_of(p.dtype).bytes(p.numel), pinned=pinned).view(p.dtype) for p in specs]
-        for shard in kept:
-            context.memory.host_ledger.track("params", shard)
-        return [HostBacking(shard) for shard in kept]
-    return [None] * len(specs)
+        for index, number in enumerate(trained):
+            pools[number] = pool, index
+    return pools
 
 
-def _make_gradient_pools(
-    parameters: Sequence[tuple[torch.Tensor, ShardSpec]], context: Context, placement: Placement
-) -> list[tuple[NvmeGradientPool, int]] | list[None]:
-    trained = [dataclasses.replace(spec, dtype=placement.reduce_dtype_of(p.dtype)) for p, spec in parameters if p.requires_grad]
-    if placement.grads.in_memory or not trained:
-        return [None] * len(parameters)
-    pool = NvmeGradientPool(
-        placement.nvme,
-        trained,
-        context.engine,
-        context.lanes.meter,
-        context.memory.staging,
-        piece_numel=placement.piece_numel,
-        tier=placement.grads,
-    )
-    numbers = iter(range(len(trained)))
-    return [(pool, next(numbers)) if p.requires_grad else None for p, _ in parameters]  # type: ignore[return-value]
+def _alike(tiers: Iterable[Tier]) -> dict[Tier, list[int]]:
+    """Return the numbers of those that are on each tier."""
+    found: dict[Tier, list[int]] = {}
+    for number, tier in enumerate(tiers):
+        found.setdefault(tier, []).append(number)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,10 @@ class SwapHandle:
 
 
 def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -> SwapHandle:
-    """Start the hop from tier `src` to `dst`, after an `earlier` one. A unit that lives nearer than planned skips hops."""
+    """Start the hop from tier `src` to `dst`, after an `earlier` one.
+
+    A unit that lives nearer than the graph has planned skips hops; one that lives farther takes those that are missing before.
+    """
     if unit.backing is None:
         return SwapHandle(unit, unit.shard)
     context, link = unit.context, unit.context.link
@@ -50,6 +54,8 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
             host = link.host_buffer(unit.shard_numel, unit.dtype)
             context.memory.ledger.track("gathered", host)
         return SwapHandle(unit, host, move(unit.location(), on_host(host), by=route_of(context)))
+    if earlier is None and resident is None:
+        earlier = swap_in(unit, unit.backing.tier, Tier.HOST, None)
     source = earlier.shard if earlier is not None else resident
     assert source is not None, "what is on a drive comes to host memory first"
     context.memory.make_room(context.memory.ledger, unit.format.bytes(unit.shard_numel))
@@ -57,6 +63,16 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
     return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
+
+
+def bring(unit: Unit | Tile) -> SwapHandle:
+    """Start all hops of a unit to its device, for a graph that has none: it was compiled for one that lives there."""
+    assert unit.backing is not None, "it is somewhere else"
+    handle: SwapHandle | None = None
+    for src, dst in itertools.pairwise(unit.context.link.topology.hops(unit.backing.tier)):
+        handle = swap_in(unit, src, dst, handle)
+    assert handle is not None, "what has a backing takes a hop"
+    return handle
 
 
 def is_small(unit: Unit | Tile) -> bool:

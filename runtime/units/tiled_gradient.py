@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 
 from zinf_compile.ir.tiers import Tier
@@ -20,19 +18,15 @@ TILES_UNDER_WAY = 2
 
 
 class TileGradients:
-    """One gradient in the making: memory for all of it where it will live, which each tile's part goes to.
+    """One gradient in the making: memory for all of it where it will live, which each tile's part goes to."""
 
-    `leaves_for` are the tiers to which the graph takes gradients: its parameters may have been partitioned under other options.
-    """
-
-    def __init__(self, unit: Unit, *, leaves_for: Collection[str]) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._shard: torch.Tensor | OffloadedGradient | None = None
         self._pending: list[Pending] = []
         self._offloading = InflightQueue(TILES_UNDER_WAY)
         """Transfers that free memory of the device."""
-        placement, topology = unit.placement, unit.context.link.topology
-        self.on_device = placement.grads not in leaves_for or not topology.is_offloaded(placement.grads)
+        self.on_device = not unit.context.link.topology.is_offloaded(unit.placement.grads)
         """Whether it is kept on the device, where it is reduced."""
 
     def reduce_buffer(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:

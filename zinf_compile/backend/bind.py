@@ -14,8 +14,9 @@ import torch
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
 from zinf_compile.errors import PartitionedParameterError, StepFailedError
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
-from zinf_compile.ir.tiers import Placement, Tier
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.first_call_in_step import refuse_running_steps
 from zinf_compile.runtime.comm.steps_done import mixed
 from zinf_compile.runtime.context import Context
@@ -41,7 +42,7 @@ class Binder:
         self,
         program: Program,
         context: Context,
-        placement: Placement,
+        placements: Placements,
         *,
         lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]],
         checkpoint: CheckpointFolder | None = None,
@@ -49,10 +50,9 @@ class Binder:
         """`lack` returns, by side, the memory that a call with given units lacks; `checkpoint`: where they are saved."""
         self._program = program
         self._context = context
-        self._placement = placement
+        self._placements = placements
         self._lack = lack
         self._checkpoint = checkpoint
-        self._path_in = context.link.topology.hops(placement.params)
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
@@ -127,12 +127,6 @@ class Binder:
                 unit = _checked(args[r], slot, self._context)
                 if unit is None:
                     fresh.append(r)
-                elif unit.backing is not None and unit.backing.tier not in self._path_in:
-                    raise PartitionedParameterError(
-                        f"parameter {slot.name} is on {unit.backing.tier!r}, but this graph was compiled for parameters on "
-                        f"{self._placement.params!r}: several models with different placements each need "
-                        "model.compile(backend=...) of their own"
-                    )
                 elif unit.boxes != slot.tiles:
                     raise PartitionedParameterError(
                         f"parameter {slot.name} is cut into {len(unit.boxes)} tiles, but this graph was compiled for one of "
@@ -150,8 +144,10 @@ class Binder:
         return units, fresh
 
     def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
-        refuse_running_steps([(args[r], self._program.slots[r]) for r in fresh])
-        partition({r: (args[r], self._program.slots[r].name) for r in fresh}, self._context, self._placement)
+        slots = self._program.slots
+        refuse_running_steps([(args[r], slots[r]) for r in fresh])
+        parameters = {r: (args[r], slots[r].name) for r in fresh}
+        partition(parameters, self._context, lambda r: self._placements.of(slots[r]))
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
         """Check that all ranks are about to do the same; return the `value` of each."""

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from zinf_compile._torch import outside_tracing
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES
-from zinf_compile.ir.tiers import Placement
 from zinf_compile.passes.graph.alias import ALIASES, MOVES, is_cast
 from zinf_compile.passes.graph.node_facts import fake_value, parameters, slot_of
 from zinf_compile.passes.loss._find import find_losses
@@ -39,10 +39,10 @@ class Choices:
     """The choices for the parameters of one graph."""
 
     def __init__(
-        self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placement: Placement, *, first: bool
+        self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context, placements: Placements, *, first: bool
     ) -> None:
         """`first`: all ranks compile this graph, since it is the function's first; recompilations may be of one rank alone."""
-        self._slots, self._inputs, self._context, self._placement = slots, inputs, context, placement
+        self._slots, self._inputs, self._context, self._placements = slots, inputs, context, placements
         self._chosen: dict[tuple[str, int], bool] = {}
         """Keyed by kind and `ParameterSlot.index`."""
         units = [unit for slot in slots if (unit := unit_of(inputs[slot.index])) is not None]
@@ -111,17 +111,17 @@ class Choices:
 
     def _is_cheaper(self, slot: ParameterSlot, tokens: int) -> bool:
         """Return whether the rows of up to `tokens` indices per rank are fewer bytes than the parameter."""
-        size = self._shards
+        size, home = self._shards, self._placements.of(slot).params
         row = slot.bytes // max(1, slot.shape[0])
         shard = slot.format.bytes(math.ceil(slot.numel / size))
         rows = min(tokens, slot.shape[0]) * row
         between = size > 1
-        if not self._placement.params.in_memory:
+        if not home.in_memory:
             blocks = math.ceil(shard / BLOCK_BYTES)
             read = min(shard, min(size * tokens, blocks) * BLOCK_BYTES)
         else:
             read = min(shard, size * rows)
-        moves = self._context.link.topology.is_offloaded(self._placement.params)
+        moves = self._context.link.topology.is_offloaded(home)
         return tokens > 0 and rows * between + read * moves < slot.bytes * between + shard * moves
 
 

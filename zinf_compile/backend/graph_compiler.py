@@ -20,12 +20,13 @@ from zinf_compile._frames import callers
 from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
-from zinf_compile.passes.graph.node_facts import fake_value, note_skipped, skipped_notes
+from zinf_compile.passes.graph.node_facts import counts_all, fake_value, note_skipped, skipped_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
@@ -57,7 +58,7 @@ from .capture import (
 )
 from .choices import Choices
 from .double_backward import reject_double_backward
-from .placement_of_inputs import follow_units, follows_cap, refuse_closed
+from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
@@ -107,6 +108,8 @@ class GraphCompiler:
         self._together = False
         """True if several ranks exchange sizes to decide which losses are chunked."""
         self.topology = Topology(host_apart=False)
+        self.placements = Placements(config.placement())
+        """Where the states of each parameter live."""
         self._binder: Binder | None = None
         self.planner: GraphPlanner | None = None
         self._rules: dict[Any, Any] = {}
@@ -133,7 +136,8 @@ class GraphCompiler:
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         slots = list(captured.slots.values())
         self._together = self.config.chunk_loss is None and context.size > 1
-        self._choices = Choices(slots, example_inputs, context, self.config.placement(), first=is_first_variant())
+        self.placements = self.place(slots, example_inputs)
+        self._choices = Choices(slots, example_inputs, context, self.placements, first=is_first_variant())
         _log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
@@ -199,11 +203,15 @@ class GraphCompiler:
         measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
         return measurer.measure(gm, inputs, captured, context, like=self)
 
+    def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
+        """Return where the states of each parameter live: where they do already, or where the options say."""
+        return placements_of(self.config, slots, inputs)
+
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the graph's memory budget under the caps."""
         warn_of_caps(self.config, context.device)
         agree_on_memory(context)
-        budget = GraphBudget(self.config, slots, inputs, context, together=is_first_variant())
+        budget = GraphBudget(self.config, slots, inputs, context, self.placements, together=is_first_variant())
         context.memory.reservations.declare(
             device=None if self.config.device_memory is None else budget.caps.device,
             host=None if self.config.host_memory is None else budget.caps.host,
@@ -252,12 +260,12 @@ class GraphCompiler:
 
     def graph_passes(self) -> tuple[Pass, ...]:
         """Return the passes that write the schedule for the placement of this model."""
-        placement = self.config.placement()
         return graph_passes(
             bucket_bytes=self._bucket,
-            params=self.topology.hops(placement.params),
-            grads=self.topology.hops(placement.grads)[::-1],
+            params=lambda slot: self.topology.hops(self.placements.of(slot).params),
+            grads=lambda slot: self.topology.hops(self.placements.of(slot).grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
+            counts=counts_all if self._budget is None else self._budget.counts,
             plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
         )
 
@@ -294,7 +302,7 @@ class GraphCompiler:
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
         lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
         folder = self.config.checkpoint_folder()
-        binder = Binder(program, context, self.config.placement(), lack=lack, checkpoint=folder)
+        binder = Binder(program, context, self.placements, lack=lack, checkpoint=folder)
         self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
@@ -337,7 +345,8 @@ class _Measurer(GraphCompiler):
         slots = list(captured.slots.values())
         self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)
-        self._budget = GraphBudget(self.config, slots, inputs, context, measuring=True)
+        self.placements = placements_of(self.config, slots, inputs)
+        self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
         self._trace(gm, inputs, captured, context)
         return self._budget
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from zinf_compile.config import Config
 from zinf_compile.errors import OptionError
+from zinf_compile.ir.placements import Placements
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import unit_of
@@ -54,6 +56,12 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         reduce_dtype=placement.reduce_dtype,
         tile=tiles.pop() if len(tiles) == 1 else config.tile,
     )
+
+
+def placements_of(config: Config, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
+    """Return the placements of a graph's parameters: their own where they are partitioned already, else the config's."""
+    units = {slot.index: unit_of(inputs[slot.index]) for slot in slots}
+    return Placements(config.placement(), {index: unit.placement for index, unit in units.items() if unit is not None})
 
 
 def refuse_closed(inputs: Sequence[Any]) -> None:

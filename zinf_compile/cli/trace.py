@@ -193,7 +193,7 @@ class Recorder(GraphCompiler):
             caps = dataclasses.replace(caps, device=sys.maxsize)
         if self.config.host_memory is None:
             caps = dataclasses.replace(caps, host=sys.maxsize)
-        return GraphBudget(self.config, slots, inputs, context, caps=caps)
+        return GraphBudget(self.config, slots, inputs, context, self.placements, caps=caps)
 
     def make_planner(self, context: Context) -> GraphPlanner:
         return GraphPlanner(

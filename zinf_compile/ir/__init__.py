@@ -11,6 +11,8 @@ op_spec — Rows of the table of operators: the properties of a transfer operato
     runtime.
 ops — The intermediate representation: operators for transfers between ranks and between tiers, and their order.
 pieces — Pieces of shards, and chunks of pieces of about equal size.
+placements — Placements of the parameters of one graph: some of their states may live nearer to the device than those of
+    others.
 program — Programs: scheduled graphs as plain values, free of FX.
 row_rounds — Rounds in which rows of a large parameter are looked up: a part of a tile each, which bounds the bytes in
     transfer.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .formats import StateFormat, format_of
-from .steps import Step
+from .steps import Reduce, Step, SwapOut
 from .tiling import Box, box_text, tile_shape, tile_stride
 
 
@@ -119,12 +119,27 @@ class Program:
     """Registers whose value is needed no longer after each step."""
     outputs: tuple[int | tuple[int, ...] | None, ...]
     """Register of each output; None where the graph returns None; several that hold the gradients of all tiles of one unit."""
+    leaves: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Input register of a parameter -> the tier to which its gradient leaves; those that stay on the device are left out."""
     sequence: tuple[str, ...]
     """The collectives in order, one line each: what all ranks must agree on."""
 
     def digest(self) -> int:
         """Hash the collective sequence into 63 bits, the same on every machine."""
         return digest_of(self.sequence)
+
+
+def leaving(steps: Iterable[Step], tiles: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+    """Return for each parameter whose gradient leaves the device the last tier on its way, by input register."""
+    owner: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for step in steps:
+        if isinstance(step, Reduce):
+            owner.update((out, tiles[unit][0] if unit in tiles else unit) for _, unit, out, _ in step.members)
+        elif isinstance(step, SwapOut) and step.grad in owner:
+            owner[step.out] = owner[step.grad]
+            found[owner[step.out]] = step.dst
+    return found
 
 
 def digest_of(lines: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ import torch
 from zinf_compile.ir.chunk_columns import Column, StepTiers, buffer_bytes, chunk_columns
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import chunk_end, cut_chunks
+from zinf_compile.ir.placements import Placements, as_placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
@@ -65,9 +66,14 @@ class TransientMemory:
 class MemoryModel:
     """Memory of one of `size` ranks for some parameters, in bytes."""
 
-    placement: Placement
     size: int
     topology: Topology
+    swaps: bool
+    """Whether a shard has to be loaded to the device, and may be freed there before the next use."""
+    passes_host: bool
+    """Whether one passes host memory on its way."""
+    leaves: bool
+    """Whether a gradient leaves the device."""
     shards: Sides
     """Shards of parameters, without those that are allocated already."""
     gradients: Sides
@@ -75,7 +81,7 @@ class MemoryModel:
     states: Sides
     """States of Adam, and master copies: an estimate until an optimizer's first step."""
     chunk: Sides
-    """Largest chunk of the optimizer's step."""
+    """Largest chunk of the optimizer's step; where placements differ, one of each."""
     chunk_numel: int
     """Its elements. An optimizer that has the parameters in another order keeps to them as well."""
     offloading: int
@@ -104,11 +110,11 @@ class MemoryModel:
 
     def transient(self, graph: GraphMemory) -> TransientMemory:
         """Return the transient memory of a graph with these needs."""
-        size, swapped = self.size, self.topology.is_offloaded(self.placement.params)
+        size, swapped = self.size, self.swaps
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
         on_device = max(1.0, 1 / widening + 1 / size) if swapped and size > 1 else 1.0  # a shard is freed after its gather
-        on_host = 1 / size if self.topology.passes_host(self.placement.params) else 0.0
+        on_host = 1 / size if self.passes_host else 0.0
         cast = graph.cast if swapped and size == 1 else 0
         moves = size > 1 or swapped
         gathered = math.ceil(full * on_device) + cast if moves or graph.narrowed else 0
@@ -138,15 +144,14 @@ class MemoryModel:
 
     def _on_their_way(self, gradients: int) -> int:
         """Return the bytes of full gradients in transfer: with several ranks and tiers also of their shards."""
-        offloaded = self.topology.is_offloaded(self.placement.grads)
         if self.size == 1:
-            return gradients if offloaded else 0
-        return math.ceil(gradients * (1 + 1 / self.size)) if offloaded else gradients
+            return gradients if self.leaves else 0
+        return math.ceil(gradients * (1 + 1 / self.size)) if self.leaves else gradients
 
 
 def model_memory(
     slots: Sequence[ParameterSlot],
-    placement: Placement,
+    placement: Placement | Placements,
     *,
     size: int,
     topology: Topology,
@@ -158,14 +163,18 @@ def model_memory(
     `held`: the `ParameterSlot.index` of parameters whose shards are allocated already. `moved`: all parameters of a graph, if an
     earlier graph planned for some of them: they are missing in `slots`, but their transfers count.
     """
-    own = [(slot, placement.of_parameter(dim=len(slot.shape), numel=slot.numel), shard_numel(slot.numel, size)) for slot in slots]
+    placements = as_placements(placement)
+    own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
     trained = [row for row in own if row[0].requires_grad]
-    chunk_numel, chunk = _chunk([row[0] for row in trained], placement, size=size, topology=topology)
-    passing = _passing_gradients(moved if moved is not None else slots, placement, size=size, topology=topology)
+    chunk_numel, chunk = _chunk([row[0] for row in trained], placements, size=size, topology=topology)
+    moving = slots if moved is None else moved
+    homes = {placements.of(slot) for slot in moving} or {placements.rest}
     return MemoryModel(
-        placement=placement,
         size=size,
         topology=topology,
+        swaps=any(topology.is_offloaded(home.params) for home in homes),
+        passes_host=any(topology.passes_host(home.params) for home in homes),
+        leaves=any(topology.is_offloaded(home.grads) for home in homes),
         shards=resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
         gradients=resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), topology),
         states=resident(
@@ -174,8 +183,8 @@ def model_memory(
         ),
         chunk=chunk,
         chunk_numel=chunk_numel,
-        **passing,
-        staging=_staging(moved if moved is not None else slots, placement, size=size),
+        **_passing_gradients(moving, placements, size=size, topology=topology),
+        staging=_staging(moving, placements, size=size),
     )
 
 
@@ -200,8 +209,22 @@ def adam_states(placement: Placement, dtype: torch.dtype) -> dict[str, torch.dty
     return kept if master is None else {"master": master, **kept}
 
 
-def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> tuple[int, Sides]:
-    """Return the elements and the bytes of the largest chunk of an optimizer that has the parameters in this order."""
+def _chunk(trained: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology) -> tuple[int, Sides]:
+    """Return the elements of the largest chunk of an optimizer that has the parameters in this order, and the chunks' bytes.
+
+    Parameters of one placement are updated in chunks of their own, and have memory for these.
+    """
+    by_placement: dict[Placement, list[ParameterSlot]] = {}
+    for slot in trained:
+        by_placement.setdefault(placements.own.get(slot.index, placements.rest), []).append(slot)
+    largest, sides = 0, Sides(0, 0)
+    for placement, alike in by_placement.items():
+        numel, count = _chunk_of(alike, placement, size=size, topology=topology)
+        largest, sides = max(largest, numel), sides.plus(count)
+    return largest, sides
+
+
+def _chunk_of(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> tuple[int, Sides]:
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
@@ -228,17 +251,16 @@ def _chunk(trained: Sequence[ParameterSlot], placement: Placement, *, size: int,
 
 
 def _passing_gradients(
-    slots: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology
+    slots: Sequence[ParameterSlot], placements: Placements, *, size: int, topology: Topology
 ) -> Mapping[str, int]:
     """Return the memory of gradients that leave the device or are read back, by field of `MemoryModel`."""
-    trained = [slot for slot in slots if slot.shape and slot.numel and slot.requires_grad]
-    if not topology.is_offloaded(placement.grads):
-        trained = []
-    parts = [(slot, format_of(placement.reduce_dtype_of(slot.dtype)).bytes(_part_numel(slot, size))) for slot in trained]
-    largest = max((count for _, count in parts), default=0)
-    whole = max((count for slot, count in parts if not slot.tiles), default=0)
+    trained = [(slot, own) for slot in slots if slot.requires_grad and topology.is_offloaded((own := placements.of(slot)).grads)]
+    parts = [(slot, own.grads, own.reduce_dtype_of(slot.dtype)) for slot, own in trained]
+    sizes = [(slot, tier, format_of(dtype).bytes(_part_numel(slot, size))) for slot, tier, dtype in parts]
+    largest = max((count for *_, count in sizes), default=0)
+    whole = max((count for slot, _, count in sizes if not slot.tiles), default=0)
     return {
-        "offloading": 0 if placement.grads.in_memory else largest,
+        "offloading": max((count for _, tier, count in sizes if not tier.in_memory), default=0),
         "read": 2 * largest,
         "normed": whole if size == 1 and topology.host_apart else 0,
     }
@@ -254,11 +276,10 @@ def _parts_numel(slot: ParameterSlot, size: int) -> list[int]:
     return [shard_numel(part.numel, size) for part in parts]
 
 
-def _staging(slots: Sequence[ParameterSlot], placement: Placement, *, size: int) -> int:
-    moving = [slot for slot in slots if slot.shape and slot.numel]
-    on_drives = [(slot, slot.dtype) for slot in moving if not placement.params.in_memory]
-    on_drives += [
-        (slot, placement.reduce_dtype_of(slot.dtype)) for slot in moving if slot.requires_grad and not placement.grads.in_memory
-    ]
-    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), placement.piece_numel)) for slot, dtype in on_drives]
+def _staging(slots: Sequence[ParameterSlot], placements: Placements, *, size: int) -> int:
+    own = [(slot, placements.of(slot)) for slot in slots]
+    on_drives = [(slot, slot.dtype) for slot, at in own if not at.params.in_memory]
+    on_drives += [(slot, at.reduce_dtype_of(slot.dtype)) for slot, at in own if slot.requires_grad and not at.grads.in_memory]
+    most = placements.rest.piece_numel
+    pieces = [format_of(dtype).bytes(min(shard_numel(slot.numel, size), most)) for slot, dtype in on_drives]
     return max((min(BLOCK_BYTES, round_up(piece, PAGE)) for piece in pieces), default=0)

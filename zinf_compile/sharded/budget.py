@@ -13,14 +13,16 @@ from torch import fx
 
 from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
+from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
-from zinf_compile.plan.memory_model import TransientMemory, model_memory
+from zinf_compile.plan.memory_model import MemoryModel, TransientMemory, model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
@@ -66,6 +68,7 @@ class GraphBudget:
         slots: Sequence[ParameterSlot],
         inputs: Sequence[Any],
         context: Context,
+        placements: Placements | None = None,
         *,
         caps: Caps | None = None,
         measuring: bool = False,
@@ -85,19 +88,40 @@ class GraphBudget:
         self._measuring = measuring
         self._together = together and context.size > 1
         self._signature = config.signature()
-        self._context, self._bucket, self._placement = context, config.shape().bucket_of(slots), config.placement()
-        known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
-        self.model = model_memory(
-            known,
-            self._placement,
-            size=shard_group_of(units.values(), context).size,
-            topology=context.link.topology,
-            held=made_ahead,
-            moved=slots,
-        )
-        """Memory of the parameters that these graphs use."""
+        self._context, self._bucket = context, config.shape().bucket_of(slots)
+        self._slots, self._size = slots, shard_group_of(units.values(), context).size
+        self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
+        self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
+
+    def place(self, placements: Placements) -> None:
+        """Let the parameters that these graphs use live there."""
+        self._placements = placements
+        self._nearest = placements.nearest(self._slots)
+        self.model = self.model_at(placements)
+        """Memory of the parameters that these graphs use."""
+        tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
+        self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
+        """Says which units take memory while they are gathered."""
+
+    def model_at(self, placements: Placements) -> MemoryModel:
+        """Return the memory of the parameters at a placement, without what an earlier graph has planned for."""
+        return model_memory(
+            self._known,
+            placements,
+            size=self._size,
+            topology=self._context.link.topology,
+            held=self._units.keys(),
+            moved=self._slots,
+        )
+
+    def _takes_memory(self, node: fx.Node) -> bool:
+        """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
+        slot = slot_behind(node)
+        if self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
+            return True
+        return wire_type(node) != slot.dtype
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
@@ -111,7 +135,7 @@ class GraphBudget:
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
         context, model = self._context, self.model
-        transient = model.transient(measure_needs(graph))
+        transient = model.transient(measure_needs(graph, counts=self.counts))
         device = self._check_device(transient)
         host = self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
@@ -170,12 +194,12 @@ class GraphBudget:
 
         The largest unit is loaded that far ahead of its use, too; more memory would not be used.
         """
-        topology = self._context.link.topology
-        hops = len(topology.hops(self._placement.params))
-        if topology.reads_at_once(self._placement.params):  # one read takes the place of two hops
-            hops += 1
-        gathered = measure_ahead(graph, stages=LOOK_AHEAD)
-        return gathered, math.ceil(widening * measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops)))
+        topology, homes = self._context.link.topology, {self._placements.of(slot).params for slot in self._slots}
+        # one read to a device that is host memory takes the place of two hops
+        hops = max((len(topology.hops(home)) + topology.reads_at_once(home) for home in homes), default=0)
+        gathered = measure_ahead(graph, stages=LOOK_AHEAD, counts=self.counts)
+        ahead = measure_ahead(graph, stages=LOOK_AHEAD * max(1, hops), counts=self.counts)
+        return gathered, math.ceil(widening * ahead)
 
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self._context, self.model
@@ -198,7 +222,7 @@ class GraphBudget:
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self._placement, topology=topology, side=Tier.DEVICE, several=gathered > 0),
+                advice=advice(self._nearest, topology=topology, side=Tier.DEVICE, several=gathered > 0),
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)
@@ -222,7 +246,7 @@ class GraphBudget:
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
-                advice=advice(self._placement, topology=context.link.topology, side=Tier.HOST),
+                advice=advice(self._nearest, topology=context.link.topology, side=Tier.HOST),
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)

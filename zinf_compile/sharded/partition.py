@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -18,15 +18,21 @@ from .parameter import hollow_out
 from .unpartitioned import average_the_rest, stop_averaging
 
 
-def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Placement) -> None:
-    """Make whole parameters hollow: rank 0's values, spread over the ranks unit by unit.
+def partition(
+    parameters: Mapping[int, tuple[nn.Parameter, str]], context: Context, placement: Callable[[int], Placement]
+) -> None:
+    """Make whole parameters hollow, at the `placement` of their key: rank 0's values, spread over the ranks unit by unit.
 
-    First those that leave the device, which a drive may refuse: until all are kept, all stay whole.
+    First those that leave the device, which a drive may refuse: until all are kept, all stay whole. All ranks have the same
+    order.
     """
-    distinct = list({id(parameter): (parameter, name) for parameter, name in parameters.values()}.values())
+    first: dict[int, int] = {}
+    for key, (parameter, _) in parameters.items():
+        first.setdefault(id(parameter), key)
+    distinct, homes = [parameters[key] for key in first.values()], [placement(key) for key in first.values()]
     with torch.inference_mode(False), torch.no_grad(), no_torch_function():
         with context.ranks.fail_together("reserving room for parameters"):  # a drive may be full on one rank
-            made = make_units(distinct, context, placement)
+            made = make_units(distinct, context, homes)
         units = list(zip(distinct, made, strict=True))
         for (parameter, name), unit in units:
             if unit.backing is not None:
@@ -38,7 +44,8 @@ def partition(parameters: Mapping[int, tuple[nn.Parameter, str]], context: Conte
             hollow_out(parameter, unit)
             stop_averaging(parameter)
     context.memory.gather_memory.clear()  # shards passed through it, whole; steps need no more than tiles at a time
-    average_the_rest([parameter for parameter, _ in distinct], context, placement)
+    types = next((home for (parameter, _), home in zip(distinct, homes, strict=True) if parameter.numel()), homes[0])
+    average_the_rest([parameter for parameter, _ in distinct], context, types)
 
 
 def _spread(parameter: nn.Parameter, unit: Unit, name: str) -> None:
