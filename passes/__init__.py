@@ -5,16 +5,18 @@ Each pass is one function in the file of its name.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.passes.analysis.planned_graph import Planner
-from zinf_compile.passes.graph.node_facts import Counts, counts_all
+from zinf_compile.passes.graph.node_facts import Counts, counts_all, tile_of
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -48,6 +50,9 @@ from .verify import verify
 Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
 Limits = Callable[[fx.Graph], tuple[int, int]]
+
+IN_PLACE = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
+"""The last passes: the products of tiles into memory that is there."""
 
 LOOK_AHEAD = 1
 """Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
@@ -123,7 +128,6 @@ def graph_passes(
     `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
     """
     swaps = partial(insert_swaps, params=params, grads=grads)
-    in_place = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
     if plan is not None:
         once = cache(plan)  # of the graph as the first of these passes finds it
         return (
@@ -132,7 +136,7 @@ def graph_passes(
             partial(start_gathers, plan=once),
             swaps,
             partial(start_swaps, plan=once),
-            *in_place,
+            *IN_PLACE,
         )
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
@@ -142,8 +146,21 @@ def graph_passes(
         merge_gathers,
         swaps,
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1], counts=counts),
-        *in_place,
+        *IN_PLACE,
     )
+
+
+def as_performed(graph: fx.Graph) -> fx.Graph:
+    """Return a graph between `region_passes` and the end of `graph_passes` as it will compute: products of tiles in place.
+
+    Its transfers are just in time.
+    """
+    if not any(tile_of(node) for node in graph.nodes if node.op == "placeholder"):
+        return graph
+    gm = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy.deepcopy(graph))
+    for step in IN_PLACE:
+        gm = step(gm)
+    return gm.graph
 
 
 def pass_name(step: Pass) -> str:

@@ -96,6 +96,11 @@ class Ledger:
         with self._lock:
             return self._all_now, self._before.over(self._peak).all
 
+    def held(self) -> int:
+        """Return the bytes held of all kinds together, with what an arena keeps beside what is lent of it."""
+        with self._lock:
+            return self._all_now + (self._idle or 0)
+
     def peak_of_last_step(self) -> dict[str, int]:
         """Return the most bytes held during the last step, by kind and of "all" together."""
         with self._lock:

@@ -11,6 +11,7 @@ import torch
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Topology
 
+from .activations import Activations
 from .aligned_buffers import BufferPool
 from .arena import GatherMemory
 from .device_arena import DeviceArena
@@ -44,6 +45,8 @@ class Memory:
         self.gather_memory = gather_memory
         """Memory for gathers and swaps of the schedule; on a device with memory of its own a part of that."""
         self.reservations = Reservations()
+        self.activations = Activations()
+        """What graphs have saved for their backwards, or returned, and is still there."""
         self._steps = 0
         if isinstance(gather_memory, DeviceArena):
             gather_memory.account, gather_memory.limit = self.ledger.arena, self._arena_limit
@@ -91,9 +94,11 @@ class Memory:
         claims = self.reservations
         if claims.device_cap is None:
             return None
+        gathers = max(0, claims.passing - claims.reduced - claims.compute)
         if not self._steps:
-            return max(0, claims.passing - claims.reduced)
-        return max(0, claims.device_cap - max(self.ledger.beside_gathers(), self.ledger.total()[0] + claims.reduced))
+            return gathers
+        beside = max(self.ledger.beside_gathers(), self.ledger.total()[0] + claims.reduced) + claims.compute
+        return max(0, claims.device_cap - beside)
 
     def end_step(self) -> None:
         """Note that a step of an optimizer is over."""

@@ -28,6 +28,12 @@ class Reservation:
     """Chunks that fit into memory beside it during a step."""
     chunk_numel: int = 0
     """Elements of the largest chunk that was planned for the parameters that it uses first; 0: it plans for none."""
+    backward: bool = True
+    """Whether it may make gradients beside earlier ones."""
+    compute: int = 0
+    """Bytes of `passing` that are compute's: activations and temporaries."""
+    results: int = 0
+    """Of these, results of the call before that the caller may still hold."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -83,20 +89,31 @@ class Reservations:
         return max((reservation.passing for reservation in self._made), default=0)
 
     @property
+    def passing_backward(self) -> int:
+        """The largest of graphs that may make gradients beside earlier ones."""
+        return max((reservation.passing for reservation in self._made if reservation.backward), default=0)
+
+    @property
+    def compute(self) -> int:
+        """The most activations and temporaries of any of them."""
+        return max((reservation.compute for reservation in self._made), default=0)
+
+    @property
     def passing_host(self) -> int:
         """The same, for host memory beside the device."""
         return max((reservation.passing_host for reservation in self._made), default=0)
 
-    def works(self, side: Tier, held: int) -> int:
+    def works(self, side: Tier, held: int, *, second: int = 0) -> int:
         """Return the smallest cap with which `held` bytes and what passes at once are within it, planned anew for that cap.
 
+        `second`: bytes of gradients that backwards make beside earlier ones.
         Where more is held than was planned for, that plan has room to run further ahead, and takes it.
         """
         number = _SIDES.index(side)
         found = [
-            (held + reservation.least[number], reservation.works[number], reservation.wish[number]) for reservation in self._made
+            (held + second * made.backward + made.least[number], made.works[number], made.wish[number]) for made in self._made
         ]
-        return max((least if least <= planned else least + wish for least, planned, wish in found), default=held)
+        return max((least if least <= planned else least + wish for least, planned, wish in found), default=held + second)
 
     def planned(self, side: Tier) -> int:
         """Return the smallest cap that graphs were planned with, steps and second gradients included."""

@@ -20,6 +20,11 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     return free + unused, total
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of a device's memory that tensors of this process take, as its allocator rounds them."""
+    return torch.accelerator.memory_allocated(device)
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return this thread's current stream of an accelerator, an object of the caller's own to be entered; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)

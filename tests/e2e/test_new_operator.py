@@ -74,8 +74,8 @@ class BackingUp(GraphCompiler):
     graphs: list[fx.GraphModule]
     programs: list[Program]
 
-    def graph_passes(self) -> tuple[Pass, ...]:
-        return (*super().graph_passes(), insert_backups)
+    def graph_passes(self, kind: str = "inference") -> tuple[Pass, ...]:
+        return (*super().graph_passes(kind), insert_backups)
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         program = super().schedule(graph, kind)

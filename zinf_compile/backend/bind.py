@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,14 +44,18 @@ class Binder:
         context: Context,
         placements: Placements,
         *,
-        lack: Callable[[Iterable[Unit]], Mapping[Tier, Lack]],
+        lack: Callable[[Iterable[Unit], Sequence[Any]], Mapping[Tier, Lack]],
+        refuse: Callable[[Context, Mapping[Tier, Lack]], NoReturn] = refuse_second_gradients,
         checkpoint: CheckpointFolder | None = None,
     ) -> None:
-        """`lack` returns, by side, the memory that a call with given units lacks; `checkpoint`: where they are saved."""
+        """`lack` returns, by side, the memory that a call with given units and arguments lacks, `refuse` raises where it does.
+
+        `checkpoint`: where the units are saved.
+        """
         self._program = program
         self._context = context
         self._placements = placements
-        self._lack = lack
+        self._lack, self._refuse = lack, refuse
         self._checkpoint = checkpoint
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
@@ -70,7 +74,7 @@ class Binder:
         program, context = self._program, self._context
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
-        lacks = self._lack(units.values())
+        lacks = self._lack(units.values(), args)
         short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
             everyone = self._agree(units, fresh, buffers, value=short + 2 * (spoiled is not None))
@@ -81,7 +85,7 @@ class Binder:
         if spoiled is not None:
             raise spoiled
         if short:
-            refuse_second_gradients(context, lacks)
+            self._refuse(context, lacks)
         if fresh:
             self._partition(args, fresh)
             units.update((r, _unit_of(args[r])) for r in fresh)

@@ -34,16 +34,15 @@ from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import lower, run_by_operator
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
+from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.budget import GraphBudget
-from zinf_compile.sharded.budget_checks import lack_of_second_gradients
+from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.recompile_limit import raise_limit
-from zinf_compile.sharded.short_ranks import Lack
 
 from .bind import Binder
 from .capture import (
@@ -111,6 +110,8 @@ class GraphCompiler:
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
         self._binder: Binder | None = None
+        self._results: int | None = None
+        """The number of a forward's outputs that are not saved for its backward."""
         self.planner: GraphPlanner | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
@@ -244,6 +245,7 @@ class GraphCompiler:
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph into forward and backward."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        self._results = kwargs.get("num_fwd_outputs")
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
@@ -251,15 +253,17 @@ class GraphCompiler:
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
-        run_passes(graph, self.graph_passes())
+        run_passes(graph, self.graph_passes(kind))
         verify(graph)
         inductor = self.config.compute == "inductor"
         compile_region = partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 
-    def graph_passes(self) -> tuple[Pass, ...]:
-        """Return the passes that write the schedule for the placement of this model."""
+    def graph_passes(self, kind: str = "inference") -> tuple[Pass, ...]:
+        """Return the passes that write the schedule of the next graph, a forward, a backward or one without."""
+        if self._budget is not None:
+            self._budget.compute.expect(backward=kind == "backward", results=self._results if kind == "forward" else None)
         return graph_passes(
             bucket_bytes=self._bucket,
             params=lambda slot: self.topology.hops(self.placements.of(slot).params),
@@ -300,23 +304,25 @@ class GraphCompiler:
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
-        lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
         folder = self.config.checkpoint_folder()
-        binder = Binder(program, context, self.placements, lack=lack, checkpoint=folder)
+        checks = CallChecks(self._budget, context, makes_gradients=makes_gradients)
+        binder = Binder(program, context, self.placements, lack=checks.lack, refuse=checks.refuse, checkpoint=folder)
         self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            return execute(program, binder.bind(args), context, args, ShardedGradient)
+            units = binder.bind(args)
+            if not checks.counts:
+                return execute(program, units, context, args, ShardedGradient)
+            given = storages_of(args)
+            results = execute(program, units, context, args, ShardedGradient)
+            context.memory.activations.add(results, context.device, given=given)
+            return results
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run
         return run
-
-
-def _lacks_nothing(units: Iterable[Unit]) -> dict[Tier, Lack]:
-    return {}
 
 
 NOTHING = Program(
@@ -351,7 +357,7 @@ class _Measurer(GraphCompiler):
         return self._budget
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
-        run_passes(graph, self.graph_passes())
+        run_passes(graph, self.graph_passes(kind))
         return NOTHING
 
     def finish(self, program: Program, context: Context) -> Compiled:

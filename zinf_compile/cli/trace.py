@@ -219,7 +219,7 @@ class Recorder(GraphCompiler):
     def _schedule(self, unscheduled: fx.GraphModule, kind: str) -> None:
         graph = fx.GraphModule(unscheduled, copy.deepcopy(unscheduled.graph))  # AOTAutograd continues with the original
         graph.meta.update(unscheduled.meta)
-        texts = self._run(graph, self.graph_passes())
+        texts = self._run(graph, self.graph_passes(kind))
         if texts is None and self._after is not None:  # a joint pass
             texts = self._joint_texts if kind == "forward" else None
             texts = texts or ("", "")

@@ -1,8 +1,8 @@
 """The one formula for memory: device and host bytes that the parameters of a graph take.
 
 It counts everything that is checked against a cap before allocation: shards, reduced gradients, optimizer states, a chunk of the
-step, and transient memory while a graph runs. The ledger of the runtime counts live memory; `tests/e2e/test_memory_model.py`
-compares both.
+step, and transient memory while a graph runs: of its transfers, and of its compute. The ledger of the runtime counts live memory
+of all but compute; `tests/e2e/test_memory_model.py` compares both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
 
+from .compute_memory import NO_COMPUTE, ComputeMemory
 from .graph_plan import GraphMemory, GraphPlan
 
 
@@ -43,6 +44,8 @@ class TransientMemory:
     """These, and those of the region before that are still in transfer."""
     converted: int
     """Gradients cast to the type of their reduction, unless `reduced` counts them."""
+    compute: ComputeMemory
+    """Activations and temporaries, where these count."""
     largest: str
     """Name of a gathered parameter, for messages."""
     on_device: float
@@ -108,8 +111,8 @@ class MemoryModel:
         whole = largest + self.staging
         return self.resident.plus(self.topology.counted(Sides(0, whole)))
 
-    def transient(self, graph: GraphMemory) -> TransientMemory:
-        """Return the transient memory of a graph with these needs."""
+    def transient(self, graph: GraphMemory, compute: ComputeMemory = NO_COMPUTE) -> TransientMemory:
+        """Return the transient memory of a graph with these needs, of transfers and of compute."""
         size, swapped = self.size, self.swaps
         widening = graph.widening if swapped else 1.0
         full = math.ceil(graph.gathered * widening)
@@ -121,7 +124,7 @@ class MemoryModel:
         rows = graph.rows if moves else 0
         left, reduced = self._on_their_way(graph.left), self._on_their_way(graph.reduced)
         converted = 0 if reduced else graph.converted  # counted in `reduced` otherwise
-        computing = gathered + rows + reduced + converted
+        computing = gathered + rows + reduced + converted + compute.peak
         if not self.topology.host_apart:
             least = Sides(max(computing, self.read) + self.staging, 0)
         else:
@@ -135,6 +138,7 @@ class MemoryModel:
             left=left,
             reduced=reduced,
             converted=converted,
+            compute=compute,
             largest=graph.largest,
             on_device=on_device,
             on_host=on_host,

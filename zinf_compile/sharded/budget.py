@@ -32,6 +32,7 @@ from zinf_compile.runtime.units.create import shard_group_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
+from .compute_budget import Call, GraphCompute, outside_bytes, rounding_bytes
 from .parameter import ShardedParameter, unit_of
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
 from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
@@ -92,6 +93,13 @@ class GraphBudget:
         self._slots, self._size = slots, shard_group_of(units.values(), context).size
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
+        self.compute = GraphCompute(
+            config,
+            context.device,
+            outside=outside_bytes(config, context, inputs)
+            + rounding_bytes(config, slots, self._placements, context.link.topology),
+            gradient_stays=self._gradient_stays,
+        )
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
@@ -116,6 +124,10 @@ class GraphBudget:
             moved=self._slots,
         )
 
+    def _gradient_stays(self, slot: ParameterSlot) -> bool:
+        """Say whether a gradient is kept where it is made: on one rank, on the device."""
+        return self._size == 1 and not self._context.link.topology.is_offloaded(self._placements.of(slot).grads)
+
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
         slot = slot_behind(node)
@@ -135,7 +147,7 @@ class GraphBudget:
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
         context, model = self._context, self.model
-        transient = model.transient(measure_needs(graph, counts=self.counts))
+        transient = model.transient(measure_needs(graph, counts=self.counts), self.compute.measure(graph))
         device = self._check_device(transient)
         host = self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
@@ -178,6 +190,9 @@ class GraphBudget:
             reduced=transient.reduced + plan.reduced,
             chunk_buffers=plan.chunk_buffers,
             chunk_numel=self.model.chunk_numel,
+            backward=not self.compute.is_forward,
+            compute=transient.compute.peak,
+            results=transient.compute.results,
             passing_host=taken.host,
             staging=staging or None,
             least=transient.least,
@@ -206,16 +221,26 @@ class GraphBudget:
         topology = context.link.topology
         cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
         chunk, most, added = model.chunk.device, transient.least.device, model.added_by_steps.device
+        added -= model.gradients.device if self.compute.is_forward else 0  # none are made beside earlier ones
         here = model.resident.device + chunk + most
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
+        computing = transient.compute
+        named = (
+            f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
+            f"{computing.temporaries:,} temporaries of compute, "
+            if computing.peak
+            else ""
+        )
+        outside = f"{computing.outside:,} are tensors outside of this graph and rounding, " if computing.outside else ""
         self._note(
             Need(
                 side=Tier.DEVICE,
                 text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - chunk - most:,} stay there "
                 f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
-                f"{transient.largest or 'nothing'}), {reduced:,} are full gradients in flight, {chunk:,} one chunk of the "
-                f"optimizer's step, {most - gathered - reduced:,} for gradients read back and blocks in flight to a drive",
+                f"{transient.largest or 'nothing'}), {reduced:,} are full gradients in flight, {named}{outside}"
+                f"{chunk:,} one chunk of the optimizer's step, {most - gathered - reduced - computing.peak:,} for gradients read "
+                "back and blocks in flight to a drive",
                 fixed=least - most,
                 least=least,
                 added_by_steps=added,
@@ -290,6 +315,17 @@ class GraphBudget:
         here = [need for need in self._needs if need.side == side]
         cap = here[0].cap if here else None
         return Lack(max((need.least for need in here), default=0), cap, self.works(side))
+
+    def call(self) -> Call | None:
+        """Return what each call of these graphs is checked for; None where activations don't count."""
+        if not self.compute.counts or not self._claims:
+            return None
+        return Call(
+            passing=max(claim.passing for claim in self._claims),
+            saved=self.compute.saved,
+            results=max(claim.results for claim in self._claims),
+            outside=self.compute.outside,
+        )
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""

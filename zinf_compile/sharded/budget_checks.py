@@ -109,7 +109,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     needed = held + slots + states + passing
     if needed > cap:
         more = gradient_bytes(context, context.units)[side]
-        works = claims.works(side, held + slots + states + more)
+        works = claims.works(side, held + slots + states, second=more)
         second = f", with {more:,} for second gradients while they accumulate" if more else ""
         raise BudgetError(
             f"{name} needs {needed:,} bytes on the {side} of this rank: {held:,} are held, {states:,} are its states, {slots:,} "
@@ -129,7 +129,7 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
         again = [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is not None]
         second = gradient_bytes(context, again)
     sides = (
-        (Tier.DEVICE, context.memory.ledger, claims.device_cap, claims.passing),
+        (Tier.DEVICE, context.memory.ledger, claims.device_cap, claims.passing_backward),
         (Tier.HOST, context.memory.host_ledger, claims.host_cap, claims.passing_host),
     )
     lacks = {}
@@ -137,7 +137,7 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
         more = second[side]
         if more and cap is not None:
             held = held_bytes(ledger, more + passing, cap, context.memory.inflight_gradients)
-            works = claims.works(side, held + more)
+            works = claims.works(side, held, second=more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, claims.planned(side))
             lacks[side] = Lack(

@@ -1,0 +1,41 @@
+"""What graphs have handed out and autograd or the caller still holds: saved values and results, by their storages.
+
+The memory is PyTorch's. A call of a graph adds its record; what was dropped meanwhile is forgotten at the next look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Activations:
+    """Counts the bytes that outputs of graphs keep alive on a device, each storage once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        """The most that was held when a graph returned."""
+
+    def add(self, outputs: Iterable[object], device: torch.device, *, given: frozenset[int] = frozenset()) -> None:
+        """Count a graph's outputs on a device, without the storages that were `given` to it."""
+        for value in outputs:
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == device.type:
+                storage = value.untyped_storage()
+                size = storage.nbytes()
+                if size and storage._cdata not in given:
+                    self._kept[storage._cdata] = StorageWeakRef(storage), size
+        self.peak = max(self.peak, self.held())
+
+    def held(self, *, given: frozenset[int] = frozenset()) -> int:
+        """Return the bytes that are still held, without the storages that are `given` to the graph that asks."""
+        for key in [key for key, (reference, _) in self._kept.items() if reference.expired()]:
+            del self._kept[key]
+        return sum(size for key, (_, size) in self._kept.items() if key not in given)
+
+
+def storages_of(values: Iterable[object]) -> frozenset[int]:
+    """Return the identities of the storages of tensors among `values`; hollow parameters have none that counts."""
+    return frozenset(value.untyped_storage()._cdata for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))

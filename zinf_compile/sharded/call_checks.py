@@ -1,0 +1,45 @@
+"""Checks of each call of a graph within the caps, before it runs: of second gradients, and of what earlier calls left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from zinf_compile.errors import BudgetError
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .budget import GraphBudget
+from .budget_checks import lack_of_second_gradients, refuse_second_gradients
+from .compute_budget import lack_for_call
+from .short_ranks import Lack, refusal_text
+from .shortage import name_cap
+
+
+class CallChecks:
+    """Those of one graph: a backward makes gradients, a forward or a graph without a backward makes activations."""
+
+    def __init__(self, budget: GraphBudget | None, context: Context, *, makes_gradients: bool) -> None:
+        self._budget, self._context = budget, context
+        self._makes_gradients = makes_gradients
+        self.counts = not makes_gradients and budget is not None and budget.compute.counts
+        """Whether the graph's results are activations that count."""
+
+    def lack(self, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Mapping[Tier, Lack]:
+        """Return, by side, what a call with these units and arguments lacks."""
+        if self._makes_gradients:
+            return lack_of_second_gradients(self._context, units)
+        if not self.counts or self._budget is None or (call := self._budget.call()) is None:
+            return {}
+        lack = lack_for_call(self._context, call, units, args)
+        return {} if lack is None else {Tier.DEVICE: lack}
+
+    def refuse(self, context: Context, lacks: Mapping[Tier, Lack]) -> NoReturn:
+        """Raise `BudgetError`, on all ranks, where one lacks memory. Collective."""
+        if self._makes_gradients:
+            refuse_second_gradients(context, lacks)
+        what = "a call"
+        raise BudgetError(
+            refusal_text(context, lacks, lambda side, works: f"the smallest {name_cap(context, side, works)}", what=what)
+        )

@@ -1,0 +1,158 @@
+"""Memory of one captured graph's compute, as `GraphBudget` counts it within a declared `device_memory`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_compile._torch import no_torch_function
+from zinf_compile.config import Config
+from zinf_compile.ir.placements import Placements
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier, Topology
+from zinf_compile.passes import as_performed
+from zinf_compile.passes.analysis.compute_memory import DEVICE_ROUNDING, ForwardValues, measure_compute
+from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.runtime.system.accelerator import allocated_bytes
+from zinf_compile.runtime.units.unit import Tile, Unit
+
+from .caps import held_bytes
+from .short_ranks import Lack
+from .shortage import gradient_bytes
+
+
+class GraphCompute:
+    """Measures the graphs of one captured graph in the order in which they are compiled: forward, then backward.
+
+    Without a declared `device_memory` nothing counts: an upper bound is no reason to refuse a model that may well fit.
+    """
+
+    def __init__(
+        self, config: Config, device: torch.device, *, outside: int, gradient_stays: Callable[[ParameterSlot], bool]
+    ) -> None:
+        self.counts = config.device_memory is not None
+        self._by_operator = config.compute == "fx"
+        self._device = device
+        self.outside = outside
+        self._gradient_stays = gradient_stays
+        self._is_backward = False
+        self._results: int | None = None
+        self._forward: ForwardValues | None = None
+        self.is_forward = False
+        """Whether the next graph has a backward, which alone makes gradients."""
+        self.saved = 0
+        """Bytes that the forward leaves to its backward, and its results."""
+
+    def expect(self, *, backward: bool, results: int | None) -> None:
+        """Note what the next graph is; `results`: the outputs of a forward that are not saved for its backward."""
+        self._is_backward, self._results = backward, None if backward else results
+        self.is_forward = self.counts and not backward and results is not None
+
+    def measure(self, graph: fx.Graph) -> ComputeMemory:
+        """Return the memory of a graph's compute."""
+        if not self.counts:
+            return NO_COMPUTE
+        found, values = measure_compute(
+            as_performed(graph),
+            self._device,
+            by_operator=self._by_operator,
+            forward=self._forward if self._is_backward else None,
+            results=self._results,
+            gradient_stays=self._gradient_stays,
+        )
+        if not self._is_backward:
+            self._forward, self.saved = values, found.saved
+        return dataclasses.replace(found, outside=self.outside)
+
+
+def rounding_bytes(config: Config, slots: Sequence[ParameterSlot], placements: Placements, topology: Topology) -> int:
+    """Return what an accelerator's allocator may add to shards, first and second gradients, and states."""
+    if config.device_memory is None or not topology.host_apart:
+        return 0
+    found = 0
+    for own in map(placements.of, slots):
+        kinds = ((own.params, 1), (own.grads, 2), (own.optimizer, 2 + (own.master is not None)))
+        found += sum(count for tier, count in kinds if topology.side(tier) == Tier.DEVICE)
+    return found * DEVICE_ROUNDING
+
+
+def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> int:
+    """Return the bytes of an accelerator's memory that are the user's own, beside `inputs` of a graph.
+
+    On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
+    """
+    if config.device_memory is None:
+        return 0
+    memory, device = context.memory, context.device
+    with no_torch_function():
+        storages = {
+            s._cdata: s.nbytes() for v in inputs if isinstance(v, torch.Tensor) and (s := v.untyped_storage()).device == device
+        }
+    live = memory.activations.held(given=frozenset(storages))
+    if device.type == "cpu":
+        return live
+    return max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call of a forward, or of a graph without a backward, needs beside what is held when it begins, in bytes."""
+
+    passing: int
+    """The most that it or its backward holds at once."""
+    saved: int
+    """What it leaves to its backward, and its results."""
+    results: int
+    """Results of the call before that `passing` includes."""
+    outside: int
+    """Of `passing`, what others held when the graph was compiled, and the allocator's rounding."""
+
+
+def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
+    """Return what a call lacks of the device, given what other calls have left there and what the user has taken meanwhile."""
+    memory, claims = context.memory, context.memory.reservations
+    cap = claims.device_cap
+    if cap is None:
+        return None
+    given = storages_of(args)
+    live = memory.activations.held(given=given)
+    beside = max(0, live - call.results)
+    user = 0
+    if context.device.type != "cpu":
+        mine = memory.ledger.held() + live + sum(_sizes(args, context.device))
+        user = max(0, allocated_bytes(context.device) - mine - call.outside)
+    more = max(beside + call.passing, call.saved + claims.passing if beside else 0) + user
+    gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
+    held = held_bytes(memory.ledger, more + gradients, cap, memory.inflight_gradients) + gradients
+    beside = more - call.passing
+    return Lack(
+        needed=held + more,
+        cap=cap,
+        works=claims.works(Tier.DEVICE, held + beside),
+        text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
+        f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
+        f"{user + call.outside:,} are taken by others, {call.passing - call.outside:,} are needed at once. Run their "
+        "backwards first, keep fewer results, or use smaller batches",
+    )
+
+
+def _without_gradients(units: Iterable[Unit | Tile]) -> list[Unit]:
+    distinct = {part.unit if isinstance(part, Tile) else part for part in units}
+    with no_torch_function():
+        return [unit for unit in distinct if (p := unit.parameter()) is not None and p.grad is None]
+
+
+def _sizes(values: Sequence[Any], device: torch.device) -> Iterator[int]:
+    seen = set()
+    for value in values:
+        if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.device == device:
+            storage = value.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage.nbytes()
