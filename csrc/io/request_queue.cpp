@@ -4,6 +4,12 @@
 
 namespace zinf {
 
+namespace {
+
+double seconds(Clock::time_point when) { return std::chrono::duration<double>(when.time_since_epoch()).count(); }
+
+}  // namespace
+
 std::shared_ptr<Request> RequestQueue::add(const Transfer& transfer) {
     const std::lock_guard locked(mutex_);
     if (!accepting_) return nullptr;
@@ -69,6 +75,7 @@ RequestQueue::Taken RequestQueue::take_locked() {
     const auto now = Clock::now();
     if (now < rate_limiter_.next()) return {.chunk = {}, .not_before = rate_limiter_.next(), .ended = false};
     const auto request = queue_.front();
+    if (request->cut == 0) request->outcome.began = seconds(now);
     Taken taken{.chunk = request->cut_next(request), .not_before = {}, .ended = false};
     rate_limiter_.spend(taken.chunk->transfer.bytes, now);
     if (request->all_cut()) queue_.pop_front();
@@ -102,6 +109,8 @@ void RequestQueue::finish(const Chunk& chunk) {
 }
 
 void RequestQueue::complete(Request& request) {
+    request.outcome.over = seconds(Clock::now());
+    if (request.cut == 0) request.outcome.began = request.outcome.over;  // no bytes
     finished_numbers_.push_back(request.number);
     --counters_.in_flight;
     finished_.notify_all();
