@@ -20,7 +20,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
 
 from .liveness import peak_of_regions
-from .region_facts import blocks_of, bytes_of_region, kind_of, operations_of, owners_of, shape_of
+from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of
 from .saved_values import Saved, find_saved, saved_rows
 from .step_facts import StepFacts
 from .step_regions import Run, find_regions
@@ -101,8 +101,7 @@ def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
         without = reduced | {owner for owner in saved if owner in owners}
         peaks = peak_of_regions(run.graph, run.regions.compute, owners, without=without)
     for number, (nodes, peak) in enumerate(zip(run.regions.compute, peaks, strict=True)):
-        blocks = blocks_of(nodes)
-        place = f" {blocks[0]}" if len(blocks) == 1 else f" {blocks[0]} .. {blocks[-1]}" if blocks else ""
+        place = f" {found}" if (found := place_of(nodes)) else ""
         given = facts.seconds(nodes)
         yield Region(
             name=f"{run.name}:{number}{place}",
