@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -64,6 +64,8 @@ class Context:
             waiting=self._waiting_for_memory,
             drives_used=lambda: self._engine is not None,
         )
+        self.step_ended: list[Callable[[], None]] = []
+        """Called behind each step of an optimizer."""
         self.serials = itertools.count()
         self.steps_clock = 0
         """Changes whenever units take a step."""
@@ -163,6 +165,8 @@ class Context:
             self.lanes.meter.recorded(record)
             for told in ended.then:
                 told(record)
+        for step_ended in self.step_ended:
+            step_ended()
 
     def record_next_step(self) -> StepRecorder:
         """Return what notes the next step: it begins with the first graph behind the end of the last one."""

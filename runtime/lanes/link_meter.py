@@ -48,6 +48,8 @@ class Meter:
         self._busy_s: dict[str, float] = dict.fromkeys(LINKS, 0.0)
         self._busy_last_s = dict(self._busy_s)
         self._steps_s = 0.0
+        self.predicted: dict[str, tuple[float, float]] = {}
+        """Busy and exposed seconds of a step by link, as a plan predicts them."""
 
     def begin(self) -> None:
         """A graph runs; the first time since the last step, that is where the next one begins."""
@@ -159,6 +161,7 @@ class Meter:
                     "idle_s_last_step": max(0.0, self._last_s - self._busy_last_s[link]),
                     "exposed_s": self._waited_s[link],
                     "exposed_s_last_step": self._last[1][link],
+                    **dict(zip(("predicted_busy_s", "predicted_exposed_s"), self.predicted.get(link, ()), strict=False)),
                 }
                 for link in LINKS
             }

@@ -116,7 +116,7 @@ class StepRecorder:
         self._began = now
         for side, account in self._accounts.items():
             self._memory[side].append((now, account.total()[0]))
-            account.watch = lambda count, points=self._memory[side]: points.append((time.perf_counter(), count))  # type: ignore[misc]
+            account.watch = lambda count, points=self._memory[side]: points.append((time.perf_counter(), count))
 
     def end(self, now: float) -> None:
         """The step is over."""
