@@ -73,9 +73,10 @@ RequestQueue::Taken RequestQueue::try_take() {
 RequestQueue::Taken RequestQueue::take_locked() {
     if (queue_.empty()) return {.chunk = {}, .not_before = {}, .ended = ended_};
     const auto now = Clock::now();
+    auto& begins = queue_.front()->outcome.began;  // a transfer that waits for bandwidth is one that a slower drive is busy with
+    if (begins == 0) begins = seconds(now);
     if (now < rate_limiter_.next()) return {.chunk = {}, .not_before = rate_limiter_.next(), .ended = false};
     const auto request = queue_.front();
-    if (request->cut == 0) request->outcome.began = seconds(now);
     Taken taken{.chunk = request->cut_next(request), .not_before = {}, .ended = false};
     rate_limiter_.spend(taken.chunk->transfer.bytes, now);
     if (request->all_cut()) queue_.pop_front();
