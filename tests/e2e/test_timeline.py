@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 from pathlib import Path
@@ -13,19 +12,14 @@ import pytest
 import torch
 from drawn_page import Page
 from models import TiedWords, loss_of, tokens
-from torch import nn
+from rank_planners import train_on_a_slow_drive
 from training import BACKEND, adamw
 
 import zinf_compile
-from zinf_compile.backend.replan import FIRST, MEASURED, replanner_of
+from zinf_compile.backend.replan import FIRST, MEASURED
 from zinf_compile.errors import OptionError
 from zinf_compile.plan.compared_page import lane_rows
-from zinf_compile.plan.plan import Plan
-from zinf_compile.plan.planners import greedy, just_in_time
-from zinf_compile.plan.problem import StepProblem
-from zinf_compile.runtime import context
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
-from zinf_compile.runtime.storage.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -123,50 +117,15 @@ def test_nothing_is_kept_when_nobody_records(tmp_path: Path) -> None:
     assert own.memory.ledger.watch is None
 
 
-class Net(nn.Module):
-    """Weights of 4 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.sum()
-
-
-def wary(problem: StepProblem) -> Plan:
-    """Fetch just in time from a drive that is thought to be fast, and else as early as memory allows."""
-    (rate,) = {link.bytes_per_second for link in problem.links if link.name == "nvme to host"}
-    return just_in_time(problem) if rate > 1e9 else greedy(problem)
-
-
-def test_a_drive_that_is_slower_than_assumed_is_planned_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(context, "Engine", functools.partial(Engine, bandwidth=1e8))
-    losses: dict[Any, list[float]] = {}
-    for planner in (None, wary):
-        torch.compiler.reset()
-        zinf_compile.reset()
-        torch.manual_seed(0)
-        model = Net()
-        options = {"compute": "fx", "params": "nvme", "nvme": tmp_path, "planner": planner, "bucket": "4MiB"}
-        model.compile(backend=BACKEND, options=options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        losses[planner] = []
-        with caplog.at_level(logging.INFO, logger="zinf_compile"):
-            for _ in range(FIRST + MEASURED + 2):
-                loss = model(torch.full((1024, 1024), 0.01))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses[planner].append(loss.item())
-    assert losses[wary] == losses[None], "a plan changes no bit"
-    own = next(p for p in model.parameters())._zinf_unit.context  # type: ignore[attr-defined]
+def test_a_drive_that_is_slower_than_assumed_is_planned_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain, _, _, _ = train_on_a_slow_drive(0, 1, str(tmp_path), False)
+    torch.compiler.reset()
+    zinf_compile.reset()
+    with caplog.at_level(logging.INFO, logger="zinf_compile"):
+        losses, changes, _, _ = train_on_a_slow_drive(0, 1, str(tmp_path), True)
+    assert losses == plain, "a plan changes no bit"
     said = [record.message for record in caplog.records]
     assert any("nvme to host moves" in line and "times slower; plans are made again" in line for line in said)
     (text,) = [line for line in said if line.startswith(f"planned again after step {FIRST + MEASURED}")]
     assert "forward of graph" in text
-    assert text in replanner_of(own).changes
+    assert text in changes
