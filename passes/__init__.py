@@ -59,6 +59,10 @@ LOOK_AHEAD = 1
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
 
 
+IN_PLACE: tuple[Pass, ...] = (accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place)
+"""The last passes of a schedule."""
+
+
 def inference_passes(
     *,
     chunk: bool | None = None,
@@ -127,25 +131,28 @@ def graph_passes(
     bytes: for gathered units, and for gathered units together with those being swapped in; `counts` says which units take memory.
     `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
     """
-    swaps = partial(insert_swaps, params=params, grads=grads)
     if plan is not None:
-        once = cache(plan)  # of the graph as the first of these passes finds it
-        return (
-            *region_passes(bucket_bytes=bucket_bytes),
-            partial(keep_gathered, plan=once),
-            partial(start_gathers, plan=once),
-            swaps,
-            partial(start_swaps, plan=once),
-            *IN_PLACE,
-        )
+        return (*region_passes(bucket_bytes=bucket_bytes), *planned_passes(params=params, grads=grads, plan=plan))
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
     return (
         *region_passes(bucket_bytes=bucket_bytes),
         partial(prefetch, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[0], counts=counts),
         merge_gathers,
-        swaps,
+        partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1], counts=counts),
+        *IN_PLACE,
+    )
+
+
+def planned_passes(*, params: Path = (), grads: Path = (), plan: Planner) -> tuple[Pass, ...]:
+    """The passes that act a plan out, of a graph that `region_passes` have seen. Parameters as those of `graph_passes`."""
+    once = cache(plan)  # of the graph as the first of these passes finds it
+    return (
+        partial(keep_gathered, plan=once),
+        partial(start_gathers, plan=once),
+        partial(insert_swaps, params=params, grads=grads),
+        partial(start_swaps, plan=once),
         *IN_PLACE,
     )
 
@@ -183,4 +190,14 @@ def run_passes(
     return gm
 
 
-__all__ = ["Pass", "graph_passes", "inference_passes", "joint_passes", "pass_name", "region_passes", "run_passes", "verify"]
+__all__ = [
+    "Pass",
+    "graph_passes",
+    "inference_passes",
+    "joint_passes",
+    "pass_name",
+    "planned_passes",
+    "region_passes",
+    "run_passes",
+    "verify",
+]

@@ -18,6 +18,7 @@ from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
 from zinf_compile.ir.program import Program, leaving
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
+from zinf_compile.passes.analysis.region_facts import place_of
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
@@ -64,14 +65,17 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
     aliases, sizes = _GradAliases(gm.graph), _Sizes(placeholders)
     steps: list[Step] = []
+    marks = 0
     for spec, nodes in _segments(gm.graph):
         if spec is None:
             inputs, outputs = _boundary(nodes)
             inputs += sizes.missing(inputs)
             for node in outputs:
                 register[node] = len(register)
+            marks += sum(map(starts_region, nodes))
             fn = compile_region(_region_graph(gm, nodes, inputs, outputs))
-            steps.append(Region(fn, tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)))
+            reads, writes = tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)
+            steps.append(Region(fn, reads, writes, max(0, marks - 1), place_of(nodes)))
             continue
         for node in nodes:
             if _gives_result(node):

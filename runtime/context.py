@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zinf_compile.errors import OptionError, ZinfError
 from zinf_compile.ir.sizes import STAGING_BYTES
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.comm.collectives import Collectives, DeviceCollectives, PeerToPeer, SingleRank
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.comm.shard_group import ShardGroup
@@ -23,6 +24,7 @@ from zinf_compile.runtime.device.link import AcceleratorLink, DeviceLink, HostIs
 from zinf_compile.runtime.device.simulated import simulated_link
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.lanes.rank_lanes import Lanes
+from zinf_compile.runtime.lanes.step_recorder import StepRecorder
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
 from zinf_compile.runtime.memory.rank_memory import Memory
@@ -51,6 +53,7 @@ class Context:
         else:
             self.link = link or HostIsDevice(gather_memory)
         self.link.attach(self.lanes.meter)
+        self.lanes.meter.on_streams = device.type != "cpu"
         self._engine: Engine | None = None
         self.memory = Memory(
             device,
@@ -61,6 +64,8 @@ class Context:
             waiting=self._waiting_for_memory,
             drives_used=lambda: self._engine is not None,
         )
+        self.step_ended: list[Callable[[], None]] = []
+        """Called behind each step of an optimizer."""
         self.serials = itertools.count()
         self.steps_clock = 0
         """Changes whenever units take a step."""
@@ -153,8 +158,21 @@ class Context:
 
     def end_step(self) -> None:
         """A step of an optimizer is over."""
-        self.lanes.meter.end_step()
+        ended = self.lanes.meter.end_step()
         self.memory.end_step()
+        if ended is not None:
+            record = ended.finish()
+            self.lanes.meter.recorded(record)
+            for told in ended.then:
+                told(record)
+        for step_ended in self.step_ended:
+            step_ended()
+
+    def record_next_step(self) -> StepRecorder:
+        """Return what notes the next step: it begins with the first graph behind the end of the last one."""
+        ledgers = {Tier.DEVICE: self.memory.ledger, Tier.HOST: self.memory.host_ledger}
+        sides = {str(side): ledgers[side] for side in self.link.topology.sides}
+        return self.lanes.meter.record_next(lambda: StepRecorder(self.device, sides))
 
     def finish(self, pending: Pending, what: str) -> None:
         """Wait for a transfer; one that got no answer or took too long raises `RankMismatchError` naming `what`."""

@@ -54,6 +54,8 @@ def execute(
 ) -> list[Any]:
     """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
     context.lanes.meter.begin()
+    recording = context.lanes.meter.recorder
+    recorder = None if recording is None else recording.graph(program)
     run = Run(program, units, context, args)
     args.clear()
     registers = run.registers
@@ -62,11 +64,16 @@ def execute(
             values = [registers[r] for r in step.inputs]
             for r in frees:
                 registers[r] = None
-            _store(registers, step.outputs, step.fn(values))
+            _store(registers, step.outputs, step.fn(values) if recorder is None else recorder.compute(step, values))
             continue
-        PERFORM[type(step)](step, run)
+        if recorder is None:
+            PERFORM[type(step)](step, run)
+        else:
+            recorder.perform(PERFORM[type(step)], step, run)
         for r in frees:
             registers[r] = None
+    if recorder is not None:
+        recorder.over()
     return [None if r is None else _result(registers, r, make_gradient) for r in program.outputs]
 
 
@@ -178,7 +185,7 @@ def _gather(step: Gather, run: Run) -> None:
     count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
     def gather() -> None:
-        with moving([context.lanes.meter], "from ranks", count):
+        with moving([context.lanes.meter], "from ranks", count, what):
             gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
 
     pending = context.lanes.start(context.lanes.gather, gather, after=before)
@@ -233,10 +240,11 @@ def _reduce(step: Reduce, run: Run) -> None:
     _, reductions = context.collectives(group)
     grads = _full_gradients(step, members, registers, context)
     held = sum(full.nbytes for full in grads)
+    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def reduce() -> None:
-        with moving([context.lanes.meter], "to ranks", count):
+        with moving([context.lanes.meter], "to ranks", count, what):
             reductions.reduce_scatter([f for _, whole in parts for f in whole], [s for own, _ in parts for s in own])
 
     def ended() -> None:
@@ -260,7 +268,6 @@ def _reduce(step: Reduce, run: Run) -> None:
         context.memory.inflight_gradients.release(held)
         raise
     context.lanes.meter.moved("to ranks", count)
-    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
     reduction = Reduction(pending, context, what)
     for unit, (_, slot, out, _), shard, whole in zip(members, step.members, shards, together, strict=True):
         if whole is None:

@@ -35,6 +35,7 @@ from .errors import (
 )
 from .reset import reset
 from .stats import memory, stats
+from .timeline import report_steps, timeline
 
 _before_updates(_rehearse)  # of a save, where a folder for checkpoints was announced
 
@@ -73,10 +74,12 @@ __all__ = [
     "memory",
     "partition",
     "partitioned",
+    "report_steps",
     "reset",
     "save",
     "save_safetensors",
     "stats",
     "synchronize",
+    "timeline",
     "wait_for_save",
 ]

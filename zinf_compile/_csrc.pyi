@@ -61,6 +61,14 @@ class Outcome:
     def checksum(self) -> int:
         """CRC32C of the bytes, if it was asked for and nothing failed."""
 
+    @property
+    def began(self) -> float:
+        """When the first of it was given to the drive, in seconds of `time.perf_counter`."""
+
+    @property
+    def over(self) -> float:
+        """When the last of it was over."""
+
 @final
 class Counters:
     """Counts of an engine's transfers so far."""

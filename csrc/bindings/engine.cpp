@@ -85,7 +85,9 @@ void bind_engine(nb::module_& m) {
         .def_ro("ended", &Outcome::ended, "True if the error is that the file ended early.")
         .def_ro("failed_at", &Outcome::failed_at, "Where in the file it failed, in bytes.")
         .def_ro("moved", &Outcome::moved, "Bytes moved.")
-        .def_ro("checksum", &Outcome::checksum, "CRC32C of the bytes, if it was asked for and nothing failed.");
+        .def_ro("checksum", &Outcome::checksum, "CRC32C of the bytes, if it was asked for and nothing failed.")
+        .def_ro("began", &Outcome::began, "When the first of it was given to the drive, in seconds of `time.perf_counter`.")
+        .def_ro("over", &Outcome::over, "When the last of it was over.");
 
     nb::class_<Counters>(m, "Counters", "What an engine did so far.")
         .def_ro("bytes_read", &Counters::bytes_read, "Bytes read, in transfers done or under way.")

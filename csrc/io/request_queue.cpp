@@ -4,6 +4,12 @@
 
 namespace zinf {
 
+namespace {
+
+double seconds(Clock::time_point when) { return std::chrono::duration<double>(when.time_since_epoch()).count(); }
+
+}  // namespace
+
 std::shared_ptr<Request> RequestQueue::add(const Transfer& transfer) {
     const std::lock_guard locked(mutex_);
     if (!accepting_) return nullptr;
@@ -67,6 +73,8 @@ RequestQueue::Taken RequestQueue::try_take() {
 RequestQueue::Taken RequestQueue::take_locked() {
     if (queue_.empty()) return {.chunk = {}, .not_before = {}, .ended = ended_};
     const auto now = Clock::now();
+    auto& begins = queue_.front()->outcome.began;  // a transfer that waits for bandwidth is one that a slower drive is busy with
+    if (begins == 0) begins = seconds(now);
     if (now < rate_limiter_.next()) return {.chunk = {}, .not_before = rate_limiter_.next(), .ended = false};
     const auto request = queue_.front();
     Taken taken{.chunk = request->cut_next(request), .not_before = {}, .ended = false};
@@ -102,6 +110,8 @@ void RequestQueue::finish(const Chunk& chunk) {
 }
 
 void RequestQueue::complete(Request& request) {
+    request.outcome.over = seconds(Clock::now());
+    if (request.cut == 0) request.outcome.began = request.outcome.over;  // no bytes
     finished_numbers_.push_back(request.number);
     --counters_.in_flight;
     finished_.notify_all();

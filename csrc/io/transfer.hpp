@@ -25,6 +25,8 @@ struct Outcome {
     std::uint64_t failed_at = 0;  // offset in the file, if there is an error
     std::size_t moved = 0;        // bytes, over all chunks
     std::uint32_t checksum = 0;   // CRC32C of the bytes moved, if asked for and without error
+    double began = 0.0;           // seconds of the steady clock: its first chunk was taken
+    double over = 0.0;            // the same: its last one was finished
 };
 
 }  // namespace zinf

@@ -48,6 +48,12 @@ def blocks_of(nodes: Sequence[fx.Node]) -> list[str]:
     return list(dict.fromkeys(filter(None, map(block_of, modules)))) or list(dict.fromkeys(modules))
 
 
+def place_of(nodes: Sequence[fx.Node]) -> str:
+    """Return where in the model a region's operators come from; empty where that is unknown."""
+    blocks = blocks_of(nodes)
+    return f"{blocks[0]} .. {blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
+
+
 def operations_of(node: fx.Node) -> int:
     """Return an operator's floating-point operations, dynamic sizes as traced; 0 where PyTorch has no formula."""
     target: Any = node.target

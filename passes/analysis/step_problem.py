@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,10 +20,10 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
 
 from .liveness import peak_of_regions
-from .region_facts import blocks_of, bytes_of_region, kind_of, operations_of, owners_of, shape_of
+from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of
 from .saved_values import Saved, find_saved, saved_rows
 from .step_facts import StepFacts
-from .step_regions import Run, find_regions
+from .step_regions import GraphRegions, Run, find_regions
 
 Pair = tuple[fx.Graph, fx.Graph | None]
 """A forward graph and its backward; None: it has none."""
@@ -35,9 +35,16 @@ def step_problem(pairs: Sequence[Pair], facts: StepFacts, *, micro_batches: int 
     Nothing is run, and weights need not exist: sizes and operations follow from the graphs' fake tensors, with dynamic sizes as
     they were traced. A parameter is one unit wherever its name is the same; parameters that always move together are one.
     """
-    runs = list(_runs(pairs, micro_batches))
+    forwards = [(number, False) for number in range(len(pairs))]
+    backwards = [(number, True) for number, (_, backward) in reversed(list(enumerate(pairs))) if backward is not None]
+    return problem_of_runs(pairs, [*forwards, *backwards] * micro_batches, facts, name=name)
+
+
+def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], facts: StepFacts, *, name: str = "") -> StepProblem:
+    """Return the problem of a step that runs graphs in this order, each the number of its pair and whether it is the backward."""
+    runs = list(_runs(pairs, order))
     saved = {} if facts.only_params else {number: find_saved(*pair) for number, pair in enumerate(pairs)}
-    members = unit_members([run.graph for run in runs[: len(runs) // micro_batches]])
+    members = unit_members(list(dict.fromkeys(run.graph for run in runs)))
     units = list(_units(runs, members, facts))
     return StepProblem(
         regions=tuple(region for run in runs for region in _regions(run, saved.get(run.pair, {}), facts)),
@@ -81,16 +88,20 @@ def _name(slots: Sequence[ParameterSlot]) -> str:
     return slots[0].name if len(slots) == 1 else f"{slots[0].name} .. {slots[-1].name}"
 
 
-def _runs(pairs: Sequence[Pair], micro_batches: int) -> Iterator[Run]:
-    forwards = [(number, forward, False) for number, (forward, _) in enumerate(pairs)]
-    backwards = [(number, backward, True) for number, (_, backward) in enumerate(pairs) if backward is not None]
-    known = {graph: find_regions(graph) for _, graph, _ in (*forwards, *backwards)}
+def _runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]]) -> Iterator[Run]:
+    known: dict[fx.Graph, GraphRegions] = {}
+    times: Counter[tuple[int, bool]] = Counter()
     first = 0
-    for micro_batch in range(micro_batches):
-        for number, graph, is_backward in (*forwards, *reversed(backwards)):
-            name = f"{'backward' if is_backward else 'forward'} {number}"
-            yield Run(graph, known[graph], name, first, number, micro_batch, is_backward)
-            first += known[graph].count
+    for number, is_backward in order:
+        graph = pairs[number][is_backward]
+        assert graph is not None, "what runs is there"
+        if graph not in known:
+            known[graph] = find_regions(graph)
+        regions = known[graph]
+        name = f"{'backward' if is_backward else 'forward'} {number}"
+        yield Run(graph, regions, name, first, number, times[number, is_backward], is_backward)
+        times[number, is_backward] += 1
+        first += regions.count
 
 
 def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
@@ -101,14 +112,13 @@ def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
         without = reduced | {owner for owner in saved if owner in owners}
         peaks = peak_of_regions(run.graph, run.regions.compute, owners, without=without)
     for number, (nodes, peak) in enumerate(zip(run.regions.compute, peaks, strict=True)):
-        blocks = blocks_of(nodes)
-        place = f" {blocks[0]}" if len(blocks) == 1 else f" {blocks[0]} .. {blocks[-1]}" if blocks else ""
+        place = f" {found}" if (found := place_of(nodes)) else ""
         given = facts.seconds(nodes)
         yield Region(
             name=f"{run.name}:{number}{place}",
             seconds=_seconds(nodes, bytes_of_region(nodes, owners), facts) if given is None else given,
             workspace_bytes=peak,
-            structure=_digest((run.is_backward, *((kind_of(node), *shape_of(node)) for node in nodes))),
+            structure=_digest((run.is_backward, structure_of(nodes))),
             graph=run.name,
             micro_batch=run.micro_batch,
         )
@@ -189,6 +199,11 @@ def _pieces(units: Sequence[Unit], members: dict[str, tuple[ParameterSlot, ...]]
                 device_seconds=passed / facts.device_update_bytes_per_second,
                 structure=unit.structure,
             )
+
+
+def structure_of(nodes: Sequence[fx.Node]) -> str:
+    """Return a key that regions of the same operators, shapes and types share: they take as long."""
+    return _digest([(kind_of(node), *shape_of(node)) for node in nodes])
 
 
 def _pattern(name: str) -> str:

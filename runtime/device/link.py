@@ -9,7 +9,7 @@ import torch
 
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import Pending
-from zinf_compile.runtime.lanes.link_meter import Meter
+from zinf_compile.runtime.lanes.link_meter import Meter, timing
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer, TransferToHost
 from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
@@ -177,9 +177,15 @@ class AcceleratorLink:
     ) -> StreamTransfer:
         if way not in self._lanes:
             self._lanes[way] = StreamLane(self._device, f"zinf {way}", link=way, most=MOST_COPIES, forgiving=True)
+        count = sum(source.nbytes for source in sources)
         for meter in self._meters:
-            meter.moved(way, sum(source.nbytes for source in sources))
-        return self._lanes[way].submit(lambda: _copy(sources, into), after=after, host_memory=host)
+            meter.moved(way, count)
+
+        def copy() -> None:
+            with timing(self._meters, way, count):
+                _copy(sources, into)
+
+        return self._lanes[way].submit(copy, after=after, host_memory=host)
 
     def _readers(self, host: torch.Tensor) -> list[StreamTransfer]:
         lane = self._lanes.get(_TO_DEVICE)

@@ -10,7 +10,7 @@ import torch
 
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.lanes.lanes import All, Pending, ThreadLane
-from zinf_compile.runtime.lanes.link_meter import Meter, moving
+from zinf_compile.runtime.lanes.link_meter import Meter, under_way
 from zinf_compile.runtime.memory.arena import GatherMemory
 
 from .link import MOST_COPIES, DeviceLink
@@ -38,9 +38,11 @@ class SimulatedLink:
             for meter in self.meters:
                 meter.moved(self.name, source.nbytes)
             took = time.perf_counter() - start
-            with moving(self.meters, self.name, source.nbytes):
+            with under_way(self.meters, self.name, source.nbytes):
                 time.sleep(max(0.0, self._latency_s + source.nbytes / self._bytes_per_s - took))
             self.spans.append((start, time.perf_counter()))
+            for meter in self.meters:
+                meter.busy(self.name, *self.spans[-1], source.nbytes)
 
         return self._lane.submit(run)
 

@@ -99,20 +99,31 @@ def recorded(context: Recorded) -> Iterator[Log]:
         lanes.gather.log = lanes.reduce.log = lanes.waits = None
 
 
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Return spans in order, those that overlap as one."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def busy_s(spans: Iterable[Span], begin: float, end: float) -> float:
+    """Return the seconds between two times in which one of the spans is, or several."""
+    return sum(max(0.0, min(over, end) - max(start, begin)) for start, over in joined(spans))
+
+
 def overlapped_s(transfers: Iterable[Span], waits: Iterable[Span]) -> float:
     """Return the seconds of `transfers`, added up, that lie in none of the `waits`."""
-    joined: list[Span] = []
-    for start, end in sorted(waits):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    ends = [end for _, end in joined]
+    still = joined(waits)
+    ends = [end for _, end in still]
     total = 0.0
     for start, end in transfers:
         total += end - start
-        for position in range(bisect.bisect_right(ends, start), len(joined)):
-            wait_start, wait_end = joined[position]
+        for position in range(bisect.bisect_right(ends, start), len(still)):
+            wait_start, wait_end = still[position]
             if wait_start >= end:
                 break
             total -= min(end, wait_end) - max(start, wait_start)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -45,6 +46,8 @@ class Ledger:
         """Bytes of an arena that are lent to nobody; None without one."""
         self._beside = self._beside_last = 0
         """The most bytes held beside gathers, in the step under way and in the last one; counted where there is an arena."""
+        self.watch: Callable[[int], None] | None = None
+        """Told the bytes held at each change; None: nobody asks."""
         self._tracked: dict[int, _Counted] = {}  # by identity: references to tensors compare as the tensors do
 
     def add(self, kind: Kind, count: int) -> None:
@@ -52,6 +55,8 @@ class Ledger:
         with self._lock:
             now = self._now[kind] = self._now[kind] + count
             self._all_now += count
+            if self.watch is not None:
+                self.watch(self._all_now + (self._idle or 0))
             if self._idle is not None:
                 self._count_arena()
                 return

@@ -32,6 +32,8 @@ class Piece:
         self.staging = staging
         self.write = write
         self.error: Exception | None = None
+        self.times: tuple[float, float] | None = None
+        """When the drive was busy with it, once it is over."""
         self._io = io
         self._stream = torch.accelerator.current_stream(data.device) if data.device.type != "cpu" else None
         self._request: Request | None = None
@@ -88,6 +90,7 @@ class Piece:
     def _end(self, error: Exception | None) -> None:
         if error is not None and not isinstance(error, ZinfError):
             error = self._explain(error)
+        self.times = None if self._request is None else self._request.times
         self.error, self._over, self._request = error, True, None
         self._io.leave(self)
 

@@ -42,6 +42,8 @@ class Request:
         self._what = what
         self._path = path
         self._checksum = checksum
+        self.times: tuple[float, float] | None = None
+        """When its bytes went to the drive and were there, by `time.perf_counter`, after `wait`."""
 
     def wait(self) -> int | None:
         """Wait until the transfer is over; return the CRC32C of its bytes, or None if that was not asked for.
@@ -53,6 +55,7 @@ class Request:
         self._watch.wait(self._pending, self._what, self._path)
         self._held.release(self._pending.number)
         outcome = self._pending.outcome()
+        self.times = outcome.began, outcome.over
         if outcome.error:
             why = "the file ended" if outcome.ended else os.strerror(outcome.error)
             message = f"{self._what} got {outcome.moved}: {why} at offset {outcome.failed_at}"

@@ -49,6 +49,12 @@ class Transfer:
         """Return whether `wait` would not have to wait for a drive."""
         return all(piece.done() for piece in self._pieces)
 
+    @property
+    def times(self) -> tuple[float, float] | None:
+        """When the drive was busy with it, by `time.perf_counter`; None as long as nobody knows."""
+        times = [piece.times for piece in self._pieces if piece.times is not None]
+        return (min(start for start, _ in times), max(end for _, end in times)) if len(times) == len(self._pieces) > 0 else None
+
     def wait(self) -> None:
         """Return when all bytes have arrived and were checked; raise `StoreError` where something went wrong.
 

@@ -117,7 +117,7 @@ class _Round:
             sent = [self._pick(own, ids) for ids in requests]
             received = [rows[slice(*self._place(peer))] for peer in range(self._group.size)]
             count = sum(part.nbytes for peer, part in enumerate(received) if peer != self._group.rank)
-            with moving([context.lanes.meter], "from ranks", count):
+            with moving([context.lanes.meter], "from ranks", count, what):
                 unit.gathers.exchange(sent, received)
             context.lanes.meter.moved("from ranks", count)
 

@@ -92,7 +92,9 @@ class NvmeShards:
         """Start to read the block that begins at element `start`."""
         piece = bisect.bisect(self._pieces[index], start, key=lambda span: span[0]) - 1
         offset = format_of(into.dtype).bytes(start - self._pieces[index][piece][0])
-        return self._meter.follow(READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset))
+        return self._meter.follow(
+            READ, into.nbytes, self.store.read(self._key(index, piece), into, offset=offset), self._what(index)
+        )
 
     def _all(self, index: int, flat: torch.Tensor, offset: int, *, write: bool) -> Pending:
         transfer = self.store.write if write else self.store.read
@@ -107,7 +109,10 @@ class NvmeShards:
             All(parts).wait()
             raise
         whole = parts[0] if len(parts) == 1 else All(parts)
-        return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole)
+        return self._meter.follow(WRITTEN if write else READ, flat.nbytes, whole, self._what(index))
+
+    def _what(self, index: int) -> str:
+        return f"{self.kind} {self.specs[index].name}"
 
     def _key(self, index: int, piece: int) -> str:
         part = f", piece {piece}" if len(self._pieces[index]) > 1 else ""

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from marks import more
-from rank_planners import train_under_planners
+from rank_planners import train_on_a_slow_drive, train_under_planners
 from ranks import run_ranks
 
+from zinf_compile.backend.replan import FIRST, MEASURED
 from zinf_compile.config import PLANNERS
 
 ALL, DRIVE, DEVICE = ("nvme", "nvme", "nvme"), ("nvme", "device", "device"), ("device", "device", "device")
@@ -25,3 +26,16 @@ def test_bits_under_every_planner(dtype: torch.dtype, compute: str, apart: bool,
     planners, placements = (*PLANNERS, 1, 2), [DEVICE, ALL if apart else DRIVE]
     done = run_ranks(train_under_planners, 2, str(tmp_path), dtype, compute, 2, planners, placements, 300, apart)
     assert done == [len(planners) * len(placements)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_ranks_plan_again_alike_and_each_draws_its_step(tmp_path: Path) -> None:
+    plain = run_ranks(train_on_a_slow_drive, 2, str(tmp_path), False)
+    found = run_ranks(train_on_a_slow_drive, 2, str(tmp_path), True)
+    for (losses, changes, collectives, page), (expected, *_) in zip(found, plain, strict=True):
+        assert losses == expected
+        assert any(line.startswith(f"planned again after step {FIRST + MEASURED}") for line in changes)
+        assert collectives == found[0][2]
+        assert "measured / planned" in page
+    assert "rank 1 of 2" in found[1][3]

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rank_tiers import _check, _prepare, _train
 from tiers import Meter, Placement, options_for
 
+import zinf_compile
+from zinf_compile.backend.replan import FIRST, MEASURED, replanner_of
 from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.planners import greedy, just_in_time
 from zinf_compile.plan.planners._build import Stay, ahead_by, build, farthest, needs_stays, shortage
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.runtime import context
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.runtime.storage.engine import Engine
 
 
 def drawn(seed: int) -> Callable[[StepProblem], Plan]:
@@ -67,3 +74,49 @@ def train_under_planners(
                 options = options_for(placement, folder, planner=chosen, **others)
                 _check(placement, f"planner {planner}", _train(rank, options, Meter(simulated), None, dtype, steps), expected)
     return len(placements) * len(planners)
+
+
+class _Chain(torch.nn.Module):
+    """Weights of 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1024, 1024, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+def wary(problem: StepProblem) -> Plan:
+    """Fetch just in time from a drive that is thought to be fast, and else as early as memory allows."""
+    (rate,) = {link.bytes_per_second for link in problem.links if link.name == "nvme to host"}
+    return just_in_time(problem) if rate > 1e9 else greedy(problem)
+
+
+def train_on_a_slow_drive(rank: int, size: int, folder: str, planned: bool) -> tuple[list[float], list[str], list[str], str]:
+    """Train on a drive of 100 MB/s; return losses, what was said of plans, the collectives of the last graphs, and a page."""
+    context.Engine = functools.partial(Engine, bandwidth=1e8)  # type: ignore[misc,assignment]
+    try:
+        torch.manual_seed(0)
+        model = _Chain()
+        options = {"compute": "fx", "params": "nvme", "nvme": folder, "planner": wary if planned else None, "bucket": "4MiB"}
+        model.compile(backend="zero_infinity", options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        losses = []
+        for step in range(FIRST + MEASURED + 2):
+            if step == FIRST + MEASURED:
+                zinf_compile.timeline(model, f"{folder}/step.html")
+            loss = model(torch.full((1024, 1024), 0.01 * (1 + rank)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        own = next(model.parameters())._zinf_unit.context  # type: ignore[attr-defined]
+        replanner = replanner_of(own)
+        programs = [kept.live.program for kept in replanner._living() if kept.live is not None]
+        name = f"{folder}/step.html" if rank == 0 else f"{folder}/step.rank{rank}.html"
+        return losses, replanner.changes, [line for p in programs for line in p.sequence], Path(name).read_text()
+    finally:
+        context.Engine = Engine

@@ -29,6 +29,7 @@ MAY: dict[str, tuple[str, ...]] = {
     "sharded": (*BASE, "ir", "config", "plan", "passes", "runtime"),
     "stats": (*BASE, "ir", "runtime", "sharded"),
     "reset": (*BASE, "runtime", "sharded", "optim", "checkpoint", "init"),
+    "timeline": ("errors", "ir", "plan", "runtime", "sharded", "backend"),
     "optim": (*BASE, "ir", "config", "runtime", "sharded", "stats"),
     "checkpoint": (*BASE, "ir", "config", "runtime", "sharded", "optim"),
     "init": (*BASE, "ir", "config", "runtime", "sharded", "optim", "checkpoint"),
@@ -50,7 +51,7 @@ MAY: dict[str, tuple[str, ...]] = {
         "backend",
     ),
     "__main__": ("cli",),
-    "": ("errors", "stats", "reset", "optim", "checkpoint", "init"),
+    "": ("errors", "stats", "timeline", "reset", "optim", "checkpoint", "init"),
 }
 """What each folder or file of the package may import beside itself; the package's own name is the empty one."""
 

@@ -10,10 +10,15 @@ double_backward — Rejects double backward, which AOTAutograd doesn't support f
     what to do.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+kept_graphs — Graphs kept as they were before their plan, and programs that can be replaced.
+measured_costs — Costs of regions, links and updates from records of steps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
     defaults.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
+planned_step — The problem and the plan of a step that was recorded.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
+replan — Plans made anew from measured costs, between two steps.
+states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 """
 

@@ -31,7 +31,7 @@ from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_output
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
 from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
-from zinf_compile.passes.lower import lower, run_by_operator
+from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
@@ -57,9 +57,11 @@ from .capture import (
 )
 from .choices import Choices
 from .double_backward import reject_double_backward
+from .kept_graphs import LiveProgram
 from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
+from .replan import replanner_of
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
@@ -228,6 +230,7 @@ class GraphCompiler:
             world_size=context.size,
             ranks=context.ranks,
             together=is_first_variant(),
+            replanner=replanner_of(context),
         )
 
     def run_joint_passes(self, joint: fx.GraphModule) -> None:
@@ -256,7 +259,12 @@ class GraphCompiler:
         run_passes(graph, self.graph_passes(kind))
         verify(graph)
         inductor = self.config.compute == "inductor"
-        compile_region = partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
+        compile_region: RegionCompiler = (
+            partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
+        )
+        kept = None if self.planner is None else self.planner.kept
+        if kept is not None:
+            compile_region = kept.noting(compile_region)
         program = lower(graph, name=f"{kind} of graph {self.number}", compile_region=compile_region)
         return dataclasses.replace(program, buffers={}) if kind == "backward" else program
 
@@ -306,22 +314,27 @@ class GraphCompiler:
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
         folder = self.config.checkpoint_folder()
         checks = CallChecks(self._budget, context, makes_gradients=makes_gradients)
-        binder = Binder(program, context, self.placements, lack=checks.lack, refuse=checks.refuse, checkpoint=folder)
-        self._binder = self._binder or binder  # of the forward, which is compiled first
+        bind = partial(
+            Binder, context=context, placements=self.placements, lack=checks.lack, refuse=checks.refuse, checkpoint=folder
+        )
+        live = LiveProgram(program, bind)
+        self._binder = self._binder or live.binder  # of the forward, which is compiled first
+        kept = None if self.planner is None else self.planner.scheduled(live)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            units = binder.bind(args)
+            now = live.program
+            units = live.binder.bind(args)
             if not checks.counts:
-                return execute(program, units, context, args, ShardedGradient)
+                return execute(now, units, context, args, ShardedGradient)
             given = storages_of(args)
-            results = execute(program, units, context, args, ShardedGradient)
+            results = execute(now, units, context, args, ShardedGradient)
             context.memory.activations.add(results, context.device, given=given)
             return results
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
-        run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run
+        run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run
         return run
 
 

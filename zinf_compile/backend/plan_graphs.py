@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from torch import fx
 
@@ -15,7 +17,8 @@ from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
-from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.passes.analysis.step_problem import step_problem, structure_of, unit_members
+from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
@@ -24,6 +27,8 @@ from zinf_compile.plan.problem_parts import Allowed, Link, Memory
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
+
+from .kept_graphs import KeptGraph, LiveProgram, States, copy_of, keep
 
 Room = Callable[[fx.Graph, int], tuple[float, float]]
 """Takes a graph and the bytes of its units; returns the bytes of device and host for what is gathered or on its way."""
@@ -45,6 +50,15 @@ _NEAR = ("just_in_time", "one_ahead")
 """Planners that use no more memory than fixed rules do."""
 
 
+class Again(Protocol):
+    """Plans graphs again once costs are measured: a `Replanner`."""
+
+    costs: Costs
+
+    def add(self, kept: KeptGraph) -> None:
+        """Take a graph that was planned."""
+
+
 class GraphPlanner:
     """Plans graphs of one captured graph."""
 
@@ -57,12 +71,13 @@ class GraphPlanner:
         world_size: int,
         ranks: Ranks | None,
         together: bool,
+        replanner: Again | None = None,
     ) -> None:
         self._given = config.planner
         self._name = config.planner_name()
         self._key = config.signature()
-        self._home = (topology.hops(config.placement().params) or (Tier.DEVICE,))[0]
-        self._topology = topology
+        self.placement, self.topology = config.placement(), topology
+        self._home = self._home_of(self.placement.params)
         self._device, self._size = device, world_size
         self._ranks = ranks
         """Those that follow the same plan; None: this process plans by itself, as `zinf dump` does."""
@@ -70,6 +85,11 @@ class GraphPlanner:
         """The problem and the plan of each graph, in order."""
         self._together = together
         """Whether all ranks plan at the same point."""
+        self._replanner = replanner
+        self.costs = Costs() if replanner is None else replanner.costs
+        """What is known of costs when a graph is planned."""
+        self.kept: KeptGraph | None = None
+        """The graph that was planned last; none where nothing will run."""
 
     def plan(self, graph: fx.Graph, room: Room) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
@@ -79,12 +99,34 @@ class GraphPlanner:
         if self._ranks is not None and self._ranks.size > 1:
             problem, plan = self._plan_of_all(self._ranks, problem, (self._key, ahead_key(graph)))
         else:
-            plan = self._made(problem)
+            plan = self.made_for(problem)
         check(problem, plan)
         self.made.append((problem, plan))
+        if self._ranks is not None:
+            self.kept = KeptGraph(
+                gm=copy_of(graph),
+                problem=problem,
+                plan=plan,
+                members=members,
+                together=self._together,
+                planner=self,
+                params=self.topology.hops(self.placement.params),
+                grads=self.topology.hops(self.placement.grads)[::-1],
+            )
         return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots})
 
-    def _made(self, problem: StepProblem) -> Plan:
+    def scheduled(self, live: LiveProgram) -> KeptGraph | None:
+        """Say which program acts the last plan out; return its graph, to be held as long as that may run."""
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.name, kept.live = live.program.name, live
+            keep(kept)
+            if kept.together and self._replanner is not None:
+                self._replanner.add(kept)
+        return kept
+
+    def made_for(self, problem: StepProblem) -> Plan:
+        """Return the planner's plan for a problem."""
         planner = PLANNERS[self._given] if isinstance(self._given, str) else self._given
         assert planner is not None, "there is a planner"
         plan = planner(problem)
@@ -105,7 +147,7 @@ class GraphPlanner:
                 budgets[memory.tier] = None if math.isinf(least) else int(least)
             problem = problem.with_budgets(**budgets)
             with ranks.fail_together("planning", elsewhere=PlanError("planning failed on another rank, see there")):
-                plan = self._made(problem) if ranks.rank == 0 else None
+                plan = self.made_for(problem) if ranks.rank == 0 else None
             shared: Plan = ranks.share(plan, what="sharing the plan")
             ranks.agree([shared.digest()], what="comparing plans")
         _plans[key] = shared
@@ -113,7 +155,7 @@ class GraphPlanner:
 
     def _problem(self, graph: fx.Graph, room: tuple[float, float]) -> StepProblem:
         """Return the graph's problem; what fits just in time by the account of the caps always does."""
-        problem = step_problem([(graph, None)], self._facts())
+        problem = step_problem([(graph, None)], self.facts())
         plain = occupied(problem, just_in_time(problem))
         standing = sum(unit.stored_bytes for unit in problem.units)
         budgets: dict[str, int | None] = {}
@@ -122,24 +164,48 @@ class GraphPlanner:
                 budgets[tier] = max(math.ceil(own) + (standing if tier == self._home else 0), int(plain[tier].max()))
         return problem.with_budgets(**budgets)
 
-    def _facts(self) -> StepFacts:
-        home, apart, kind = self._home, self._topology.host_apart, self._device
-        tiers = [Tier.DEVICE, *([Tier.HOST] if apart else []), *([] if home.in_memory else [home])]
+    def facts(self, *, only_params: bool = True, states: States | None = None) -> StepFacts:
+        """Return the facts of this placement, by measured costs where there are some; with `states` those of whole steps."""
+        places, kind = self.placement, self._device
+        tiers, links = self._tiers_and_links(only_params=only_params)
+        allowed = Allowed(params=(self._home,))
+        if not only_params:
+            allowed = Allowed(
+                params=(self._home,),
+                grads=(self._home_of(places.grads),),
+                states=(self._home_of(places.optimizer),),
+                update=(self.topology.updated_on(places),),
+            )
+        found = StepFacts(
+            memories=tuple(Memory(tier=tier) for tier in tiers),
+            links=tuple(map(self.costs.link, links)),
+            world_size=self._size,
+            allowed=allowed,
+            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
+            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+            seconds=lambda nodes: self.costs.regions.get(structure_of(nodes)) if self.costs.regions else None,
+            only_params=only_params,
+        )
+        return found if states is None else dataclasses.replace(found, state_types=states.types, has_master=states.has_master)
+
+    def assumed_links(self) -> list[Link]:
+        """Return the links of a whole step at the rates that are assumed without a measurement."""
+        return self._tiers_and_links(only_params=False)[1]
+
+    def _tiers_and_links(self, *, only_params: bool) -> tuple[list[Tier], list[Link]]:
+        places = self.placement
+        homes = [places.params] if only_params else [places.params, places.grads, places.optimizer]
+        drives = list(dict.fromkeys(home for home in map(self._home_of, homes) if not home.in_memory))
+        tiers = [Tier.DEVICE, *([Tier.HOST] if self.topology.host_apart else []), *drives]
         links = []
         for near, far in itertools.pairwise(tiers):
-            rate = COPIES if far.in_memory else DRIVE
-            links += [
-                Link(name=f"{a} to {b}", source=a, destination=b, bytes_per_second=rate) for a, b in ((near, far), (far, near))
-            ]
+            rate, side = (COPIES, near) if far.in_memory else (DRIVE, Tier.HOST)
+            links.append(Link(name=f"{side} to {far}", source=near, destination=far, bytes_per_second=rate))
+            links.append(Link(name=f"{far} to {side}", source=far, destination=near, bytes_per_second=rate))
         if self._size > 1:
             links.append(Link(name="from ranks", source=None, destination=Tier.DEVICE, bytes_per_second=BETWEEN_RANKS))
             links.append(Link(name="to ranks", source=Tier.DEVICE, destination=None, bytes_per_second=BETWEEN_RANKS))
-        return StepFacts(
-            memories=tuple(Memory(tier=tier) for tier in tiers),
-            links=tuple(links),
-            world_size=self._size,
-            allowed=Allowed(params=(home,)),
-            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
-            only_params=True,
-        )
+        return tiers, links
+
+    def _home_of(self, tier: Tier) -> Tier:
+        return (self.topology.hops(tier) or (Tier.DEVICE,))[0]

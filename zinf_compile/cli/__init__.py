@@ -13,7 +13,6 @@ measure_machine — Measures this machine: products, memory, links, a folder's d
 models — Built-in models of the command line, to inspect a schedule without writing one.
 plan — `zinf plan`: what a model's step comes to on a machine, with these budgets.
 plan_explained — The formulas of ZeRO with a model's numbers.
-plan_page — One page with the timelines of plans.
 quota — Disk quotas of this user and group, read from the kernel.
 selftest_check — What a check of the GPU self-test returns or raises.
 selftest_training — Checks of the GPU self-test that train: a small GPT, whose bits are those of eager PyTorch wherever its

@@ -19,6 +19,7 @@ from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem
 from zinf_compile.plan.lower_bound import Bound, lower_bound
 from zinf_compile.plan.on_paper import Place, compute_bound_at, least_budgets, life_days, place, written_bytes
+from zinf_compile.plan.page import Shown, page
 from zinf_compile.plan.perfetto import trace_events
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS
@@ -31,7 +32,6 @@ from zinf_compile.plan.table import homes_table, summary_line
 from .measure_machine import measure_machine
 from .models import TARGETS
 from .plan_explained import explained
-from .plan_page import Shown, page
 from .step_on_paper import traced_step
 from .trace import DumpError, load_target
 

@@ -243,6 +243,10 @@ class Region:
     fn: Callable[[list[Any]], Sequence[Any]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    number: int = -1
+    """Among the regions of its graph, as plans number them; several stretches may be parts of one."""
+    name: str = ""
+    """The blocks whose compute it is, for people."""
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step 
 step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
 step_records — Records each step of an optimizer on the units that it updates, for the ranks to compare
     (`runtime/comm/steps_done.py`).
+timed_update — Times of updates, for whoever records a step.
 watched_states — States in memory that a save in the background has still to write, and the dict that lets nobody change them
     before.
 """

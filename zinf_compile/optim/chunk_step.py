@@ -22,6 +22,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunks import MASTER, Chunk, part_of
 from .offloaded_states import OffloadedStates
+from .timed_update import timed_update
 
 _COMPARED_ELEMENTS = 1 << 18
 """Elements compared at a time; bounds the temporary memory."""
@@ -32,6 +33,7 @@ class ChunkStep:
 
     def __init__(self, owner: OffloadedStates, number: int, chunk: Chunk, buffer: ChunkBuffer, optimizer: Optimizer) -> None:
         self._owner, self._number, self._buffer, self._optimizer = owner, number, buffer, optimizer
+        self._name = chunk.name
         self._states = owner.transfers.state_views(number, buffer)
         self._kept = chunk.states
         self.parts: list[tuple[ShardedParameter, torch.Tensor]] = []
@@ -62,6 +64,10 @@ class ChunkStep:
             if other is not None:
                 small = {k: _copied(v, part) if isinstance(v, torch.Tensor) else v for k, v in other.items()}
                 self.state[part] = small | {k: v for k, v in states.items() if k in present and k != MASTER}
+
+    def timed(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context of its update, whose time is noted where the step is recorded."""
+        return timed_update(self._owner.context, self._name, on_device=self._owner.transfers.route.device_apart)
 
     def finish(self, stepped: MutableMapping[torch.Tensor, dict[str, Any]]) -> None:
         """Start writing back values and states; keep small states in `scalar_states`. Empties `stepped`."""

@@ -107,7 +107,7 @@ class ChunkTransfers:
         store, offset = self.store, format_of(into.dtype).bytes(start)
         assert store is not None, "its states are on a drive"
         reading = store.read(_key(self.chunks[number], state), into, offset=offset)
-        return self.context.lanes.meter.follow(READ, into.nbytes, reading)
+        return self.context.lanes.meter.follow(READ, into.nbytes, reading, state)
 
     def offer(self, number: int, buffer: ChunkBuffer) -> None:
         """Let a save in the background have the states of a chunk, which were read to its buffer and are about to be updated."""
@@ -161,12 +161,12 @@ class ChunkTransfers:
     def _reader(self, key: str) -> Callable[[torch.Tensor], Pending]:
         store, meter = self.store, self.context.lanes.meter
         assert store is not None
-        return lambda into: meter.follow(READ, into.nbytes, store.read(key, into))
+        return lambda into: meter.follow(READ, into.nbytes, store.read(key, into), key)
 
     def _writer(self, key: str) -> Callable[[torch.Tensor], Pending]:
         store, meter = self.store, self.context.lanes.meter
         assert store is not None
-        return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source))
+        return lambda source: meter.follow(WRITTEN, source.nbytes, store.write(key, source), key)
 
 
 def _there(room: torch.Tensor | None) -> torch.Tensor:

@@ -90,8 +90,9 @@ def _step_one(optimizer: Optimizer, chunk: ChunkStep) -> list[tuple[dict[str, An
     stand_in.state.update(chunk.state)
     vars(stand_in)["_optimizer_step_pre_hooks"] = collections.OrderedDict()  # user hooks run once per whole step
     vars(stand_in)["_optimizer_step_post_hooks"] = collections.OrderedDict()
-    type(stand_in).step(stand_in)
-    chunk.finish(stand_in.state)
+    with chunk.timed():
+        type(stand_in).step(stand_in)
+        chunk.finish(stand_in.state)
     return [(mine, settings_of(theirs)) for mine, theirs in zip(groups, stand_in.param_groups, strict=True)]
 
 

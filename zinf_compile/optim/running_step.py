@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from .stand_in import STEP_LOCAL, make_stand_in, settings_of
 from .state_entry import states_of
 from .state_layout import noted, without_note
 from .step_records import Due
+from .timed_update import timed_update
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +38,17 @@ class RunningStep:
     chunked: ChunkedStep | None
     due: Due = dataclasses.field(default_factory=dict)
     """Settings and units that the ranks compare after the step."""
+    timing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """Closed when the caller's own step has run."""
+
+    def begin_timing(self) -> None:
+        """The caller's own step is about to run."""
+        if self.chunked is not None:
+            self.timing.enter_context(self.chunked.chunks[-1].timed())
+        elif self.shards:
+            unit = self.shards[0][0]._zinf_unit
+            name = unit.name if len(self.shards) == 1 else f"{unit.name} .. {self.shards[-1][0]._zinf_unit.name}"
+            self.timing.enter_context(timed_update(unit.context, name, on_device=True))
 
 
 def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], chunked: ChunkedStep | None) -> RunningStep:

@@ -67,6 +67,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     args, closure = (running.optimizer, *args[1:]), closure_of(args, kwargs)
     if closure is not None and running.chunked is None:  # chunked steps have called it already
         args, kwargs = with_closure(args, kwargs, _refreshing(closure, running))
+    running.begin_timing()
     return args, kwargs
 
 
@@ -124,6 +125,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if running is None or running.optimizer is not args[0]:
         return
     record.step = None
+    running.timing.close()
     end_step(optimizer, running)
     note(optimizer, running.due)
     mark_applied(optimizer)

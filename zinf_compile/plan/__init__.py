@@ -1,9 +1,12 @@
 """What happens in a step, and the plan for it: where everything lives and when it moves. Values and pure functions: no FX, no
 runtime, no live memory, so that all of it works on a laptop.
 
+acted — The plan of a step whose graphs are each planned by themselves.
 as_json — Frozen dataclasses as JSON and back, checked field by field.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
+compared_page — A step as it ran over the step as it was planned, on one page.
+costs — What regions, links and updates cost, as measured.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
@@ -11,6 +14,7 @@ lower_bound — A bound below which no plan brings the seconds of a step: a line
 memory_model — The one formula for memory: device and host bytes that the parameters of a graph take.
 occupancy — Bytes that a plan takes on each tier, region by region.
 on_paper — Tiers and links of a profile, what a step writes, what budgets fit.
+page — The timelines of plans on one page, budgets one below the other.
 perfetto — A timeline as trace events.
 plan — A plan: homes, transfers, what is recomputed, and updates, each with the boundaries at which it starts and is due.
 problem — What happens between two `optimizer.step()`: the problem that a plan solves.

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.simulate import Span, Timeline
-from zinf_compile.plan.unroll import COMPUTE
+
+from .problem import StepProblem
+from .simulate import Span, Timeline
+from .unroll import COMPUTE
 
 WIDTH, LEFT, ROW, HEIGHT = 1200, 140, 22, 90
 """Pixels: of a step, of the names beside it, of a lane, of a memory."""
@@ -55,7 +56,7 @@ def _section(shown: Shown, longest: float) -> str:
     parts.append(_lanes(timeline, WIDTH / longest))
     for memory in shown.problem.memories:
         if memory.tier.in_memory:
-            parts.append(_memory(memory.tier, timeline, shown.problem.room(memory.tier), WIDTH / longest))
+            parts.append(memory_chart(memory.tier, timeline, shown.problem.room(memory.tier), WIDTH / longest))
     return "\n".join(parts)
 
 
@@ -65,14 +66,14 @@ def _lanes(timeline: Timeline, scale: float) -> str:
     for number, name in enumerate(names):
         y = number * ROW
         rows.append(f'<text x="0" y="{y + 15}">{html.escape(name)}</text>')
-        rows += _bars(timeline.lanes[name], timeline.seconds, scale, y, COLORS[number % len(COLORS)])
+        rows += bars(timeline.lanes[name], timeline.seconds, scale, y, COLORS[number % len(COLORS)])
     height = len(names) * ROW
     end = LEFT + timeline.seconds * scale
     rows.append(f'<line x1="{end:.1f}" y1="0" x2="{end:.1f}" y2="{height}" stroke="#222"/>')
     return f'<svg class="lanes" width="{LEFT + WIDTH + 10}" height="{height}">{"".join(rows)}</svg>'
 
 
-def _bars(spans: Sequence[Span], seconds: float, scale: float, y: int, color: str) -> Iterator[str]:
+def bars(spans: Sequence[Span], seconds: float, scale: float, y: int, color: str) -> Iterator[str]:
     """Yield a rectangle for each span; those that touch within half a pixel, and are that small, are one."""
     inside = [(max(0.0, s.start), min(seconds, s.end), s.name) for s in spans if s.end > 0 and s.start < seconds]
     joined: list[tuple[float, float, str]] = []
@@ -88,7 +89,7 @@ def _bars(spans: Sequence[Span], seconds: float, scale: float, y: int, color: st
         yield f'<rect {place} fill="{color}" stroke="#fff" stroke-width="0.3"><title>{title}</title></rect>'
 
 
-def _memory(tier: Tier, timeline: Timeline, room: float, scale: float) -> str:
+def memory_chart(tier: Tier, timeline: Timeline, room: float, scale: float) -> str:
     points = timeline.memory[tier]
     peak = timeline.peak[tier]
     capped = room != float("inf")

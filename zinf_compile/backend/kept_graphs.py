@@ -1,0 +1,157 @@
+"""Graphs that were planned, kept as they were before their plan: planned anew between two steps, they are lowered again from the
+regions that are compiled already. And the programs that run, which can be replaced then.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from zinf_compile.errors import PlanError
+from zinf_compile.ir.program import ParameterSlot, Program
+from zinf_compile.ir.tiers import Placement, Topology
+from zinf_compile.passes import planned_passes, run_passes, verify
+from zinf_compile.passes.analysis.planned_graph import PlannedGraph
+from zinf_compile.passes.analysis.step_facts import StepFacts
+from zinf_compile.passes.analysis.step_problem import structure_of
+from zinf_compile.passes.analysis.step_regions import find_regions
+from zinf_compile.passes.lower import RegionCompiler, lower
+from zinf_compile.plan.costs import Costs
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Link
+from zinf_compile.runtime.system.process_wide import process_wide
+
+from .bind import Binder
+from .regions import structure
+
+Function = Callable[[list[Any]], Sequence[Any]]
+
+
+class LiveProgram:
+    """A program and its binder as they run now."""
+
+    def __init__(self, program: Program, make_binder: Callable[[Program], Binder]) -> None:
+        self._make_binder = make_binder
+        self.replace(program)
+
+    def replace(self, program: Program) -> None:
+        """Run another program from the next call on, with the same inputs and outputs."""
+        self.program, self.binder = program, self._make_binder(program)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class States:
+    """What an optimizer keeps for a parameter."""
+
+    types: Callable[[ParameterSlot], tuple[torch.dtype, ...]]
+    has_master: Callable[[ParameterSlot], bool]
+
+
+class Planned(Protocol):
+    """A `GraphPlanner`."""
+
+    costs: Costs
+
+    @property
+    def placement(self) -> Placement:
+        """The tiers of states."""
+
+    @property
+    def topology(self) -> Topology:
+        """How tiers are linked."""
+
+    def made_for(self, problem: StepProblem) -> Plan:
+        """Return the planner's plan for a problem."""
+
+    def assumed_links(self) -> list[Link]:
+        """Return the links of a whole step at the rates that are assumed without a measurement."""
+
+    def facts(self, *, only_params: bool = True, states: States | None = None) -> StepFacts:
+        """Return what problems are made with."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class KeptGraph:
+    """One planned graph."""
+
+    gm: fx.GraphModule
+    """As `region_passes` leave it: regions are numbered as in the problem."""
+    problem: StepProblem
+    """With the seconds that were assumed when it was compiled."""
+    plan: Plan
+    """The one that is acted out."""
+    members: Mapping[str, Sequence[ParameterSlot]]
+    """The slots of each unit of the problem."""
+    planner: Planned
+    together: bool
+    """Whether all ranks planned it at the same point: then they also plan it anew together."""
+    params: Sequence[str] = ()
+    grads: Sequence[str] = ()
+    name: str = ""
+    """Of its program."""
+    functions: dict[Hashable, Function] = dataclasses.field(default_factory=dict)
+    """The compiled regions by structure."""
+    live: LiveProgram | None = None
+
+    @property
+    def structures(self) -> list[str]:
+        """Return the structure of each region, under which its seconds are kept."""
+        return [structure_of(nodes) for nodes in find_regions(self.gm.graph).compute]
+
+    def planned(self, plan: Plan) -> PlannedGraph:
+        """Return a plan as passes look things up in it."""
+        return PlannedGraph(plan, {slot.name: name for name, slots in self.members.items() for slot in slots})
+
+    def noting(self, compile_region: RegionCompiler) -> RegionCompiler:
+        """Return a compiler of regions whose results are kept."""
+
+        def compile_and_note(region: fx.GraphModule) -> Function:
+            key, found = structure(region), compile_region(region)
+            self.functions[key] = found
+            return found
+
+        return compile_and_note
+
+    def lower(self, plan: Plan) -> Program:
+        """Return the program that acts out another plan. No region is compiled for it."""
+        gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        gm.meta.update(self.gm.meta)
+        planned = self.planned(plan)
+        run_passes(gm, planned_passes(params=self.params, grads=self.grads, plan=lambda graph: planned))
+        verify(gm)
+        return lower(gm, name=self.name, compile_region=self._known)
+
+    def _known(self, region: fx.GraphModule) -> Function:
+        found = self.functions.get(structure(region))
+        if found is None:
+            raise PlanError(f"a plan for the {self.name} needs a region that is not compiled")
+        return found
+
+
+_kept: weakref.WeakValueDictionary[str, KeptGraph] = process_wide(weakref.WeakValueDictionary())
+
+
+def keep(kept: KeptGraph) -> None:
+    """Let `kept_graph` find it, for as long as its program may run."""
+    _kept[kept.name] = kept
+
+
+def kept_graph(name: str) -> KeptGraph | None:
+    """Return the graph of a program; None where it wasn't planned."""
+    return _kept.get(name)
+
+
+def copy_of(graph: fx.Graph) -> fx.GraphModule:
+    """Return a copy of a graph that passes are about to change."""
+    owner = graph.owning_module
+    assert owner is not None, "passes work on graph modules"
+    gm = fx.GraphModule(owner, copy.deepcopy(graph))
+    gm.meta.update(owner.meta)
+    return gm

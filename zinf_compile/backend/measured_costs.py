@@ -1,0 +1,63 @@
+"""Costs of regions, links and updates from records of steps. `replan` calls it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from zinf_compile.plan.costs import Costs, LinkCost, link_cost
+from zinf_compile.plan.problem_parts import Link
+from zinf_compile.runtime.lanes.overlap_log import joined
+from zinf_compile.runtime.lanes.step_recorder import COMPUTE, ISSUE, UPDATE, StepRecord
+
+Key = tuple[str, int]
+"""A program's name, and the number of a region in it."""
+
+
+def region_seconds(records: Sequence[StepRecord]) -> dict[Key, float]:
+    """Return the median seconds of each region over all its runs: its compute, and what the host issues before it."""
+    found: dict[Key, list[float]] = defaultdict(list)
+    for record in records:
+        still = joined([(wait.start, wait.end) for wait in record.waits])
+        times: dict[tuple[int, int], float] = defaultdict(float)
+        for span in record.spans:
+            if span.run < 0:
+                continue
+            if span.lane == COMPUTE:
+                times[span.run, span.region] += span.end - span.start
+            elif span.lane == ISSUE:
+                waited = sum(max(0.0, min(span.end, end) - max(span.start, start)) for start, end in still)
+                times[span.run, span.region] += max(0.0, span.end - span.start - waited)
+        for (run, region), seconds in times.items():
+            found[record.graphs[run].program, region].append(seconds)
+    return {key: statistics.median(each) for key, each in found.items()}
+
+
+def costs_of(
+    seconds: Mapping[Key, float], structures: Mapping[Key, str], links: Mapping[str, LinkCost], update_seconds: float
+) -> Costs:
+    """Return costs by structure of regions, the median of those that share one."""
+    by_structure: dict[str, list[float]] = defaultdict(list)
+    for key, each in seconds.items():
+        if key in structures:
+            by_structure[structures[key]].append(each)
+    regions = {structure: statistics.median(each) for structure, each in by_structure.items()}
+    return Costs(regions=regions, links=dict(links), update_seconds=update_seconds)
+
+
+def link_costs(records: Sequence[StepRecord], links: Sequence[Link]) -> dict[str, LinkCost]:
+    """Return the costs of links that moved enough to tell."""
+    found: dict[str, LinkCost] = {}
+    for link in links:
+        each = [link_cost([(s.start, s.end, s.bytes) for s in record.of(link.name)], link) for record in records]
+        known = [cost for cost in each if cost is not None]
+        if known:
+            rate = statistics.median(cost.bytes_per_second for cost in known)
+            found[link.name] = LinkCost(rate, statistics.median(cost.latency_seconds for cost in known))
+    return found
+
+
+def update_seconds(records: Sequence[StepRecord]) -> float:
+    """Return the median seconds of all updates of a step, what their thread waited for left out."""
+    return statistics.median(sum(s.end - s.start for s in record.of(UPDATE)) for record in records) if records else 0.0

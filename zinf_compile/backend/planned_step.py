@@ -1,0 +1,73 @@
+"""The problem of a step that was recorded, and the plan that it acted out: what `simulate` predicts it by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from zinf_compile.errors import PlanError
+from zinf_compile.optim.offloaded_states import may_defer
+from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, unit_members
+from zinf_compile.passes.analysis.step_regions import find_regions
+from zinf_compile.plan.acted import Part, acted_plan
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.simulate import Timeline, simulate
+
+from .kept_graphs import KeptGraph, kept_graph
+from .states_kept import states_of_optimizers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step as it was planned."""
+
+    problem: StepProblem
+    plan: Plan
+    timeline: Timeline
+
+
+def planned_step(programs: Sequence[str]) -> PlannedStep:
+    """Return the prediction of a step that runs these programs in order, at the costs known by now.
+
+    Raises `PlanError` where one of them was not planned.
+    """
+    runs = [_kept(name) for name in programs]
+    if not runs:
+        raise PlanError("no graph ran in the step")
+    pairs: list[Pair] = []
+    places: dict[str, int] = {}
+    order: list[tuple[int, bool]] = []
+    for kept in runs:
+        kind, _, number = kept.name.partition(" of ")
+        if number not in places:
+            places[number] = len(pairs)
+            backward = kept_graph(f"backward of {number}")
+            forward = kept_graph(f"forward of {number}") or kept_graph(f"inference of {number}") or kept
+            pairs.append((forward.gm.graph, None if backward is None else backward.gm.graph))
+        order.append((places[number], kind == "backward"))
+    planner = runs[0].planner
+    states = states_of_optimizers()
+    facts = planner.facts(only_params=False, states=states)
+    problem = planner.costs.of_updates(problem_of_runs(pairs, order, facts, name="recorded step"))
+    members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)))
+    unit_of = {slot.name: name for name, slots in members.items() if name in problem.unit for slot in slots}
+    parts, first = [], 0
+    for kept in runs:
+        units = {
+            name: tuple(dict.fromkeys(unit_of[slot.name] for slot in slots if slot.name in unit_of))
+            for name, slots in kept.members.items()
+        }
+        parts.append(Part(kept.plan, first, units))
+        first += find_regions(kept.gm.graph).count
+    placement, topology = planner.placement, planner.topology
+    defers = bool(problem.pieces) and may_defer(placement, [{"states": next(iter(problem.pieces))}], topology)  # type: ignore[dict-item]
+    plan = acted_plan(problem, parts, defers=defers)
+    return PlannedStep(problem, plan, simulate(problem, plan))
+
+
+def _kept(name: str) -> KeptGraph:
+    kept = kept_graph(name)
+    if kept is None:
+        raise PlanError(f"the {name} was not planned: option planner says by which planner")
+    return kept

@@ -1,0 +1,207 @@
+"""Plans made anew from measured costs, between two steps: `GraphCompiler` says which graphs, each step's end says when.
+
+Note: planning again
+    Some of the first steps are recorded, and one in `AGAIN` later on. Ranks exchange the maxima of what regions, links and
+    updates took; rank 0 plans by these; the new plans are taken where they bring the simulated seconds down by more than `GAIN`,
+    by all ranks or by none. Graphs are lowered again from regions that are compiled already: only transfers start elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from zinf_compile.errors import ZinfError
+from zinf_compile.plan.costs import Costs, LinkCost
+from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Link
+from zinf_compile.plan.simulate import step_seconds
+from zinf_compile.plan.verify import check
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.lanes.step_recorder import StepRecord
+from zinf_compile.runtime.system.process_wide import process_wide
+
+from .kept_graphs import KeptGraph
+from .measured_costs import costs_of, link_costs, region_seconds, update_seconds
+
+FIRST, MEASURED, AGAIN = 2, 3, 200
+"""Steps before the first one that is recorded; steps that are recorded then; steps until that is done again."""
+GAIN = 0.03
+"""Of the simulated seconds: less is not worth another plan."""
+SLOWER = 4.0
+"""Times that a link is slower than was assumed, to be worth a warning."""
+
+_log = logging.getLogger("zinf_compile")
+
+
+class Replanner:
+    """Measures steps of one rank, and plans its graphs again."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._graphs: list[weakref.ref[KeptGraph]] = []
+        self.costs = Costs()
+        self._records: list[StepRecord] = []
+        self._steps = 0
+        self.changes: list[str] = []
+        """What was said of each time that plans were made again."""
+        context.step_ended.append(self._step_ended)
+
+    def add(self, kept: KeptGraph) -> None:
+        """Plan a graph again when costs are known. All ranks add the same graphs in the same order."""
+        self._graphs.append(weakref.ref(kept))
+
+    def _step_ended(self) -> None:
+        self._steps += 1
+        place = self._steps - FIRST if self._steps < FIRST + AGAIN else (self._steps - FIRST) % AGAIN
+        if place == MEASURED:
+            self._plan_again()
+            self._records = []
+        elif 0 <= place < MEASURED:
+            self._context.record_next_step().then.append(self._records.append)
+
+    def _plan_again(self) -> None:
+        context, graphs = self._context, self._living()
+        if not graphs:
+            return
+        measured = self._measure(graphs)
+        if measured is None:
+            return
+        seconds, links, updates = measured
+        structures = {(kept.name, n): key for kept in graphs for n, key in enumerate(kept.structures)}
+        by_key = {(kept.name, n): each for kept, row in zip(graphs, seconds, strict=True) for n, each in enumerate(row) if each}
+        self._tell_of_links(graphs, links)
+        self.costs = costs_of(by_key, structures, links, updates)
+        problems = [self.costs.of_regions(kept.problem, row) for kept, row in zip(graphs, seconds, strict=True)]
+        for kept in graphs:
+            kept.planner.costs = self.costs
+        with_plans = self._plans(graphs, problems) if context.rank == 0 else None
+        found: list[Plan | None] = context.ranks.share(with_plans, what="sharing plans made again")
+        context.ranks.agree([plan.digest() if plan else "" for plan in found], what="comparing plans made again")
+        self._take(graphs, problems, found)
+
+    def _living(self) -> list[KeptGraph]:
+        """Return the graphs that every rank still has."""
+        mine = [reference() for reference in self._graphs]
+        if not mine:
+            return []
+        alive = torch.tensor([float(kept is not None and kept.live is not None) for kept in mine], dtype=torch.float64)
+        everywhere = self._context.ranks.exchange(alive, what="planned graphs").amin(0).tolist()
+        return [kept for kept, there in zip(mine, everywhere, strict=True) if there and kept is not None]
+
+    def _measure(self, graphs: Sequence[KeptGraph]) -> tuple[list[list[float]], dict[str, LinkCost], float] | None:
+        """Return seconds of the regions of each graph, costs of links, seconds of updates: the maxima of all ranks."""
+        by_region = region_seconds(self._records)
+        links = _links(graphs)
+        mine = link_costs(self._records, links)
+        values = [by_region.get((kept.name, n), 0.0) for kept in graphs for n in range(kept.problem.count)]
+        if not any(values) and self._context.size == 1:
+            return None
+        for link in links:
+            cost = mine.get(link.name)
+            values += [0.0, 0.0] if cost is None else [1 / cost.bytes_per_second, cost.latency_seconds]
+        values.append(update_seconds(self._records))
+        most = self._context.ranks.exchange(torch.tensor(values, dtype=torch.float64), what="measured costs").amax(0).tolist()
+        rows, at = [], 0
+        for kept in graphs:
+            rows.append(most[at : at + kept.problem.count])
+            at += kept.problem.count
+        known = {}
+        for number, link in enumerate(links):
+            pace, latency = most[at + 2 * number : at + 2 * number + 2]
+            if pace:
+                known[link.name] = LinkCost(1 / pace, latency)
+        return rows, known, most[-1]
+
+    def _plans(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem]) -> list[Plan | None]:
+        """Return a new plan for each graph, None where it keeps its own; on rank 0."""
+        runs = Counter(run.program for record in self._records for run in record.graphs)
+        found: list[Plan | None] = []
+        before = after = 0.0
+        for kept, problem in zip(graphs, problems, strict=True):
+            plan: Plan | None = None
+            old = new = step_seconds(problem, kept.plan)
+            try:
+                plan = kept.planner.made_for(problem)
+                check(problem, plan)
+                new = step_seconds(problem, plan)
+            except ZinfError as error:
+                _log.warning("the %s keeps its plan: %s", kept.name, error)
+            if new >= old:
+                plan, new = None, old
+            found.append(plan)
+            before += old * runs[kept.name]
+            after += new * runs[kept.name]
+        if after >= before * (1 - GAIN):
+            _log.info("costs were measured after %d steps; no plan gains more than %.0f %%", self._steps, 100 * GAIN)
+            return [None] * len(graphs)
+        return found
+
+    def _take(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem], plans: Sequence[Plan | None]) -> None:
+        """Act the new plans out from the next step on, on all ranks or on none."""
+        ranks, problem_of_any = self._context.ranks, ""
+        programs = []
+        for kept, plan in zip(graphs, plans, strict=True):
+            if plan is not None and not problem_of_any:
+                try:
+                    programs.append((kept, plan, kept.lower(plan)))
+                except ZinfError as error:
+                    problem_of_any = str(error)
+        if not any(plans):
+            return
+        if told := ranks.problem_of_any(problem_of_any, what="lowering plans made again"):
+            _log.warning("plans stay as they are: %s", told)
+            return
+        seconds = {kept.name: (step_seconds(p, kept.plan), p) for kept, p in zip(graphs, problems, strict=True)}
+        lines = []
+        for kept, plan, program in programs:
+            assert kept.live is not None
+            old, problem = seconds[kept.name]
+            rows = len(kept.plan.diff(plan))
+            lines.append(f"{kept.name} {old:.3g} s to {step_seconds(problem, plan):.3g} s ({rows} rows differ)")
+            kept.live.replace(dataclasses.replace(program, buffers=kept.live.program.buffers))
+            kept.plan = plan
+        text = f"planned again after step {self._steps}, by measured costs: simulated {', '.join(lines)}"
+        self.changes.append(text)
+        if self._context.rank == 0:
+            _log.info("%s", text)
+
+    def _tell_of_links(self, graphs: Sequence[KeptGraph], links: dict[str, LinkCost]) -> None:
+        for link in _links(graphs):
+            now, before = links.get(link.name), self.costs.link(link).bytes_per_second
+            if now is None or self._context.rank:
+                continue
+            slower = before / now.bytes_per_second
+            text = f"{link.name} moves {now.bytes_per_second / 1e9:.3g} GB/s, where plans assumed {before / 1e9:.3g} GB/s"
+            if slower >= SLOWER and None not in (link.source, link.destination):
+                self.changes.append(text)
+                _log.warning("%s: it is %.0f times slower; plans are made again for that", text, slower)
+            elif not math.isclose(slower, 1.0, rel_tol=0.2):
+                _log.info("%s", text)
+
+
+def _links(graphs: Sequence[KeptGraph]) -> list[Link]:
+    """Return the links that steps of these graphs use, in one order on all ranks, at the rates that were assumed."""
+    found: dict[str, Link] = {}
+    for kept in graphs:
+        for link in kept.planner.assumed_links():
+            found.setdefault(link.name, link)
+    return list(found.values())
+
+
+_replanners: weakref.WeakKeyDictionary[Context, Replanner] = process_wide(weakref.WeakKeyDictionary())
+
+
+def replanner_of(context: Context) -> Replanner:
+    """Return what plans the graphs of these ranks again; made at the first call."""
+    found = _replanners.get(context)
+    if found is None:
+        found = _replanners[context] = Replanner(context)
+    return found
