@@ -13,6 +13,9 @@ from torch import fx
 
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.activations.fetch_saved_values import fetch_saved_values
+from zinf_compile.passes.activations.offload_saved_values import offload_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
@@ -112,16 +115,24 @@ def graph_passes(
     grads: Sequence[str] = (),
     limits: Limits | None = None,
     plan: Planner | None = None,
+    hops: Callable[[Tier], Sequence[str]] = lambda tier: (),
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
     `params` are the tiers of a shard's path to the device, `grads` those of a gradient's path from it, both empty for states on
     the device. `limits` takes a graph whose gathers are just in time and returns two limits in bytes: for
     gathered units, and for gathered units together with those being swapped in. `plan` takes the same graph and plans it: then
-    all that moves does so where the plan says, and `limits` are not asked.
+    all that moves does so where the plan says, and `limits` are not asked. `hops` are the tiers from one to the device, which
+    saved values pass that leave it between forward and backward.
     """
     swaps = partial(insert_swaps, params=params, grads=grads)
-    in_place = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
+    last = (
+        accumulate_in_place,
+        write_tiles_in_place,
+        reduce_tiles_in_place,
+        partial(offload_saved_values, hops=hops),
+        partial(fetch_saved_values, hops=hops),
+    )
     if plan is not None:
         once = cache(plan)  # of the graph as the first of these passes finds it
         return (
@@ -130,7 +141,7 @@ def graph_passes(
             partial(start_gathers, plan=once),
             swaps,
             partial(start_swaps, plan=once),
-            *in_place,
+            *last,
         )
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
@@ -140,7 +151,7 @@ def graph_passes(
         merge_gathers,
         swaps,
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1]),
-        *in_place,
+        *last,
     )
 
 

@@ -14,6 +14,7 @@ placement_of_inputs — Placement of a graph whose parameters are partitioned al
     defaults.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
+saved_values — Decides which saved values leave the device between a forward and its backward, and keeps space for them.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 """
 

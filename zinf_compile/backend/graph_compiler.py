@@ -21,6 +21,7 @@ from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first
 from zinf_compile.config import Config
 from zinf_compile.errors import UnsupportedModelError, ZinfError
 from zinf_compile.ir.program import ParameterSlot, Program
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
@@ -31,6 +32,7 @@ from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
 from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import lower, run_by_operator
+from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.system.host_limits import warn_of_caps
@@ -60,6 +62,7 @@ from .double_backward import reject_double_backward
 from .placement_of_inputs import follow_units, follows_cap, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
+from .saved_values import SavedSpace, plan_saved
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
@@ -239,7 +242,12 @@ class GraphCompiler:
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
+        plan_saved(forward, backward, self.choose_homes, own_outputs=kwargs["num_fwd_outputs"], budget=self._budget)
         return forward, backward
+
+    def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
+        """Return the saved memory that leaves the device between forward and backward, each with its tier."""
+        return choose_homes(memories, self.config.saved_values(), self.topology)
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
@@ -259,6 +267,7 @@ class GraphCompiler:
             grads=self.topology.hops(placement.grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
             plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
+            hops=self.topology.hops,
         )
 
     def _loss_settings(self) -> dict[str, Any]:
@@ -296,11 +305,12 @@ class GraphCompiler:
         folder = self.config.checkpoint_folder()
         binder = Binder(program, context, self.config.placement(), lack=lack, checkpoint=folder)
         self._binder = self._binder or binder  # of the forward, which is compiled first
+        space = SavedSpace(program, context, self.config.placement().nvme)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            return execute(program, binder.bind(args), context, args, ShardedGradient)
+            return execute(program, binder.bind(args), context, args, ShardedGradient, space=space.reserve())
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run

@@ -121,6 +121,8 @@ class Program:
     """Register of each output; None where the graph returns None; several that hold the gradients of all tiles of one unit."""
     sequence: tuple[str, ...]
     """The collectives in order, one line each: what all ranks must agree on."""
+    leaving: tuple[tuple[str, int], ...] = ()
+    """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
 
     def digest(self) -> int:
         """Hash the collective sequence into 63 bits, the same on every machine."""
