@@ -20,10 +20,10 @@ def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[st
     """Bring each saved memory that left back to the device, and read its values from there.
 
         before:  g = all_gather(w);  v = wait(g);  a = mm(x, v);  release(v)
-                 h = all_gather(u);  f = wait(h);  b = mm(a, f);  c = mul(b, r);  d = sum(t);  release(f);  return (c, d)
+                 h = all_gather(u);  f = wait(h);  b = mm(a, f);  c = mul(b, r);  d = sin(t);  release(f);  return (c, d)
         after:   s = swap_values_in([r, t], "host", "device");  g = all_gather(w);  v = wait(g);  a = mm(x, v);  release(v)
                  h = all_gather(u);  f = wait(h);  p = wait_value(s, 0);  q = wait_value(s, 1)
-                 b = mm(a, f);  c = mul(b, p);  d = sum(q);  release(f);  return (c, d)
+                 b = mm(a, f);  c = mul(b, p);  d = sin(q);  release(f);  return (c, d)
 
     The waits are in front of the first stretch of compute that reads the memory, the last hop one stretch before, and each hop
     another one before the next. `hops` returns the tiers from one to the device. No stretch is cut, and no collective moves.
