@@ -15,6 +15,9 @@ from torch import fx
 
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.activations.fetch_saved_values import fetch_saved_values
+from zinf_compile.passes.activations.offload_saved_values import offload_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, tile_of
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
@@ -123,6 +126,7 @@ def graph_passes(
     limits: Limits | None = None,
     plan: Planner | None = None,
     counts: Counts = counts_all,
+    hops: Callable[[Tier], Sequence[str]] = lambda tier: (),
 ) -> tuple[Pass, ...]:
     """The schedule of one graph: forward, backward or inference.
 
@@ -130,9 +134,11 @@ def graph_passes(
     the device, or functions of a parameter. `limits` takes a graph whose gathers are just in time and returns two limits in
     bytes: for gathered units, and for gathered units together with those being swapped in; `counts` says which units take memory.
     `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
+    `hops` are the tiers from one to the device, which saved values pass that leave it between forward and backward.
     """
+    last = *IN_PLACE, partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops)
     if plan is not None:
-        return (*region_passes(bucket_bytes=bucket_bytes), *planned_passes(params=params, grads=grads, plan=plan))
+        return (*region_passes(bucket_bytes=bucket_bytes), *planned_passes(params=params, grads=grads, plan=plan, hops=hops))
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
     decided = cache(limits or (lambda graph: default))  # one decision for both passes
     return (
@@ -141,11 +147,13 @@ def graph_passes(
         merge_gathers,
         partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1], counts=counts),
-        *IN_PLACE,
+        *last,
     )
 
 
-def planned_passes(*, params: Path = (), grads: Path = (), plan: Planner) -> tuple[Pass, ...]:
+def planned_passes(
+    *, params: Path = (), grads: Path = (), plan: Planner, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()
+) -> tuple[Pass, ...]:
     """The passes that act a plan out, of a graph that `region_passes` have seen. Parameters as those of `graph_passes`."""
     once = cache(plan)  # of the graph as the first of these passes finds it
     return (
@@ -154,6 +162,8 @@ def planned_passes(*, params: Path = (), grads: Path = (), plan: Planner) -> tup
         partial(insert_swaps, params=params, grads=grads),
         partial(start_swaps, plan=once),
         *IN_PLACE,
+        partial(offload_saved_values, hops=hops),
+        partial(fetch_saved_values, hops=hops),
     )
 
 

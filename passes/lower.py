@@ -16,16 +16,18 @@ from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
-from zinf_compile.ir.program import Program, leaving
+from zinf_compile.ir.program import Program, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.analysis.region_facts import place_of
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     buffer_of,
+    fake_value,
     group_of,
     is_collective,
     joined_outputs,
+    leaving,
     positions,
     slot_behind,
     slot_of,
@@ -33,6 +35,7 @@ from zinf_compile.passes.graph.node_facts import (
     symbols_of,
     symbols_read_off,
     tile_of,
+    values_behind,
     wire_type,
 )
 
@@ -109,8 +112,9 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         steps=tuple(steps),
         frees=_frees(steps, {r for r in outputs_ if r is not None}),
         outputs=tuple(_with_tiles(outputs_, joined_outputs(gm))),
-        leaves=leaving(steps, tiles_),
+        leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
+        leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
 
 
@@ -181,8 +185,16 @@ def _joins(node: fx.Node, previous: fx.Node) -> bool:
 def _issued(node: fx.Node, register: Mapping[fx.Node, int], aliases: _GradAliases) -> Issued:
     given = {a.name: a.default_value for a in node.target._schema.arguments}  # type: ignore[union-attr]
     given.update(zip(given, node.args, strict=False), **node.kwargs)
-    args = {name: register[value] if isinstance(value, fx.Node) else value for name, value in given.items()}
-    return Issued(args, register.get(node, -1), wire_type(node), partial(aliases.of, node))
+    args = {name: _with_registers(value, register) for name, value in given.items()}
+    values = values_behind(node)
+    dtype = fake_value(values[0]).dtype if values else wire_type(node)
+    return Issued(args, register.get(node, -1), dtype, partial(aliases.of, node))
+
+
+def _with_registers(value: object, register: Mapping[fx.Node, int]) -> object:
+    if isinstance(value, (list, tuple)):
+        return [_with_registers(item, register) for item in value]
+    return register[value] if isinstance(value, fx.Node) else value
 
 
 def _gives_result(node: fx.Node) -> bool:

@@ -8,9 +8,9 @@ from torch import fx
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
 from zinf_compile.ir.formats import is_narrower
-from zinf_compile.ir.op_spec import LONE_GROUP, SPECS
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, moves_values
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure
+from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
     Counts,
     argument_of,
@@ -23,6 +23,7 @@ from zinf_compile.passes.graph.node_facts import (
     parameters,
     positions,
     slot_of,
+    values_behind,
     wire_type,
 )
 
@@ -36,6 +37,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     - No output of the graph shares a gathered unit's memory.
     - A reduced gradient is an output of the graph, directly or through swap_outs.
     - The hops of a swap are contiguous: to the device for shards, from the device for gradients.
+    - Saved values leave a forward from the device, not changed any more, and only as stand-ins; a backward reads them after the
+      last hop to the device.
     - Members of a group are adjacent. Those of a collective have one data type.
     - A gather converts a unit to a narrower data type only.
     - Bytes gathered and not yet released stay within `limit_bytes`.
@@ -59,6 +62,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
             _check_swap_in(node, broken)
         elif node.target is ops.swap_out:
             _check_swap_out(node, broken)
+        elif moves_values(node.target):
+            _check_values(node, place, broken)
     _check_groups(gm.graph, broken)
     if complete:
         _check_hollow(gm.graph, broken)
@@ -153,6 +158,57 @@ def _check_swap_out(node: fx.Node, broken: list[str]) -> None:
     if _target_of(node.args[0]) not in (ops.reduce_scatter, ops.swap_out):
         broken.append(f"{node.name} swaps {node.args[0]} out, which is not a reduced gradient")
     _check_leaves(node, dst, broken)
+
+
+def _check_values(node: fx.Node, place: dict[fx.Node, int], broken: list[str]) -> None:
+    """Check an operator that moves saved values, or waits for one."""
+    handle = node.args[0]
+    before = handle.target if isinstance(handle, fx.Node) else None
+    if node.target is ops.wait_value:
+        if not isinstance(handle, fx.Node) or before not in _VALUE_SWAPS:
+            broken.append(f"{node.name} waits for {handle}, which no swap of values started")
+        elif before is ops.swap_values_out and any(user.op != "output" for user in node.users):
+            broken.append(f"{node.name} is a stand-in for a saved value, which may only leave the graph")
+        elif before is ops.swap_values_in and hop_of(handle)[1] != Tier.DEVICE:
+            broken.append(f"{node.name} is read on {hop_of(handle)[1]}, not on the device")
+        return
+    src, dst = hop_of(node)
+    outwards = node.target is ops.swap_values_out
+    if (Tier(src).distance >= Tier(dst).distance) == outwards:
+        broken.append(
+            f"{node.name} moves from {src} to {dst}, which is no {'further from' if outwards else 'nearer to'} the device"
+        )
+    if isinstance(handle, fx.Node):
+        if before is not node.target or hop_of(handle)[1] != src:
+            broken.append(f"{node.name} moves {handle.name} on from {src}, where no hop before brought it")
+    elif outwards and src != Tier.DEVICE:
+        broken.append(f"{node.name} moves values from {src}, but they are made on the device")
+    for value in values_behind(node):
+        if outwards:
+            _check_unchanged(value, node, place, broken)
+        elif value.op != "placeholder" or slot_of(value) is not None:
+            broken.append(f"{node.name} brings {value.name} back, which is not a saved value")
+    others = [user.name for user in node.users if user.target not in (ops.wait_value, node.target)]
+    if others or not node.users:
+        broken.append(
+            f"the handle {node.name} must be used by swaps and waits of values, found: {', '.join(others) or 'nothing'}"
+        )
+
+
+def _check_unchanged(value: fx.Node, leaving: fx.Node, place: dict[fx.Node, int], broken: list[str]) -> None:
+    if value.op != "call_function" or value.target is ops.wait:
+        broken.append(f"{leaving.name} moves {value.name} away, which is not a value that compute has made")
+        return
+    while sources := aliased_inputs(value):
+        value = sources[0]
+    for shared in alias_closure(value):
+        for user in shared.users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable and place[user] > place[leaving]:
+                broken.append(f"{user.name} writes to {shared.name} after {leaving.name} began to move it")
+
+
+_VALUE_SWAPS = (ops.swap_values_out, ops.swap_values_in)
 
 
 def _check_unit(full: fx.Node, place: dict[fx.Node, int], broken: list[str], complete: bool) -> None:

@@ -29,6 +29,7 @@ from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.device_arena import DeviceArena
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.storage.engine import Engine
+from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
 
@@ -85,6 +86,7 @@ class Context:
         """Decisions as in `Unit.chosen`, by names and shapes of the parameters."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
+        self._value_spaces: weakref.WeakValueDictionary[tuple[Tier, tuple[str, ...]], ValueSpace] = weakref.WeakValueDictionary()
         self._collectives: dict[tuple[int, ...], tuple[Collectives, Collectives]] = {}
         if self.ranks.connected:
             self.lanes.connect()
@@ -113,6 +115,13 @@ class Context:
             self._engine = Engine(timeout_s=self.ranks.timeout_s)
             atexit.register(self.let_engine_go)
         return self._engine
+
+    def value_space(self, tier: Tier, folders: tuple[str, ...]) -> ValueSpace:
+        """Return the space for saved values on drives, the same for all graphs that still use it."""
+        found = self._value_spaces.get((tier, folders))
+        if found is None:
+            found = self._value_spaces[tier, folders] = ValueSpace(tier, folders, self.engine, self.memory.staging)
+        return found
 
     def wait_for_drives(self, timeout_s: float) -> None:
         """Set the time-out of drives."""

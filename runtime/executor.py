@@ -11,9 +11,13 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.value_steps import SwapValuesIn, SwapValuesOut, WaitValue
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
+from zinf_compile.runtime.storage.value_space import ValueSpace
+from zinf_compile.runtime.transfer import swap_values
+from zinf_compile.runtime.transfer.swap_values import LeavingValues, ReturningValues
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.swap import SwapHandle, bring, is_small, swap_in, swap_in_together, swap_out
@@ -31,15 +35,24 @@ _DONE = Done()
 class Run:
     """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
 
-    __slots__ = ("context", "program", "registers", "tiled", "units")
+    __slots__ = ("context", "program", "registers", "space", "tiled", "units")
 
-    def __init__(self, program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        units: Mapping[int, Unit | Tile],
+        context: Context,
+        args: list[Any],
+        space: ValueSpace | None = None,
+    ) -> None:
         self.program = program
         self.units = units
         self.context = context
         self.registers: list[Any] = [*args, *[None] * (program.registers - len(args))]
         for register, value in program.constants.items():
             self.registers[register] = value
+        self.space = space
+        """Where saved values go that leave for a drive."""
         self.tiled: dict[Unit, TileGradients] = {}
 
     def gradient_of(self, tile: Tile) -> TileGradients:
@@ -50,13 +63,22 @@ class Run:
 
 
 def execute(
-    program: Program, units: Mapping[int, Unit | Tile], context: Context, args: list[Any], make_gradient: GradientMaker
+    program: Program,
+    units: Mapping[int, Unit | Tile],
+    context: Context,
+    args: list[Any],
+    make_gradient: GradientMaker,
+    *,
+    space: ValueSpace | None = None,
 ) -> list[Any]:
-    """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs."""
+    """Run the program on `args`, which is emptied; `units` fills its slots. Returns the graph's outputs.
+
+    `space`: where saved values go that leave for a drive.
+    """
     context.lanes.meter.begin()
     recording = context.lanes.meter.recorder
     recorder = None if recording is None else recording.graph(program)
-    run = Run(program, units, context, args)
+    run = Run(program, units, context, args, space)
     args.clear()
     registers = run.registers
     for step, frees in zip(program.steps, program.frees, strict=True):
@@ -161,6 +183,29 @@ def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
         grad = _hop_out(grad, dst)
     grad.at_home = bool(path)
     return grad
+
+
+def _swap_values_out(step: SwapValuesOut, run: Run) -> None:
+    values = [run.registers[register] for register in step.values]
+    if isinstance(values[0], LeavingValues):
+        run.registers[step.out] = swap_values.swap_on(values[0], step.dst, run.context, run.space)
+    else:
+        run.registers[step.out] = swap_values.swap_out(values, step.dst, run.context, run.space, run.program.name)
+
+
+def _swap_values_in(step: SwapValuesIn, run: Run) -> None:
+    values = [run.registers[register] for register in step.values]
+    if isinstance(values[0], ReturningValues):
+        run.registers[step.out] = swap_values.swap_further(values[0], run.context)
+    else:
+        run.registers[step.out] = swap_values.swap_in(values, step.dst, run.context)
+
+
+def _wait_value(step: WaitValue, run: Run) -> None:
+    handle: LeavingValues | ReturningValues = run.registers[step.handle]
+    with run.context.lanes.waiting(), run.context.lanes.meter.waiting():
+        handle.wait()
+    run.registers[step.out] = handle.value(step.number)
 
 
 def _gather(step: Gather, run: Run) -> None:
@@ -340,7 +385,10 @@ PERFORM: dict[type, Callable[[Any, Run], None]] = {
     SwapOut: _swap_out,
     Gather: _gather,
     GatherRows: _gather_rows,
+    SwapValuesIn: _swap_values_in,
+    SwapValuesOut: _swap_values_out,
     Wait: _wait,
+    WaitValue: _wait_value,
     Release: _release,
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,

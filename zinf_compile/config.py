@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
@@ -36,9 +37,6 @@ _UNITS = {
 
 _LEAST_TILE = 1 << 20
 """Smallest default tile under `device_memory`: smaller ones cost more than they save."""
-
-REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types in which gradients may be reduced: every transport supports their sum."""
 
 SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes")
 """Keys of option `compute_shape`."""
@@ -70,17 +68,6 @@ def tile_range(device_memory: int) -> tuple[int, int]:
         return 0, 4 * _LEAST_TILE
     first = 1 << (device_memory.bit_length() - 1)
     return first, 2 * first
-
-
-def parse_dtype(value: torch.dtype | str | None, *, option: str) -> torch.dtype | None:
-    """Turn a type of `REDUCE_TYPES`, or its name, into the type; raise `OptionError` naming `option` for anything else."""
-    names = {str(dtype).removeprefix("torch."): dtype for dtype in REDUCE_TYPES}
-    found = names.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if found is None and value is None:
-        return None
-    if found not in REDUCE_TYPES:
-        raise OptionError(f"option {option}={value!r} is not known; accepted: torch.{', torch.'.join(names)}, or their names")
-    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,6 +113,11 @@ class Config:
     optimizer: str = "device"
     """Tier of optimizer states: `"device"`, `"host"` or `"nvme"`. A step reads and writes states on a drive in chunks, a few of
     them in memory at a time."""
+
+    activations: str = "keep"
+    """Place of the values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a
+    model on the CPU) or `"nvme"` (the drive of option `nvme`). They leave behind their last use in the forward and are back
+    before their first use in the backward. Numbers are the same for any place."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
@@ -243,6 +235,7 @@ class Config:
             f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
+            + (f" activations={self.activations}" if self.activations != "keep" else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self.compute_shape.items())}" if self.compute_shape else "")
         )
@@ -265,6 +258,10 @@ class Config:
             tile=self.tile_bytes,
             piece_numel=self.shape().piece_numel,
         )
+
+    def saved_values(self) -> Tier:
+        """Return the tier of saved values."""
+        return Tier.DEVICE if self.activations == "keep" else Tier(self.activations)
 
     def checkpoint_folder(self) -> CheckpointFolder | None:
         """Return the folder that was announced for checkpoints."""
@@ -354,11 +351,17 @@ class Config:
                 raise OptionError(
                     f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, all_tiers()))}"
                 )
+        offloaded = [tier for tier in all_tiers() if tier != Tier.DEVICE]
+        if self.activations != "keep" and self.activations not in offloaded:
+            raise OptionError(
+                f"option activations={self.activations!r} is not known; accepted: 'keep', {', '.join(map(repr, offloaded))}"
+            )
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
         if self.master not in (None, "float32"):
             raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
         on_drives = [option for option in ("params", "grads", "optimizer") if Tier(getattr(self, option)).in_folders]
+        on_drives += ["activations"] if self.saved_values().in_folders else []
         try:
             folders = self._folders()
         except TypeError:
@@ -367,7 +370,8 @@ class Config:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
         if folders and not on_drives:
             raise OptionError(
-                f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme' or optimizer='nvme'"
+                f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme', "
+                "optimizer='nvme' or activations='nvme'"
             )
 
     def _check_folders(self) -> None:

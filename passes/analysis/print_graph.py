@@ -11,6 +11,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, position_of
 from zinf_compile.passes.graph.node_facts import (
+    argument_of,
     display_name,
     fake_value,
     part_of,
@@ -18,9 +19,11 @@ from zinf_compile.passes.graph.node_facts import (
     rows_bytes,
     skipped_notes,
     slot_behind,
+    values_behind,
     wire_bytes,
 )
 
+from .saved_memories import bytes_together
 from .traffic import bytes_moved, is_swap
 
 
@@ -48,7 +51,11 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 
 
 def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
-    """Append the parameter's name, and the bytes moved or held, to the line of a schedule operator."""
+    """Append the parameter's name, or those of saved values, and the bytes moved or held, to the line of a schedule operator."""
+    if values := values_behind(node):
+        number = argument_of(node, "number")
+        names = ", ".join(value.name for value in ([values[number]] if isinstance(number, int) else values))
+        return f"{line:<60}  # {names} {bytes_together(values):,} B"
     unit = slot_behind(node)
     size = f"{bytes_moved(node, world_size=world_size) if is_swap(node) else wire_bytes(node):,}"
     if node.target is ops.gather_rows:

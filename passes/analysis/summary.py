@@ -13,11 +13,13 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.passes.graph.node_facts import (
     fake_value,
+    module_of,
     part_of,
     skipped_notes,
     slot_behind,
     slot_of,
     starts_region,
+    values_behind,
 )
 
 from .fold_blocks import Entry, fold
@@ -56,8 +58,12 @@ def _entries(gm: fx.GraphModule, world_size: int) -> Iterator[Entry]:
         if node.op == "output":
             yield Entry(_returned(node), key=("output",))
         elif ends:
-            unit = slot_behind(node)
             line = with_sizes(graph_text_line(node), node, world_size=world_size)
+            if values := values_behind(node):
+                key = (str(node.target), *map(shape_of, values), *_tiers(node))
+                yield Entry(line, key=key, names=tuple(filter(None, map(module_of, values))))
+                continue
+            unit = slot_behind(node)
             yield Entry(line, key=(str(node.target), unit.shape, unit.dtype, *_tiers(node)), names=(unit.name,))
         else:
             region.append(node)

@@ -19,11 +19,14 @@ from zinf_compile.passes.graph.node_facts import (
     is_collective,
     rows_bytes,
     slot_behind,
+    values_behind,
     wire_bytes,
     wire_format,
     wire_type,
 )
 from zinf_compile.passes.verify import peak_gathered_bytes
+
+from .saved_memories import bytes_together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def measure_traffic(graph: fx.Graph, *, world_size: int) -> Traffic:
         lane = lane_of(node)
         if lane is not None:
             moved[lane] += bytes_moved(node, world_size=world_size)
-            units.add(slot_behind(node).key)
+            if not values_behind(node):
+                units.add(slot_behind(node).key)
             src = argument_of(node, "src")
             if node.target is ops.gather_rows and src not in (None, Tier.DEVICE):
                 moved[COPY_IN if Tier(str(src)).in_memory else READ] += rows_bytes(node)
@@ -144,9 +148,11 @@ def lane_of(node: fx.Node) -> str | None:
 def bytes_moved(node: fx.Node, *, world_size: int) -> int:
     """Return the bytes that one rank moves: its own shard in a swap, the other ranks' shards in a gather or reduce-scatter.
 
-    For gather_rows this is an upper bound: as many different rows as there are indices.
+    For gather_rows this is an upper bound: as many different rows as there are indices. Saved values move as a whole.
     """
     volume = _spec(node).volume
+    if volume is Volume.VALUES:
+        return bytes_together(values_behind(node))
     if volume is Volume.ROWS:
         return rows_bytes(node) * (world_size - 1) // world_size
     shard = wire_format(node).bytes(math.ceil(slot_behind(node).numel / world_size))

@@ -15,7 +15,7 @@ from torch import fx
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
-from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region
+from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region, values_behind
 
 from .region_facts import bytes_of_region, owners_of
 from .traffic import bytes_moved, is_swap, lane_of
@@ -129,6 +129,10 @@ def _named(graph: fx.Graph) -> Iterator[tuple[fx.Node, str, str]]:
 def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
     if facts["lane"] != COMPUTE:
         facts["bytes"] += bytes_moved(node, world_size=world_size)
+    if values := values_behind(node):
+        what = str(node.target).split(".")[1] if facts["lane"] == COMPUTE else facts["lane"]
+        facts["label"] = f"{what} {', '.join(value.name for value in values)}"
+        return
     operator = facts["lane"] if is_swap(node) else str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{slot_behind(node).name}" if facts["label"] else f"{operator} {slot_behind(node).name}"
 

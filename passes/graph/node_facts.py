@@ -14,8 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zinf_compile._torch import prettified
 from zinf_compile.ir import ops
 from zinf_compile.ir.formats import StateFormat, format_of
-from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, position_of, unit_position
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, moves_values, position_of, unit_position
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.saved_memory import SavedMemory
 
 _SLOT = "zinf_slot"
 _BUFFER = "zinf_buffer"
@@ -28,6 +29,7 @@ _AFTER_ALL_CHECKPOINTS = sys.maxsize
 """Larger than any checkpoint's number, so that a view shared with a later checkpointed region is recomputed too."""
 _PART = "zinf_part"
 _SKIPPED = "zinf_skipped"
+_LEAVING, _RETURNING = "zinf_leaving", "zinf_returning"
 
 
 def mark_slot(node: fx.Node, slot: ParameterSlot) -> None:
@@ -139,6 +141,21 @@ def skipped_notes(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(gm.meta.get(_SKIPPED, ()))
 
 
+def mark_moving(forward: fx.GraphModule, backward: fx.GraphModule, moving: tuple[SavedMemory, ...]) -> None:
+    """Record in both graphs of a pair which saved memory leaves the device between them."""
+    forward.meta[_LEAVING] = backward.meta[_RETURNING] = moving
+
+
+def leaving(gm: fx.GraphModule) -> tuple[SavedMemory, ...]:
+    """Return the saved memory that leaves the device in a forward."""
+    return tuple(gm.meta.get(_LEAVING, ()))
+
+
+def returning(gm: fx.GraphModule) -> tuple[SavedMemory, ...]:
+    """Return the saved memory that comes back to the device in a backward."""
+    return tuple(gm.meta.get(_RETURNING, ()))
+
+
 def parameters(graph: fx.Graph) -> Iterator[tuple[fx.Node, ParameterSlot]]:
     """Yield the graph's parameter placeholders in order."""
     for node in graph.nodes:
@@ -157,6 +174,17 @@ def slot_behind(node: fx.Node) -> ParameterSlot:
     slot = slot_of(source)
     assert slot is not None
     return slot
+
+
+def values_behind(node: fx.Node) -> list[fx.Node]:
+    """Return the saved values that an operator moves or waits for; empty for one that moves a unit, and for compute."""
+    if not moves_values(node.target):
+        return []
+    values: object = node.args[0]
+    while isinstance(values, fx.Node):
+        values = values.args[0]
+    assert isinstance(values, (list, tuple)), "the first hop is of values"
+    return [value for value in values if isinstance(value, fx.Node)]
 
 
 def wire_type(node: fx.Node) -> torch.dtype:

@@ -17,6 +17,9 @@ _UNTIMED = contextlib.nullcontext()
 MOST_CHANGES = 1 << 14
 """Changes that may be queued: the memory they hold is bounded by what gradients may take."""
 
+MOST_SAVED = 1 << 10
+"""Saved values that may be queued: the schedule waits for those of a stretch of compute behind the next one."""
+
 
 def _nothing() -> None:
     """Change nothing."""
@@ -35,6 +38,7 @@ class Lanes:
         self._swap: Lane | None = None
         self._update: Lane | None = None
         self._changes: ThreadLane | None = None
+        self._saved: ThreadLane | None = None
 
     def connect(self) -> None:
         """Begin to move between ranks beside compute: by threads on the CPU, by streams on a device."""
@@ -50,6 +54,13 @@ class Lanes:
         if self._swap is None:
             self._swap = ThreadLane("zinf-swap", link=WRITTEN, forgiving=True, device=self._device)
         return self._swap
+
+    @property
+    def saved(self) -> ThreadLane:
+        """The lane of saved values to drives, as many as two stretches of compute make; made when first needed."""
+        if self._saved is None:
+            self._saved = ThreadLane("zinf-saved", link=WRITTEN, most=MOST_SAVED, forgiving=True)
+        return self._saved
 
     @property
     def update(self) -> Lane:
@@ -77,7 +88,7 @@ class Lanes:
 
     def threads(self) -> list[ThreadLane | StreamLane]:
         """Return the lanes that have, or may have, a thread of their own."""
-        lanes = (self._changes, self.gather, self.reduce, self._swap, self._update)
+        lanes = (self._changes, self.gather, self.reduce, self._saved, self._swap, self._update)
         return [lane for lane in lanes if isinstance(lane, ThreadLane | StreamLane)]
 
     def stop_updates(self) -> None:

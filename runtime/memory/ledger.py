@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["params", "grads", "states", "gathered", "staging", "bounce"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "staging", "bounce")
+Kind = Literal["params", "grads", "states", "gathered", "activations", "staging", "bounce"]
+KINDS: tuple[Kind, ...] = ("params", "grads", "states", "gathered", "activations", "staging", "bounce")
 
 
 class _Counted(weakref.ref[torch.Tensor]):

@@ -14,4 +14,5 @@ mapped_file — Memory mapped from a file: the kernel may take it back at any ti
 scratch_file — Files without a name: the kernel frees them when the last process that holds them ends, however it ends.
 stalls — Time-outs of drives: a warning after some seconds without any progress of an engine, an error after its time-out.
 stores — The stores of tiers that are not memory: one row for each kind of drive.
+value_space — Space on drives for saved values: an extent for each, from the forward to the end of its backward.
 """

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -30,6 +31,8 @@ from zinf_compile.runtime.comm.shard_group import ShardGroup
 from zinf_compile.runtime.system.accelerator import converting_methods
 from zinf_compile.sharded.eligibility import reject_unsupported
 from zinf_compile.sharded.parameter import unit_of
+
+_log = logging.getLogger("zinf_compile")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,3 +201,12 @@ def _mutation(slot: ParameterSlot, culprit: object) -> UnsupportedModelError:
 def _at(culprit: object) -> str:
     line = user_line(culprit) if isinstance(culprit, fx.Node) else ""
     return f"\n{line}" if line else ""
+
+
+def log_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
+    """Log which parameters of graph `number` move in tiles."""
+    cut = [slot for slot in slots if slot.tiles]
+    if cut:
+        # a parameter's first tile is its largest
+        listed = ", ".join(f"{slot.name} in {len(slot.tiles)} of up to {slot.cut(0).bytes:,} bytes" for slot in cut)
+        _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)

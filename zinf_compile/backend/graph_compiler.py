@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from zinf_compile._frames import callers
 from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
-from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.errors import ZinfError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
@@ -32,6 +31,7 @@ from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
 from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
+from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.executor import execute
 from zinf_compile.runtime.memory.activations import storages_of
@@ -49,6 +49,7 @@ from .capture import (
     Captured,
     cut_into_tiles,
     explaining_empty_inputs,
+    log_tiles,
     mark_inputs,
     read_inputs,
     reject_assignments,
@@ -62,7 +63,9 @@ from .placement_of_inputs import follow_units, follows_cap, placements_of, refus
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .replan import replanner_of
+from .saved_values import SavedSpace, plan_saved
 from .static_shapes import with_static_shapes
+from .wrappers import reject_wrappers, wrapped_in
 
 Compiled = Callable[..., Any]
 _numbers: list[int] = process_wide([])
@@ -121,7 +124,7 @@ class GraphCompiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
-        _reject_wrappers()
+        reject_wrappers()
         refuse_closed(example_inputs)
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
@@ -141,7 +144,7 @@ class GraphCompiler:
         self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
         self._choices = Choices(slots, example_inputs, context, self.placements, first=is_first_variant())
-        _log_tiles(slots, self.number)
+        log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
         self.topology = context.link.topology
@@ -252,7 +255,12 @@ class GraphCompiler:
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
+        plan_saved(forward, backward, self.choose_homes, own_outputs=kwargs["num_fwd_outputs"], budget=self._budget)
         return forward, backward
+
+    def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
+        """Return the saved memory that leaves the device between forward and backward, each with its tier."""
+        return choose_homes(memories, self.config.saved_values(), self.topology)
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
@@ -279,6 +287,7 @@ class GraphCompiler:
             limits=None if self._budget is None else self._budget.limits,
             counts=counts_all if self._budget is None else self._budget.counts,
             plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
+            hops=self.topology.hops,
         )
 
     def _loss_settings(self) -> dict[str, Any]:
@@ -320,16 +329,17 @@ class GraphCompiler:
         live = LiveProgram(program, bind)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
+        space = SavedSpace(program, context, self.config.placement().nvme)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
-                raise _wrapped_in(DistributedDataParallel)
+                raise wrapped_in(DistributedDataParallel)
             now = live.program
             units = live.binder.bind(args)
             if not checks.counts:
-                return execute(now, units, context, args, ShardedGradient)
+                return execute(now, units, context, args, ShardedGradient, space=space.reserve())
             given = storages_of(args)
-            results = execute(now, units, context, args, ShardedGradient)
+            results = execute(now, units, context, args, ShardedGradient, space=space.reserve())
             context.memory.activations.add(results, context.device, given=given)
             return results
 
@@ -379,31 +389,6 @@ class _Measurer(GraphCompiler):
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
-
-
-def _log_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
-    cut = [slot for slot in slots if slot.tiles]
-    if cut:
-        # a parameter's first tile is its largest
-        listed = ", ".join(f"{slot.name} in {len(slot.tiles)} of up to {slot.cut(0).bytes:,} bytes" for slot in cut)
-        _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)
-
-
-def _reject_wrappers() -> None:
-    """Raise `UnsupportedModelError` if a frame on the stack has a data-parallel wrapper as its `self`."""
-    for caller in callers():
-        for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
-            if isinstance(caller, wrapper):
-                raise _wrapped_in(wrapper)
-
-
-def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
-        "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "
-        "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
-        "zinf_compile.hf.adopt(accelerator) right after making theirs"
-    )
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

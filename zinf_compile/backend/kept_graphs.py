@@ -124,7 +124,8 @@ class KeptGraph:
         gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         gm.meta.update(self.gm.meta)
         planned = self.planned(plan)
-        run_passes(gm, planned_passes(params=self.params, grads=self.grads, plan=lambda graph: planned))
+        hops = self.planner.topology.hops
+        run_passes(gm, planned_passes(params=self.params, grads=self.grads, plan=lambda graph: planned, hops=hops))
         verify(gm)
         return lower(gm, name=self.name, compile_region=self._known)
 

@@ -14,11 +14,15 @@ pieces — Pieces of shards, and chunks of pieces of about equal size.
 placements — Placements of the parameters of one graph: some of their states may live nearer to the device than those of
     others.
 program — Programs: scheduled graphs as plain values, free of FX.
+reduce_types — The data types of reductions, as option `reduce_dtype` takes them.
 row_rounds — Rounds in which rows of a large parameter are looked up: a part of a tile each, which bounds the bytes in
     transfer.
+saved_memory — Memory that a forward saves for its backward, and the tier where it lives meanwhile.
 sizes — Sizes of the buffers that the runtime makes and the memory model counts, and bytes by where they are.
 steps — The steps of a program: one transfer or one region of compute each, performed by the executor.
 tiers — The tiers that memory and drives form, how a shard gets from one to another, and where the user wants states to
     live.
 tiling — Tiles of large parameters: boxes that lie in one stretch of memory each, one after the other.
+value_spans — The stretch of memory that views of one storage cover: what moves when they do.
+value_steps — Steps that move values which a forward saves for its backward.
 """

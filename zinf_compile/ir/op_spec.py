@@ -32,6 +32,8 @@ class Volume(enum.Enum):
     """The shards of all other ranks, received or sent."""
     ROWS = enum.auto()
     """The other ranks' part of the rows that are looked up."""
+    VALUES = enum.auto()
+    """Values that compute has made, as a whole: their memory, once for all views of it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class OpSpec:
     name: str
     schema: str
     """Arguments and result. An argument `unit` is the hollow parameter, `src` and `dst` are tiers, `group` numbers transfers
-    that are issued together. Without a `unit`, the first argument leads to it."""
+    that are issued together. Without a `unit`, the first argument leads to it; where that is `values`, no unit is moved."""
     kernel: Callable[..., Any]
     """The operator's result on one process, where a shard is the whole unit."""
     step: Callable[[Sequence[Issued]], Step] | None = None
@@ -80,6 +82,11 @@ def define(spec: OpSpec) -> torch._ops.OpOverload:
 def position_of(operator: object, argument: str) -> int | None:
     """Return the place of a named argument; None where the operator has none, or is not in the table."""
     return _positions.get(operator, {}).get(argument)
+
+
+def moves_values(operator: object) -> bool:
+    """Return whether the operator moves values that compute has made, or waits for them: no unit is behind it."""
+    return position_of(operator, "values") is not None
 
 
 def unit_position(operator: object) -> int:

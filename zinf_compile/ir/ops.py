@@ -9,6 +9,9 @@
 | `zinf::gather_rows(unit, indices, src)`   | the rows of the unit at these indices, from shards of all ranks            |
 | `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
 | `zinf::swap_out(grad, src, dst)`          | moves a reduced gradient's shard by one hop; starts it, as a handle        |
+| `zinf::swap_values_out(values, src, dst)` | moves the memory behind saved values by one hop; starts it, as a handle    |
+| `zinf::swap_values_in(values, src, dst)`  | the same towards the device                                                |
+| `zinf::wait_value(values, number)`        | one of them, once its memory has moved: there, or a stand-in for it        |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
@@ -22,6 +25,10 @@ stands for the box between these indices, and `zinf::join_tiles(parts, unit)` fo
 parameter that is only indexed by rows, `zinf::gather_rows` moves those rows from the tier `src`; it returns when they are there.
 `zinf::reduce_buffer(unit)` is memory for the full gradient of a tile, to be written and reduced: where the shard will be, if it
 can.
+
+Saved values are what a forward keeps for its backward. Those that are views of one memory move together: a handle is the list of
+them. In a forward `wait_value` returns a `SavedValue`, which has the value's metadata and no bytes; the backward gets that as its
+input, and has the value itself from its own `wait_value`.
 
 A gather is a transfer between ranks, a swap one of a rank's own shard: with N ranks 1/N of the unit. With parameters on a drive,
 two hops from the device, the middle of a forward is, with one group of layers in each stage:
@@ -45,6 +52,7 @@ from zinf_compile.ir.tiers import Tier
 from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
 from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
+from .value_steps import SwapValuesIn, SwapValuesOut, WaitValue
 
 
 def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
@@ -96,6 +104,22 @@ def _join_tiles(parts: Sequence[torch.Tensor], unit: torch.Tensor) -> torch.Tens
         laid_out = part.new_empty_strided(part.size(), tile_stride(box, unit.stride())).copy_(part)
         stretches.append(laid_out.as_strided((part.numel(),), (1,)))
     return torch.cat(stretches).as_strided(unit.size(), unit.stride())
+
+
+def _swap_values(values: Sequence[torch.Tensor], src: str, dst: str) -> list[torch.Tensor]:
+    return [_in_own_memory(value) for value in values]
+
+
+def _wait_value(values: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+    return _in_own_memory(values[number])
+
+
+def _in_own_memory(value: torch.Tensor) -> torch.Tensor:
+    if not value.numel():
+        return value.clone()
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    span = value.as_strided((last + 1,), (1,))
+    return span.clone().as_strided(value.shape, value.stride())
 
 
 def _read_or_copied(src: str, dst: str) -> str:
@@ -158,6 +182,29 @@ reduce_scatter = define(
         volume=Volume.OTHER_SHARDS,
         collective=True,
     )
+)
+swap_values_out = define(
+    OpSpec(
+        name="swap_values_out",
+        schema="(Tensor[] values, str src, str dst) -> Tensor[]",
+        kernel=_swap_values,
+        step=SwapValuesOut.of,
+        lane=_written_or_copied,
+        volume=Volume.VALUES,
+    )
+)
+swap_values_in = define(
+    OpSpec(
+        name="swap_values_in",
+        schema="(Tensor[] values, str src, str dst) -> Tensor[]",
+        kernel=_swap_values,
+        step=SwapValuesIn.of,
+        lane=_read_or_copied,
+        volume=Volume.VALUES,
+    )
+)
+wait_value = define(
+    OpSpec(name="wait_value", schema="(Tensor[] values, int number) -> Tensor", kernel=_wait_value, step=WaitValue.of)
 )
 wait = define(OpSpec(name="wait", schema="(Tensor handle) -> Tensor", kernel=_wait, step=Wait.of))
 release = define(OpSpec(name="release", schema="(Tensor full) -> ()", kernel=_release, step=Release.of))

@@ -123,13 +123,15 @@ class Program:
     """Input register of a parameter -> the tier to which its gradient leaves; those that stay on the device are left out."""
     sequence: tuple[str, ...]
     """The collectives in order, one line each: what all ranks must agree on."""
+    leaving: tuple[tuple[str, int], ...] = ()
+    """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
 
     def digest(self) -> int:
         """Hash the collective sequence into 63 bits, the same on every machine."""
         return digest_of(self.sequence)
 
 
-def leaving(steps: Iterable[Step], tiles: Mapping[int, tuple[int, int]]) -> dict[int, str]:
+def tiers_of_gradients(steps: Iterable[Step], tiles: Mapping[int, tuple[int, int]]) -> dict[int, str]:
     """Return for each parameter whose gradient leaves the device the last tier on its way, by input register."""
     owner: dict[int, int] = {}
     found: dict[int, str] = {}

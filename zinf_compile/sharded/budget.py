@@ -15,7 +15,8 @@ from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.sizes import STAGING_BYTES, Sides
+from zinf_compile.ir.saved_memory import SavedMemory
+from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
@@ -100,6 +101,8 @@ class GraphBudget:
             + rounding_bytes(config, slots, self._placements, context.link.topology),
             gradient_stays=self._gradient_stays,
         )
+        self._saved_on_host = 0
+        """Bytes of values that a forward saves in host memory for its backward."""
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
@@ -134,6 +137,13 @@ class GraphBudget:
         if self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
             return True
         return wire_type(node) != slot.dtype
+
+    def plan_saved(self, moving: Iterable[SavedMemory]) -> None:
+        """Count what forward and backward have in host memory, and in blocks on their way to drives, for saved values."""
+        moving, apart = list(moving), self._context.link.topology.host_apart
+        if any(not memory.tier.in_memory for memory in moving):
+            self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
+        self._saved_on_host = sum(memory.bytes for memory in moving if memory.tier.in_memory) if apart else 0
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
@@ -257,14 +267,15 @@ class GraphBudget:
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
         chunk, most, added = model.chunk.host, transient.least.host, model.added_by_steps.host
-        here = model.resident.host + chunk + most
+        here = model.resident.host + chunk + most + self._saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)
-        fixed = least - chunk - most
+        fixed = least - chunk - most - self._saved_on_host
         self._note(
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
-                f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step",
+                f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step"
+                + (f", {self._saved_on_host:,} of activations" if self._saved_on_host else ""),
                 fixed=least - most,
                 least=least,
                 added_by_steps=added,

@@ -1,0 +1,48 @@
+"""Decides, right after the cut, which saved values leave the device between a forward and its backward, and keeps space for them.
+
+Called by `graph_compiler`; the passes of `passes/activations` act on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from zinf_compile.ir.program import Program
+from zinf_compile.ir.saved_memory import SavedMemory
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.analysis.saved_memories import find_memories
+from zinf_compile.passes.graph.node_facts import mark_moving
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.storage.value_space import ValueSpace
+from zinf_compile.sharded.budget import GraphBudget
+
+Choose = Callable[[Sequence[SavedMemory]], tuple[SavedMemory, ...]]
+
+
+def plan_saved(
+    forward: fx.GraphModule, backward: fx.GraphModule, choose: Choose, *, own_outputs: int, budget: GraphBudget | None
+) -> None:
+    """Mark in both graphs what leaves, as `choose` says; count it in the budget."""
+    moving = choose(find_memories(forward.graph, backward.graph, own_outputs=own_outputs))
+    mark_moving(forward, backward, moving)
+    if budget is not None:
+        budget.plan_saved(moving)
+
+
+class SavedSpace:
+    """Space on drives for the values that a graph saves there; none where it saves nothing."""
+
+    def __init__(self, program: Program, context: Context, folders: tuple[str, ...]) -> None:
+        """Reserve it for one run; raises `StoreError` where the drives have no room."""
+        on_drives = [(Tier(tier), size) for tier, size in program.leaving if not Tier(tier).in_memory]
+        self._space = context.value_space(on_drives[0][0], folders) if on_drives else None
+        self._sizes = [size for _, size in on_drives if size]
+        self.reserve()
+
+    def reserve(self) -> ValueSpace | None:
+        """See that there is space for one run more; return where."""
+        if self._space is not None:
+            self._space.reserve(self._sizes)
+        return self._space

@@ -1,0 +1,24 @@
+"""Memory that a forward saves for its backward, and the tier where it lives meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .tiers import Tier
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedMemory:
+    """One memory, with all values that are saved of it: itself, or views of it."""
+
+    name: str
+    """The first of them, by the name that both graphs have for it."""
+    outputs: tuple[int, ...]
+    """Their positions among the forward's outputs."""
+    inputs: tuple[str, ...]
+    """The backward's placeholders, in the same order."""
+    bytes: int
+    """What moves, dynamic sizes as traced."""
+    dynamic: bool = False
+    """Whether that changes from call to call."""
+    tier: Tier = Tier.DEVICE

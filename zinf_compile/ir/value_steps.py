@@ -1,0 +1,88 @@
+"""Steps that move values which a forward saves for its backward, made of the operators of `ops` as those of `steps`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .steps import Issued
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapValuesOut:
+    """Start to move the memory of saved values away from the device, by one hop."""
+
+    src: str
+    dst: str
+    values: tuple[int, ...]
+    """Registers of the values, all views of one memory; or the one register of the handle of the hop before."""
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> SwapValuesOut:
+        """Make one step of one swap."""
+        (only,) = issued
+        return cls(only.args["src"], only.args["dst"], registers_of(only.args["values"]), only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.values
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwapValuesIn:
+    """Start to move the memory of saved values to the device, by one hop."""
+
+    src: str
+    dst: str
+    values: tuple[int, ...]
+    """Registers of what the forward saved in their place; or the one register of the handle of the hop before."""
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> SwapValuesIn:
+        """Make one step of one swap."""
+        (only,) = issued
+        return cls(only.args["src"], only.args["dst"], registers_of(only.args["values"]), only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.values
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaitValue:
+    """Wait until the memory of a saved value has moved."""
+
+    handle: int
+    number: int
+    """Of the value, among those that moved together."""
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> WaitValue:
+        """Make one step of one wait."""
+        (only,) = issued
+        (handle,) = registers_of(only.args["values"])
+        return cls(handle, only.args["number"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.handle,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+def registers_of(argument: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the registers of a list of values, or the one of their handle."""
+    return (argument,) if isinstance(argument, int) else tuple(argument)
