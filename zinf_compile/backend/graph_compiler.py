@@ -127,6 +127,13 @@ class GraphCompiler:
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        with context.ranks.telling():
+            return self._compile(gm, example_inputs, captured, context, asked)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context, asked: Config
+    ) -> Compiled:
+        """Return the same, on the ranks of a context; `asked`: the options before they followed those of earlier graphs."""
         default_tile = follows_cap(asked, self._given, example_inputs)
         if context.size > 1 or self.config.placement().params != Tier.DEVICE:
             raise_limit()
@@ -295,12 +302,17 @@ class GraphCompiler:
         lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
         folder = self.config.checkpoint_folder()
         binder = Binder(program, context, self.config.placement(), lack=lack, checkpoint=folder)
+        ranks = context.ranks  # a closed context has none
         self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            return execute(program, binder.bind(args), context, args, ShardedGradient)
+            try:
+                return execute(program, binder.bind(args), context, args, ShardedGradient)
+            except BaseException as error:
+                ranks.tell(error)
+                raise
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run
