@@ -89,6 +89,12 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def store_of(group: dist.ProcessGroup) -> torch._C._distributed_c10d.Store | None:
+    """Return the key-value store through which a process group was made; None once it is destroyed."""
+    made = distributed_c10d._world.pg_map.get(group)
+    return None if made is None else made[1]
+
+
 def never_compile_alone(function: Callable[..., Any]) -> None:
     """Let Dynamo inline a function into what it captures, but not capture a call that runs between two graphs."""
     skip_code(function.__code__)

@@ -15,6 +15,7 @@ import pickle
 import re
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,8 +26,12 @@ from zinf_compile._torch import level_group_names, without_python_dispatcher
 from zinf_compile.errors import OptionError, RankMismatchError
 from zinf_compile.ir.program import digest_of
 
+from .error_notes import ErrorNotes
 from .shard_group import ShardGroup
 from .steps_done import ADVICE, StepDone, describe, differ_in_steps, mixed
+
+_LISTENING = datetime.timedelta(seconds=2)
+"""How long a rank waits for others before it looks whether one has left a note of an error."""
 
 _END_WITHIN_S = 10.0
 """Seconds that a rank that ends waits for the others."""
@@ -67,6 +72,7 @@ class Ranks:
         self._process = os.getpid()
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
+        self._notes: ErrorNotes | None = None
         self.groups: list[dist.ProcessGroup] = []
         """Process groups made of these ranks."""
         if group is not None and self.connected:
@@ -74,6 +80,7 @@ class Ranks:
             if self._are_some:
                 self.patiently(lambda: level_group_names(group), "starting")
             self._control = self.new_group("gloo")
+            self._notes = ErrorNotes(self._control, rank=self.rank, size=self.size)
 
     @property
     def _are_some(self) -> bool:
@@ -165,12 +172,40 @@ class Ranks:
         def exchange() -> None:
             work = group.allgather([everyone], [mine])
             if within_s is None:
-                work.wait()
+                self._wait_or_hear(work)
             else:
                 work.wait(datetime.timedelta(seconds=within_s))
 
         self.patiently(exchange, what)
+        if self._notes is not None:
+            self._notes.exchanges += 1
         return everyone
+
+    def _wait_or_hear(self, work: dist.Work) -> None:
+        """Wait for an exchange; raise what ends it, or as soon as another rank has left a note that it doesn't come."""
+        start = time.monotonic()
+        while True:
+            try:
+                work.wait(_LISTENING)
+                return
+            except RuntimeError:  # of a time-out, after which one may wait again, or of the exchange
+                overdue = time.monotonic() - start > self.timeout_s + _LISTENING.total_seconds()
+                if work.is_completed() or overdue or (self._notes is not None and self._notes.read()):
+                    raise
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context whose error is told to ranks that wait for this one, see `tell`."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Leave a note of an error that may be this rank's alone: the others then say so, instead of that it doesn't answer."""
+        if self._notes is not None and not isinstance(error, RankMismatchError):
+            self._notes.leave(error)
 
     def exchange(self, values: torch.Tensor, *, what: str) -> torch.Tensor:
         """Return every rank's `values` (a vector of doubles), stacked by rank."""
@@ -255,10 +290,15 @@ class Ranks:
     def failed(self, what: str, error: BaseException) -> RankMismatchError:
         """Turn a broken or timed-out transfer into the error a user can act on."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        told = "" if self._notes is None else self._notes.read()
+        why = (
+            f": {told}. See that error; all ranks have to go back to the same point, or start again."
+            if told
+            else f"; time-out {self.timeout_s:g} s (option timeout_s). Usually a rank ended, took another branch of the model or "
+            "ran out of batches: every rank must run the same graphs in the same order."
+        )
         return RankMismatchError(
-            f"rank {self.rank} of {self.size} got no answer from another rank while {what}; time-out {self.timeout_s:g} s "
-            f"(option timeout_s). Usually a rank ended, took another branch of the model or ran out of batches: every rank must "
-            f"run the same graphs in the same order. The transport said: {reason}"
+            f"rank {self.rank} of {self.size} got no answer from another rank while {what}{why} The transport said: {reason}"
         )
 
     def explain(self, error: RuntimeError, what: str) -> RuntimeError:

@@ -33,6 +33,14 @@ def unanswered(rank: int, what: str) -> str:
     )
 
 
+def told(what: str, error: str) -> str:
+    """Return the pattern of the error of a rank that waits for one whose own error it is told of."""
+    return (
+        rf"RankMismatchError: rank 0 of 2 got no answer from another rank while {what}: rank 1 stopped with {re.escape(error)}.*"
+        r"\. See that error; all ranks have to go back to the same point, or start again"
+    )
+
+
 FORWARD = r"starting the forward of graph \d+"
 FIRST = r"'all_gather group 0: first\.bias \[13\] float32'"
 STARTING_FORWARD = rf"{FORWARD} \(all_gather group 0: first\.bias \[13\] float32\)"
@@ -58,12 +66,21 @@ SCENARIOS = {
         r"StepFailedError: a step failed on rank 1, see its error, before rows of words\.weight were looked up\. Load a ",
         "StepFailedError: a step ended in the middle",
     ],
+    "refused_on_one_rank": [
+        told(STARTING_FORWARD, "PartitionedParameterError: parameter first.weight changed"),
+        "PartitionedParameterError: parameter first.weight changed",
+    ],
+    "not_compiled_on_one_rank": [
+        told(r"starting the forward of graph .*", "CompilationError: Inductor can't"),
+        "CompilationError: Inductor can't",
+    ],
     "out_of_batches": [unanswered(0, STARTING_FORWARD), "no error"],
 }  # fmt: skip
 """What each rank's error says, by function of `rank_failures`."""
 SLOW_SCENARIOS = {
     "no_backward": [unanswered(0, r"starting the backward of graph \d+ \(all_gather group 0: second\.weight .*\)"), "no error"],
     "too_late": [unanswered(0, STARTING_FORWARD), unanswered(1, STARTING_FORWARD)],
+    "broken_in_a_graph_of_one_rank": [told(r"gathering .* in forward of graph \d+", "KeyError: 'in a hook'"), "KeyError: .*"],
     "raising_in_backward": [unanswered(0, STARTING_FORWARD), "KeyError: 'in a hook'"],
     # the last: from then on the ranks count their process groups differently
     "never_calling": [unanswered(0, r"starting \(the others never called a compiled model\)"), "no error"],

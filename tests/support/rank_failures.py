@@ -22,7 +22,11 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.backend.bind import Binder
+from zinf_compile.backend.regions import InductorRegions
 from zinf_compile.errors import StoreError
+from zinf_compile.ir.steps import Gather
+from zinf_compile.runtime.executor import PERFORM
 from zinf_compile.runtime.storage.scratch_file import ScratchFile
 from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.sharded.parameter import unit_behind
@@ -129,7 +133,7 @@ def raising_in_backward(rank: int, options: dict[str, Any]) -> None:
     compiled(*vectors(2, rank))
 
 
-def _raise(grad: torch.Tensor) -> torch.Tensor:
+def _raise(*args: Any) -> torch.Tensor:
     raise KeyError("in a hook")
 
 
@@ -145,6 +149,26 @@ def unscaling_from_a_failing_drive(rank: int, options: dict[str, Any]) -> None:
         assert unit is not None
         with failing(unit.context.engine, "read", 0) if rank == 1 else contextlib.nullcontext():
             scaler.unscale_(optimizer)
+
+
+def refused_on_one_rank(rank: int, options: dict[str, Any]) -> None:
+    compiled = trained(Mlp(), options, rank)
+    error = zinf_compile.PartitionedParameterError("parameter first.weight changed after it was compiled")
+    with mock.patch.object(Binder, "_look_up", side_effect=error) if rank == 1 else contextlib.nullcontext():
+        compiled(*vectors(1, rank))
+
+
+def not_compiled_on_one_rank(rank: int, options: dict[str, Any]) -> None:
+    error = zinf_compile.errors.CompilationError("Inductor can't compile a region of the model")
+    with mock.patch.object(InductorRegions, "compile", side_effect=error) if rank == 1 else contextlib.nullcontext():
+        trained(Mlp(), options, rank)
+
+
+def broken_in_a_graph_of_one_rank(rank: int, options: dict[str, Any]) -> None:
+    """The others wait for what it would have sent."""
+    compiled = trained(Mlp(), options, rank)
+    with mock.patch.dict(PERFORM, {Gather: _raise}) if rank == 1 else contextlib.nullcontext():
+        compiled(*vectors(1, rank))
 
 
 class Lookup(nn.Module):

@@ -136,6 +136,13 @@ class GraphCompiler:
             timeout_s=self.config.timeout_s,
             signature=self.config.signature(),
         )
+        with context.ranks.telling():
+            return self._compile(gm, example_inputs, captured, context, asked)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], captured: Captured, context: Context, asked: Config
+    ) -> Compiled:
+        """Return the same, on the ranks of a context; `asked`: the options before they followed those of earlier graphs."""
         default_tile = follows_cap(asked, self._given, example_inputs)
         if context.size > 1 or self.config.placement().params != Tier.DEVICE:
             raise_limit()
@@ -326,6 +333,7 @@ class GraphCompiler:
         bind = partial(
             Binder, context=context, placements=self.placements, lack=checks.lack, refuse=checks.refuse, checkpoint=folder
         )
+        ranks = context.ranks  # a closed context has none
         live = LiveProgram(program, bind)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
@@ -334,14 +342,16 @@ class GraphCompiler:
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise wrapped_in(DistributedDataParallel)
-            now = live.program
-            units = live.binder.bind(args)
-            if not checks.counts:
-                return execute(now, units, context, args, ShardedGradient, space=space.reserve())
-            given = storages_of(args)
-            results = execute(now, units, context, args, ShardedGradient, space=space.reserve())
-            context.memory.activations.add(results, context.device, given=given)
-            return results
+            try:
+                now, units = live.program, live.binder.bind(args)
+                given = storages_of(args) if checks.counts else None
+                results = execute(now, units, context, args, ShardedGradient, space=space.reserve())
+                if given is not None:
+                    context.memory.activations.add(results, context.device, given=given)
+                return results
+            except BaseException as error:
+                ranks.tell(error)
+                raise
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run

@@ -71,7 +71,8 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     if target.device != beside.device:
         beside.refuse(name, f"it would change a whole tensor on {target.device}")
     unit.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
-    values = make_values(unit, dtype, lasting=True)
+    with unit.ranks.fail_together(what):  # one may have no room
+        values = make_values(unit, dtype, lasting=True)
     with torch.no_grad(), no_torch_function():
         flat = DenseLayout(target.shape, stride, dtype, target.device).flat(target) if unit.shard_group.rank == 0 else None
         resident = values.resident
