@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 from training import BACKEND
 
@@ -323,6 +322,6 @@ if sys.argv[2] == "kill":
 
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_nothing_is_left_of_a_process_that_ends(end: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), end], check=False, capture_output=True, text=True)
+    done = run_program(KILLED, str(tmp_path), end)
     assert done.returncode == (-9 if end == "kill" else 0), done.stderr
     assert names(tmp_path) == []

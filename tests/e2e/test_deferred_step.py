@@ -6,8 +6,6 @@ import contextlib
 import copy
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,6 +19,7 @@ import torch
 from models import CASES, TiedWords, loss_of, tokens
 from optimizers import OPTIMIZERS, assert_same_states
 from paths import SUPPORT
+from programs import run_program
 from tiers import compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
@@ -456,7 +455,7 @@ for number in range(3):
         delay(model)
     plain_step(model, optimizer, tokens(number))
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    run = run_program(program)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(sum(value.numel() for value in TiedWords().state_dict().values()))
     assert "Error" not in run.stderr

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers as hf
+from example_ranks import run_on_ranks
+from marks import more
 from paths import ROOT
 
 
@@ -37,14 +39,19 @@ def test_fine_tuning_what_was_fine_tuned(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_trainer_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launched", [False, more(True)], ids=["forked", "by torchrun"])
+def test_the_trainer_on_two_ranks(launched: bool, tmp_path: Path) -> None:
     """As the README has it, but for the model's size; plain transformers loads what is saved."""
     small, tuned = tmp_path / "small", tmp_path / "tuned"
     config = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     hf.LlamaForCausalLM(hf.LlamaConfig(**config, use_cache=False)).save_pretrained(small)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     arguments = ["--nvme", str(tmp_path), "--length", "16", "--model", str(small), "--output", str(tuned), "--trainer"]
-    three_steps("finetune_hf.py", *arguments, folder=tmp_path, env=env, ranks=2)
+    if launched:
+        three_steps("finetune_hf.py", *arguments, folder=tmp_path, env=env, ranks=2)
+    else:
+        program = ROOT / "examples" / "finetune_hf.py"
+        assert "in 3 steps" in run_on_ranks(program, ["--steps", "3", "--batch", "2", *arguments], 2, tmp_path)
     one, other = (hf.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (small, tuned))
     assert [name for name, value in one.items() if value.equal(other[name])] == []
 

@@ -6,8 +6,6 @@ import copy
 import functools
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from models import Mlp, vectors
+from programs import run_program
 from torch import nn
 from torch.optim import Optimizer
 from training import BACKEND, adamw, assert_same, assert_same_models, plain_step, wrapped
@@ -308,9 +307,7 @@ for name, act in {
 
 
 def test_reads_past_torch_function_do_not_kill_the_process() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", RISKY], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True, check=False
-    )
+    run = run_program(RISKY)
     assert run.returncode == 0, run.stderr
     outcome = dict(line.split(" raised ") if " raised " in line else line.split(" gave ") for line in run.stdout.splitlines())
     sums = {name: float(outcome.pop(name)) for name in ("grad by dlpack", "as_subclass")}

@@ -7,8 +7,6 @@ import functools
 import itertools
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from killed_saves import counting, killed_at
+from programs import Program
 from torch import nn
 
 import zinf_compile
@@ -165,16 +164,12 @@ def test_another_job_that_saves_there_is_an_error(tmp_path: Path) -> None:
         "import sys, torch, zinf_compile\n"
         "zinf_compile.save(sys.argv[1], torch.nn.Linear(3, 4)); print('saved', flush=True); input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"saved\n"
+    with Program(script, str(tmp_path)) as other:
+        assert other.stdout.readline() == "saved\n"
         (tmp_path / f".save-00000002-{'0' * 16}.partial").mkdir()  # that it might be writing
         with pytest.raises(CheckpointError, match=r"another process saves its checkpoints in .*one job for each folder"):
             zinf_compile.save(tmp_path, model(1))
         assert len(names(tmp_path)) == 2
-        process.kill()
     zinf_compile.save(tmp_path, model(1))
     assert names(tmp_path) == ["save-00000002"]
 

@@ -28,6 +28,8 @@ from zinf_compile.errors import StepFailedError
 from zinf_compile.optim.chunk_step import ChunkStep
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
+pytestmark = pytest.mark.keeps_graphs
+
 AWAY = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
 PLACES: dict[str, dict[str, Any]] = {
     "device": {},
@@ -63,7 +65,6 @@ class Training:
     """A model and two optimizers, after two steps."""
 
     def __init__(self, place: str, drive: Path) -> None:
-        torch.compiler.reset()
         torch.manual_seed(0)
         options = {**PLACES[place], "compute_shape": {"piece_numel": 96}}
         options |= {"nvme": str(drive)} if "nvme" in options.values() else {}

@@ -11,13 +11,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import Program
 from small_drives import MIB, fill, free_bytes, mounted, small_drive
 from torch import nn
 from training import BACKEND
@@ -244,15 +244,12 @@ def test_a_folder_that_another_job_saves_to(tmp_path: Path) -> None:
         "import sys, torch, zinf_compile\n"
         "zinf_compile.save(sys.argv[1], torch.nn.Linear(3, 4)); print('saved', flush=True); input()"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"saved\n"
+    with Program(script, str(tmp_path)) as other:
+        assert other.stdout.readline() == "saved\n"
         training = Training(tmp_path)
         with pytest.raises(CheckpointError, match=r"another process saves its checkpoints in .*one job for each folder"):
             training.step()
         assert names(tmp_path) == ["save-00000001"]
-        process.kill()
     training.step()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import ENGINES
+from programs import run_program
 from seccomp import ENTER, make_io_uring_fail_in_this_thread
 
 from zinf_compile.runtime.storage.engine import Engine, File, crc32c
@@ -121,7 +120,7 @@ def test_what_is_in_flight_when_the_interpreter_ends_is_finished(name: str, tmp_
         engine = Engine({name!r}, bandwidth=1e7, chunk_bytes=1 << 16)
         engine.write(File({str(tmp_path / "data")!r}, write=True), 0, torch.ones(1 << 21, dtype=torch.uint8))
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    ended = run_program(textwrap.dedent(program))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "data").read_bytes() == b"\1" * (1 << 21)
 

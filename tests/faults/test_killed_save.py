@@ -10,8 +10,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 import torch
 import transformers as hf
 from killed_saves import counting, entries, killed_at
+from programs import Program
 from safetensors.torch import load_file
 from torch import nn
 from transformer_models import LLAMA
@@ -259,12 +258,8 @@ def living(tmp_path: Path) -> Iterator[str]:
         "import sys, pathlib; from zinf_compile.checkpoint.folder_update import FolderUpdate\n"
         "update = FolderUpdate(pathlib.Path(sys.argv[1])); update.begin(); print(update._staging.name, flush=True); input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().decode().strip()
-        process.kill()
+    with Program(script, str(tmp_path)) as other:
+        yield other.stdout.readline().strip()
 
 
 def test_drafts_of_the_living_stay_and_those_of_the_dead_go(living: str, tmp_path: Path) -> None:
@@ -284,10 +279,8 @@ def test_a_folder_of_another_jobs_checkpoints(
         "import sys, torch, zinf_compile\n"
         "zinf_compile.save(sys.argv[1], torch.nn.Linear(3, 4)); print('saved', flush=True); input()"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"saved\n"
+    with Program(script, str(tmp_path)) as other:
+        assert other.stdout.readline() == "saved\n"
         held = rf"another process has locked {tmp_path}, as long as it writes a model there or, .*, until it ends"
         with pytest.raises(
             OSError, match=rf"cannot save the model: .*{held}\. End that job, or save to another.*as before"
@@ -297,7 +290,6 @@ def test_a_folder_of_another_jobs_checkpoints(
         (line,) = [record.getMessage() for record in caplog.records]
         assert re.search(rf"save_safetensors waits, 0\.1 s at most, for a lock: {held}", line)
         assert [path.name for path in tmp_path.iterdir()] == ["save-00000001"]
-        process.kill()
     zinf_compile.save_safetensors(NEW, tmp_path)
     assert whose(tmp_path) is NEW
 

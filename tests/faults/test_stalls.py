@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -17,6 +15,7 @@ import torch
 from engines import ENGINES
 from models import Mlp, vectors
 from paths import SUPPORT
+from programs import run_program
 from stuck_drive import StuckNative
 from tiers import context_of
 
@@ -114,9 +113,7 @@ def test_a_process_ends_with_a_drive_that_does_not_answer(name: str, tmp_path: P
         print("trained", flush=True)
     """
     begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_program(textwrap.dedent(script))
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     assert time.monotonic() - begun < 90
 

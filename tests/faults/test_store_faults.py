@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 
 from zinf_compile.errors import StoreError, StoreRequestError, StoreWarning
 from zinf_compile.runtime.storage import scratch_file
@@ -114,8 +114,7 @@ def test_the_first_error_does_not_hide_behind_others(store: Store) -> None:
 
 def run_in_process(program: str, folder: Path) -> None:
     """Run it in a process of its own, for what changes the limits of one."""
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(program, str(folder))
     assert done.returncode == 0, done.stderr
 
 
@@ -170,10 +169,7 @@ else:
 
 
 def test_a_file_size_limit_is_an_error_before_any_work(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TOO_LARGE, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_in_process(TOO_LARGE, tmp_path)
 
 
 def test_a_full_disk_is_an_error_before_any_work(tmp_path: Path) -> None:

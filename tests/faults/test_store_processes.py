@@ -6,8 +6,6 @@ import os
 import select
 import signal
 import stat
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import Program
 
 from zinf_compile.errors import StoreRequestError
 from zinf_compile.runtime.storage.extent_store import Store
@@ -68,16 +67,13 @@ def test_files_have_no_name_and_one_reader(tmp_path: Path) -> None:
 
 
 def test_killed_while_writing_it_leaves_nothing(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
+    with Program(KILLED, str(tmp_path)) as program:
+        assert program.stdout.readline() == "begun\n"
         time.sleep(0.2)
         held = holders(tmp_path)
-        process.kill()
-        process.wait(timeout=60)
-    assert process.pid in held
+    assert program.process.pid in held
     assert os.listdir(tmp_path) == []
-    assert process.pid not in holders(tmp_path)
+    assert program.process.pid not in holders(tmp_path)
 
 
 def holders(folder: Path) -> set[int]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from rank_background_save import failed, trained_beside
 from ranks import run_ranks
 from same_leaves import assert_equal
@@ -66,7 +65,8 @@ if sys.argv[2] == "reset":
 
 @pytest.mark.parametrize("end", ["exit", "reset"])
 def test_the_end_of_the_process_and_reset_wait(end: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), end], check=True, capture_output=True, text=True)
+    done = run_program(SCRIPT, str(tmp_path), end)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == ("1" if end == "reset" else "")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
     assert (tmp_path / "saved" / "save-00000001" / "manifest.json").exists()

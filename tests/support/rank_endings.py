@@ -9,11 +9,11 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forking import end_as_a_program, start_forked
 
 DEADLINE_S = 60
 """Far beyond any time-out that the tests set: a rank alive then hangs."""
@@ -29,11 +29,8 @@ class Ending:
 
 def endings_of(function: Callable[..., None], size: int, *args: Any) -> list[Ending]:
     """Run `function(rank, size, *args)` as the main program of `size` processes, with gloo; return how they ended."""
-    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=_main, args=(function, rank, size, folder, args), daemon=True) for rank in range(size)]
-        for worker in workers:
-            worker.start()
+        workers = [start_forked(_main, function, rank, size, folder, args) for rank in range(size)]
         deadline = time.monotonic() + DEADLINE_S
         endings = []
         for rank, worker in enumerate(workers):
@@ -45,7 +42,7 @@ def endings_of(function: Callable[..., None], size: int, *args: Any) -> list[End
     return endings
 
 
-def _main(function: Callable[..., None], rank: int, size: int, folder: str, args: tuple[Any, ...]) -> None:
+def _main(function: Callable[..., None], rank: int, size: int, folder: str, args: tuple[Any, ...]) -> NoReturn:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -54,4 +51,5 @@ def _main(function: Callable[..., None], rank: int, size: int, folder: str, args
         function(rank, size, *args)
     except BaseException as error:
         (Path(folder) / f"error of rank {rank}").write_text(f"{type(error).__name__}: {error}")
-        raise
+        end_as_a_program(1)
+    end_as_a_program(0)

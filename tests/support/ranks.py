@@ -11,26 +11,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch.multiprocessing as mp
-from paths import SUPPORT
+from forking import start_forked
 from rank_worker import Case, run_once, work
 
 TIMEOUT_S = 240
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
-"""What processes that are forked for a case have imported already where they have the device for tests."""
-WARM = ["warm"]
-"""What others have: they compiled a model, too. A process that had a backward without the device never has threads for it."""
 
 
 def run_ranks(
@@ -63,7 +56,7 @@ class Pool:
     """Processes that wait for cases; made when they are first needed, as many as the largest case took."""
 
     def __init__(self, *, afresh: bool = False, once: bool = False, timeout_s: float = TIMEOUT_S, backend: str = "gloo") -> None:
-        self._context = mp.get_context("spawn" if afresh else "forkserver")  # whose server has imported what takes longest
+        self._afresh = afresh
         self._main = run_once if once else work
         self._timeout_s = timeout_s
         self._backend = backend
@@ -124,12 +117,12 @@ class Pool:
         return [values[rank] for rank in range(case.size)]
 
     def _start(self) -> None:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=self._main, args=(there,), daemon=True)
-        self._context.set_forkserver_preload(PRELOADED if "late" in sys.modules else WARM)
-        searched = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the server isn't told where
-        with mock.patch.dict(os.environ, PYTHONPATH=searched):
+        here, there = mp.Pipe()
+        if self._afresh:
+            process = mp.get_context("spawn").Process(target=self._main, args=(there,), daemon=True)
             process.start()
+        else:
+            process = start_forked(self._main, there)
         there.close()  # its end is read as such once the process has ended
         self._workers.append(_Worker(process, here))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing as mp
+from forking import start_forked
 from paths import SUPPORT
-from ranks import PRELOADED
 from tier_job import train
 
 INTERRUPTED = """
@@ -29,11 +29,8 @@ train(sys.argv[1], 1_000_000)
 
 def start(folder: Path, steps: int) -> tuple[Any, Connection]:
     """Start a job, forked from a process that has imported the libraries; return it, and where it says its losses."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    here, there = context.Pipe(duplex=False)
-    job = context.Process(target=train, args=(str(folder), steps, there), daemon=True)
-    job.start()
+    here, there = mp.Pipe(duplex=False)
+    job = start_forked(train, str(folder), steps, there)
     there.close()
     return job, here
 

@@ -1,0 +1,38 @@
+"""Processes that are forked from one that has imported the libraries, and compiled: a new interpreter imports for seconds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch.multiprocessing as mp
+from paths import SUPPORT
+
+PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
+"""What they have imported where the device for tests is: one that had a backward before the device came has no threads for it."""
+WARM = ["warm"]
+"""What they have imported elsewhere: see there."""
+
+
+def start_forked(target: Callable[..., Any], *args: Any) -> Any:
+    """Call `target(*args)` in a process of its own, which a library's `multiprocessing.Process` stands for."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED if "late" in sys.modules else WARM)
+    process = context.Process(target=target, args=args, daemon=True)
+    searched = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the server isn't told where
+    with mock.patch.dict(os.environ, PYTHONPATH=searched):
+        process.start()
+    return process
+
+
+def end_as_a_program(code: int) -> NoReturn:
+    """End this process as an interpreter ends: what is registered for the exit is called, threads and modules are let go of.
+
+    `multiprocessing` ends those that it forks at once.
+    """
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError
