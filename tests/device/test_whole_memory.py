@@ -59,7 +59,7 @@ def named(error: BaseException) -> int:
 
 
 def least_for(name: str, options: dict[str, Any]) -> int:
-    with pytest.raises(BudgetError, match="are activations .* temporaries of compute") as refused:
+    with pytest.raises(BudgetError, match=r"are activations .* temporaries of compute") as refused:
         Run(name, {**options, "device_memory": 1}).step()
     return named(refused.value)
 
@@ -97,10 +97,10 @@ def test_forwards_without_their_backwards_are_refused_before_they_run() -> None:
         kept.append(run.call(*run.batch))
     torch.stack(kept).sum().backward()  # what was there is still good
     run.optimizer.step()
-    run.optimizer.zero_grad()
-    del kept
     works = named(refused.value)
+    del kept, refused
     for cap in (works, works - 1):
+        del run
         run = Run("wide", {"device_memory": cap})
         run.step()
         first = run.call(*run.batch)
@@ -112,6 +112,7 @@ def test_forwards_without_their_backwards_are_refused_before_they_run() -> None:
             (first + run.call(*run.batch)).backward()
             torch.accelerator.synchronize()
             assert torch.accelerator.max_memory_allocated() <= cap
+        first = None
 
 
 def test_tensors_of_the_user_count() -> None:
@@ -123,6 +124,7 @@ def test_tensors_of_the_user_count() -> None:
         run.step()
     del taken
     run.step()
+    del run
     taken = torch.empty(1 << 20, dtype=torch.uint8, device="late")
     more = least_for("wide", {})
     assert more == least + taken.nbytes
