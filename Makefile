@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc
 	touch $@
 
 train: setup
-	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 64MiB $(ARGS)
+	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 128MiB $(ARGS)
 
 # Two at a time: many tests wait for processes that they start. ARGS="-n 0" runs one after the other.
 test: setup

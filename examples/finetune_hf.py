@@ -84,7 +84,7 @@ def train_with_trainer(model, data, steps, batch, learning_rate, folder):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--nvme", metavar="DIR", required=True, help="keep parameters, gradients and states on this folder's drive")
-parser.add_argument("--device-memory", metavar="SIZE", default="256MiB", help="the most that the backend may hold on a rank")
+parser.add_argument("--device-memory", metavar="SIZE", default="512MiB", help="the most that training may hold on a rank")
 parser.add_argument("--model", metavar="FOLDER", help="what to fine-tune; default: a new Llama, of 24M parameters with 8 layers")
 parser.add_argument("--layers", type=int, default=8, help="of a new Llama")
 parser.add_argument("--output", metavar="FOLDER", default="finetuned", help="where the result is saved")

@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                                   # one process, a minute and a half on two cores
     torchrun --nproc-per-node 2 examples/train_gpt.py              # each rank holds half of every parameter
-    python examples/train_gpt.py --nvme DIR --device-memory 64MiB  # all of them on DIR's drive, within a cap
+    python examples/train_gpt.py --nvme DIR --device-memory 128MiB  # all of them on DIR's drive, within a cap
     python examples/train_gpt.py --eager                           # the same script without the backend
 
 The text is the reference manual that comes with Python; --text FILE takes another. Where matplotlib is installed, the loss and
@@ -148,7 +148,7 @@ def generate(model, prompt, count):
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--eager", action="store_true", help="train without the backend, to compare")
 parser.add_argument("--nvme", metavar="DIR", help="keep parameters, gradients and optimizer states on this folder's drive")
-parser.add_argument("--device-memory", metavar="SIZE", help="the most that the backend may hold, such as 64MiB")
+parser.add_argument("--device-memory", metavar="SIZE", help="the most that training may hold, such as 128MiB")
 parser.add_argument("--text", metavar="FILE", help="text to learn; default: Python's reference manual")
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")

@@ -168,7 +168,7 @@ def planned_passes(
 
 
 def as_performed(graph: fx.Graph) -> fx.Graph:
-    """Return a graph between `region_passes` and the end of `graph_passes` as it will compute: products of tiles in place.
+    """Return a graph in the middle of `graph_passes` with the products of tiles in place, as it will compute in the end.
 
     Its transfers are just in time.
     """

@@ -146,9 +146,9 @@ class Config:
     """Checkpoints kept in that folder; the default of `keep` of `zinf_compile.save` there."""
 
     device_memory: int | str | None = None
-    """Cap on device bytes of each rank: shards on this tier, gathered units, gradients in flight, buffers of the step.
-    Activations are PyTorch's and don't count. Default: the memory that the process may use, less a tenth. A cap above that is
-    accepted with a warning."""
+    """Cap on device bytes of each rank: shards on this tier, gathered units, gradients in flight, buffers of the step,
+    activations, temporaries of compute, and on an accelerator the user's own tensors. Default: the memory that the process may
+    use, less a tenth; compute doesn't count then. A cap above that is accepted with a warning."""
 
     tile: int | str | None = None
     """Largest tile: a parameter of more bytes is cut into row tiles, each gathered, used and released by itself. Default: the

@@ -2,6 +2,7 @@
 
 blocks — Block boundaries of the model, from names, order and sizes of units alone. `align_regions` and `group_units` cut
     there.
+compute_memory — Memory of one graph's compute, an upper bound: saved activations and temporaries. `GraphBudget` counts it.
 fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.
 gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.
 liveness — Memory of the values that compute makes, region by region. `step_problem` calls it.

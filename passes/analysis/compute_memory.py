@@ -21,7 +21,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
-from zinf_compile.passes.graph.alias import aliased_inputs
+from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
 from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, starts_region
 from zinf_compile.plan.compute_memory import ComputeMemory
 
@@ -125,6 +125,8 @@ class _Account:
                 self._bytes[memory] = 0
         if not self._by_operator:
             for memory in self._bytes:
+                if self._is_fused_away(memory[0]):
+                    self._bytes[memory] = 0
                 born, dies = self._fused[self._born[memory]], self._fused[min(self._dies[memory], end)]
                 if born != dies:  # else it stays inside of a kernel, or lives as long as it would operator by operator
                     self._born[memory], self._dies[memory] = born[0], dies[1]
@@ -256,6 +258,19 @@ class _Account:
         """Find for each node the first and the last of its region, and of what a compiler may fuse with it."""
         self._regions = self._runs(lambda node: False)
         self._fused = self._runs(_calls_library)
+
+    def _is_fused_away(self, node: fx.Node) -> bool:
+        """Return whether a value is element-wise and element-wise operators that are fused with it are all that read it."""
+        run, stack = self._fused[self._place[node]], [node]
+        while stack:
+            reader = stack.pop()
+            if not is_elementwise(reader) and (reader is node or not is_view(reader)):
+                return False
+            if reader is node or is_view(reader):
+                stack += reader.users
+            if reader.op != "call_function" or self._fused[self._place[reader]] != run:
+                return False
+        return True
 
     def _runs(self, alone: Callable[[fx.Node], bool]) -> list[tuple[int, int]]:
         """Return for each node the first and last number of its run of compute; a transfer is a run by itself."""

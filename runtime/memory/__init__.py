@@ -1,5 +1,6 @@
 """Arenas, the ledger of what is held, and what graphs have reserved.
 
+activations — What graphs have handed out and autograd or the caller still holds, by storages.
 aligned_buffers — Aligned host memory for direct I/O: pinned where an accelerator copies from it, reused, counted and capped.
 arena — An arena of host memory for gathered units.
 device_arena — An arena of a device's own memory for gathers and swaps: after the first steps nothing of theirs is allocated

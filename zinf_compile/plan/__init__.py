@@ -6,6 +6,7 @@ as_json — Frozen dataclasses as JSON and back, checked field by field.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
 compared_page — A step as it ran over the step as it was planned, on one page.
+compute_memory — Memory of compute, as the plan counts it beside parameters: saved activations, and temporaries.
 costs — What regions, links and updates cost, as measured.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.

@@ -4,8 +4,11 @@ them.
 budget — Check of a captured graph against the caps, and the bytes that its transfers may hold ahead of their use.
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — Names of calls as the user writes them, from the function or operator that PyTorch hands to an override.
+call_checks — Checks of each call of a graph within the caps, before it runs: of second gradients, and of what earlier calls
+    left behind.
 calls — Calls of user code on partitioned tensors, before autograd sees them.
 caps — Caps on the memory of a rank, in bytes, as declared by options or as the process may use it, and the bytes held.
+compute_budget — Memory of one captured graph's compute, as `GraphBudget` counts it within a declared `device_memory`.
 data_assignment — Changes of parameters whose values are on this process: arguments that a call changes, and
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.

@@ -1,0 +1,132 @@
+"""`device_memory` is the whole memory: what the device's allocator held at the peak, everything counted, beside the cap."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import late
+import pytest
+import torch
+from late_training import on_drives
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from compute_models import MODELS
+
+import zinf_compile
+from zinf_compile.errors import BudgetError
+
+
+class Run:
+    """A model on the device, compiled under a cap; `step` takes one of two micro-batches."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        torch.compiler.reset()
+        zinf_compile.reset()
+        gc.collect()
+        torch.manual_seed(0)
+        model, batch = MODELS[name][0](), MODELS[name][1]()
+        self.model = model.to("late")
+        self.batch = tuple(part.to("late") for part in batch)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+        self.call: Any = torch.compile(self.model, backend="zero_infinity", options={"compute": "fx", **options})
+
+    def step(self) -> None:
+        for _ in range(2):
+            self.call(*self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self) -> int:
+        """Return the bytes held at the peak of three steps, as the allocator rounds them."""
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            self.step()
+        zinf_compile.synchronize()
+        torch.accelerator.synchronize()
+        return torch.accelerator.max_memory_allocated()
+
+
+def named(error: BaseException) -> int:
+    found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", str(error))
+    assert found is not None, error
+    return int(found[1].replace(",", ""))
+
+
+def least_for(name: str, options: dict[str, Any]) -> int:
+    with pytest.raises(BudgetError, match=r"are activations .* temporaries of compute") as refused:
+        Run(name, {**options, "device_memory": 1}).step()
+    return named(refused.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_whole_memory_is_within_the_cap_and_near_it(name: str) -> None:
+    least = least_for(name, {})
+    held = Run(name, {"device_memory": least}).peak()
+    assert 0.9 * least <= held <= least
+    with pytest.raises(BudgetError):
+        Run(name, {"device_memory": least - 1}).peak()
+
+
+HOST = dict.fromkeys(("params", "grads", "optimizer"), "host")
+DRIVE = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
+
+
+@pytest.mark.parametrize("name", ["gpt", "experts"])
+@pytest.mark.parametrize("places", [HOST, {**HOST, "update": "device"}, DRIVE], ids=["host", "updated on the device", "drive"])
+def test_with_states_elsewhere_it_stays_within_caps(name: str, places: dict[str, Any], tmp_path: Path) -> None:
+    options = {**on_drives(places, tmp_path), "bucket": "64KiB", "compute_shape": {"piece_numel": 1 << 14}}
+    least = least_for(name, options)
+    for cap in (least, least * 5 // 4):
+        assert Run(name, {**options, "device_memory": cap}).peak() <= cap
+    with pytest.raises(BudgetError):
+        Run(name, {**options, "device_memory": least - 1}).peak()
+
+
+def test_forwards_without_their_backwards_are_refused_before_they_run() -> None:
+    least = least_for("wide", {})
+    run = Run("wide", {"device_memory": least})
+    run.step()
+    kept = [run.call(*run.batch)]
+    with pytest.raises(BudgetError, match="activations and results of earlier calls") as refused:
+        kept.append(run.call(*run.batch))
+    torch.stack(kept).sum().backward()  # what was there is still good
+    run.optimizer.step()
+    works = named(refused.value)
+    del kept, refused
+    for cap in (works, works - 1):
+        del run
+        run = Run("wide", {"device_memory": cap})
+        run.step()
+        first = run.call(*run.batch)
+        if cap < works:
+            with pytest.raises(BudgetError):
+                run.call(*run.batch)
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+            (first + run.call(*run.batch)).backward()
+            torch.accelerator.synchronize()
+            assert torch.accelerator.max_memory_allocated() <= cap
+        first = None
+
+
+def test_tensors_of_the_user_count() -> None:
+    least = least_for("wide", {})
+    run = Run("wide", {"device_memory": least})
+    run.step()
+    taken = torch.empty(1 << 20, dtype=torch.uint8, device="late")
+    with pytest.raises(BudgetError, match="are taken by others"):
+        run.step()
+    del taken
+    run.step()
+    del run
+    taken = torch.empty(1 << 20, dtype=torch.uint8, device="late")
+    more = least_for("wide", {})
+    assert more == least + taken.nbytes
+    assert Run("wide", {"device_memory": more}).peak() <= more
+    assert late.account().peak >= taken.nbytes
