@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
@@ -36,6 +37,9 @@ _UNITS = {
 
 _LEAST_TILE = 1 << 20
 """Smallest default tile under `device_memory`: smaller ones cost more than they save."""
+
+AUTO = "auto"
+"""Word for tiers that follow from the budgets."""
 
 REDUCE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types in which gradients may be reduced: every transport supports their sum."""
@@ -253,11 +257,12 @@ class Config:
         return given if isinstance(given, str) else str(getattr(given, "__qualname__", type(given).__name__))
 
     def placement(self) -> Placement:
-        """Return the placement of states."""
+        """Return the placement of states; on the device where the option says `"auto"`."""
+        params, grads, optimizer = (Tier.DEVICE if getattr(self, k) == AUTO else Tier(getattr(self, k)) for k in KINDS)
         return Placement(
-            params=Tier(self.params),
-            grads=Tier(self.grads),
-            optimizer=Tier(self.optimizer),
+            params=params,
+            grads=grads,
+            optimizer=optimizer,
             nvme=self._folders(),
             update=Tier(self.update) if self.update else None,
             master=torch.float32 if self.master else None,
@@ -349,23 +354,23 @@ class Config:
         return tuple(os.fspath(path).replace("{local_rank}", os.environ.get("LOCAL_RANK", "0")) for path in given)
 
     def _validate_tiers(self) -> None:
-        for option in ("params", "grads", "optimizer"):
-            if getattr(self, option) not in all_tiers():
-                raise OptionError(
-                    f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, all_tiers()))}"
-                )
+        for option in KINDS:
+            if getattr(self, option) not in (words := (AUTO, *all_tiers())):
+                accepted = ", ".join(map(repr, words))
+                raise OptionError(f"option {option}={getattr(self, option)!r} is not known; accepted: {accepted}")
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
         if self.master not in (None, "float32"):
             raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
-        on_drives = [option for option in ("params", "grads", "optimizer") if Tier(getattr(self, option)).in_folders]
+        free = [option for option in KINDS if getattr(self, option) == AUTO]
+        on_drives = [option for option in KINDS if option not in free and Tier(getattr(self, option)).in_folders]
         try:
             folders = self._folders()
         except TypeError:
             raise OptionError(f"option nvme={self.nvme!r} is not a path; accepted: a folder, or a list of folders") from None
         if on_drives and not folders:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
-        if folders and not on_drives:
+        if folders and not on_drives and not free:
             raise OptionError(
                 f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme' or optimizer='nvme'"
             )

@@ -10,11 +10,14 @@ double_backward — Rejects double backward, which AOTAutograd doesn't support f
     what to do.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+home_planner — Decides the homes of the parameters of one captured graph, once its forward and backward are known, from the
+    caps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
     defaults.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
+wrappers — Refusal of models in data-parallel wrappers.
 """
 
 from .graph_compiler import zero_infinity

@@ -13,13 +13,11 @@ from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from zinf_compile._frames import callers
 from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
-from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.errors import ZinfError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
 from zinf_compile.ir.steps import Reduce
@@ -38,6 +36,7 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.budget_checks import lack_of_second_gradients
 from zinf_compile.sharded.caps import agree_on_memory
@@ -58,10 +57,12 @@ from .capture import (
 )
 from .choices import Choices
 from .double_backward import reject_double_backward
+from .home_planner import HomePlanner
 from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .static_shapes import with_static_shapes
+from .wrappers import reject_wrappers, wrapped_in
 
 Compiled = Callable[..., Any]
 _numbers: list[int] = process_wide([])
@@ -110,6 +111,8 @@ class GraphCompiler:
         self.topology = Topology(host_apart=False)
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
+        self.homes: HomePlanner | None = None
+        """Decides where states live; None: options or units say so already."""
         self._binder: Binder | None = None
         self.planner: GraphPlanner | None = None
         self._rules: dict[Any, Any] = {}
@@ -118,7 +121,7 @@ class GraphCompiler:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
-        _reject_wrappers()
+        reject_wrappers()
         refuse_closed(example_inputs)
         captured = read_inputs(gm, example_inputs)
         reject_assignments(gm, captured)
@@ -131,17 +134,20 @@ class GraphCompiler:
             signature=self.config.signature(),
         )
         default_tile = follows_cap(asked, self._given, example_inputs)
-        if context.size > 1 or self.config.placement().params != Tier.DEVICE:
+        if context.size > 1 or farthest_homes(self.config, context.link.topology).params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         slots = list(captured.slots.values())
+        self.topology = context.link.topology
         self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
+        if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
+            together = is_first_variant()
+            self.homes = HomePlanner(self.config, slots, example_inputs, self.placements, context, together=together)
         self._choices = Choices(slots, example_inputs, context, self.placements, first=is_first_variant())
         _log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
-        self.topology = context.link.topology
         self._budget = self.make_budget(slots, example_inputs, context)
         self.planner = None if self.config.planner is None else self.make_planner(context)
         if self.config.compute == "inductor":
@@ -179,6 +185,7 @@ class GraphCompiler:
                     reject_mutations(graph, captured)
                     self._decide(graph)
                     self.run_inference_passes(graph)
+                    self._decide_homes(graph)
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -205,7 +212,7 @@ class GraphCompiler:
 
     def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
         """Return where the states of each parameter live: where they do already, or where the options say."""
-        return placements_of(self.config, slots, inputs)
+        return placements_of(self.config, slots, inputs, self.topology)
 
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the graph's memory budget under the caps."""
@@ -242,12 +249,17 @@ class GraphCompiler:
         return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition the joint graph into forward and backward."""
+        """Partition the joint graph into forward and backward, and decide where the states of its parameters live."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
+        self._decide_homes(forward, backward)
         return forward, backward
+
+    def _decide_homes(self, *graphs: fx.GraphModule) -> None:
+        if self.homes is not None and self._budget is not None:
+            self.placements = self.homes.decide(graphs, self._budget, bucket_bytes=self._bucket)
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
@@ -307,7 +319,7 @@ class GraphCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
-                raise _wrapped_in(DistributedDataParallel)
+                raise wrapped_in(DistributedDataParallel)
             return execute(program, binder.bind(args), context, args, ShardedGradient)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
@@ -345,7 +357,7 @@ class _Measurer(GraphCompiler):
         slots = list(captured.slots.values())
         self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)
-        self.placements = placements_of(self.config, slots, inputs)
+        self.placements, self.homes = self.place(slots, inputs), like.homes
         self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
         self._trace(gm, inputs, captured, context)
         return self._budget
@@ -368,23 +380,6 @@ def _log_tiles(slots: Iterable[ParameterSlot], number: int) -> None:
         # a parameter's first tile is its largest
         listed = ", ".join(f"{slot.name} in {len(slot.tiles)} of up to {slot.cut(0).bytes:,} bytes" for slot in cut)
         _log.info("graph %d moves parameters in tiles (option tile): %s", number, listed)
-
-
-def _reject_wrappers() -> None:
-    """Raise `UnsupportedModelError` if a frame on the stack has a data-parallel wrapper as its `self`."""
-    for caller in callers():
-        for wrapper in (DistributedDataParallel, FullyShardedDataParallel, FSDPModule):
-            if isinstance(caller, wrapper):
-                raise _wrapped_in(wrapper)
-
-
-def _wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
-        "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "
-        "several ranks: compile the model before they prepare it, and call zinf_compile.hf.adopt(trainer) or "
-        "zinf_compile.hf.adopt(accelerator) right after making theirs"
-    )
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

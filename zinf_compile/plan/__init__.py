@@ -4,6 +4,7 @@ runtime, no live memory, so that all of it works on a laptop.
 as_json — Frozen dataclasses as JSON and back, checked field by field.
 bound_programme — The linear programme behind `lower_bound`: intervals, rows, and what links can move in them.
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
+fill_homes — Homes for one parameter after the other, by a check of memory.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.

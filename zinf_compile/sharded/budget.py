@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import sys
 import weakref
@@ -20,6 +21,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
+from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, TransientMemory, model_memory
@@ -33,6 +35,7 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
 from .parameter import ShardedParameter, unit_of
+from .promised import not_held_yet, transient_of_unseen
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
 from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
 
@@ -80,6 +83,9 @@ class GraphBudget:
         made_ahead = self._units.keys()
         whole = sum(slot.bytes for slot in fresh)
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
+        self._unseen: list[ParameterSlot] = []
+        self._strict = False
+        self._later = self._promised = Sides(0, 0)
         self._needs: list[Need] = []
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
@@ -100,6 +106,7 @@ class GraphBudget:
         self._nearest = placements.nearest(self._slots)
         self.model = self.model_at(placements)
         """Memory of the parameters that these graphs use."""
+        self._later = transient_of_unseen(self.model, self._unseen, self._bucket)
         tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
         self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
         """Says which units take memory while they are gathered."""
@@ -107,13 +114,42 @@ class GraphBudget:
     def model_at(self, placements: Placements) -> MemoryModel:
         """Return the memory of the parameters at a placement, without what an earlier graph has planned for."""
         return model_memory(
-            self._known,
+            [*self._known, *self._unseen],
             placements,
             size=self._size,
             topology=self._context.link.topology,
             held=self._units.keys(),
-            moved=self._slots,
+            moved=[*self._slots, *self._unseen],
         )
+
+    def decide_for_all(self, unseen: Sequence[ParameterSlot]) -> Callable[[Placements, Sequence[fx.Graph]], Excess]:
+        """Let homes be decided within the caps; return what says by how much graphs exceed them at a placement.
+
+        Room is left for parameters that no graph has seen yet, which live where placements say of the rest; for what other
+        graphs don't hold yet; and for all that steps add. Collective where ranks plan together.
+        """
+        context = self._context
+        topology, memory = context.link.topology, context.memory
+        gc.collect()  # models that nobody uses any more
+        self._strict, self._unseen = True, list(unseen)
+        self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=context.device.type == "cpu")
+        self._promised = not_held_yet(context, self._units.values())
+        held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in (memory.ledger, memory.host_ledger)]
+        caps = (self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host), self.caps.host)
+        room = [cap - own - promised for cap, own, promised in zip(caps, held, self._promised, strict=True)]
+        if self._together:
+            room = [least_of_ranks(context, each, what="room for homes") for each in room]
+
+        def excess(placements: Placements, graphs: Sequence[fx.Graph]) -> Excess:
+            self.place(placements)
+            model, found = self.model, Sides(0, 0)
+            for graph in graphs:
+                least = model.transient(measure_needs(graph, counts=self.counts)).least
+                found = Sides(*map(max, found, least, self._later))
+            found = found.plus(model.resident).plus(model.chunk).plus(model.added_by_steps)
+            return Excess(found.device - room[0], found.host - room[1] if topology.host_apart else 0)
+
+        return excess
 
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
@@ -204,8 +240,9 @@ class GraphBudget:
         context, model = self._context, self.model
         topology = context.link.topology
         cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
-        chunk, most, added = model.chunk.device, transient.least.device, model.added_by_steps.device
-        here = model.resident.device + chunk + most
+        chunk, added = model.chunk.device, model.added_by_steps.device
+        most = max(transient.least.device, self._later.device)
+        here = model.resident.device + chunk + most + self._promised.device
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         self._note(
@@ -222,6 +259,7 @@ class GraphBudget:
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self._nearest, topology=topology, side=Tier.DEVICE, several=gathered > 0),
+                strict=self._strict,
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)
@@ -230,8 +268,9 @@ class GraphBudget:
         context, model, cap = self._context, self.model, self.caps.host
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
-        chunk, most, added = model.chunk.host, transient.least.host, model.added_by_steps.host
-        here = model.resident.host + chunk + most
+        chunk, added = model.chunk.host, model.added_by_steps.host
+        most = max(transient.least.host, self._later.host)
+        here = model.resident.host + chunk + most + self._promised.host
         least = here + self._held(context.memory.host_ledger, here, cap)
         fixed = least - chunk - most
         self._note(
@@ -246,6 +285,7 @@ class GraphBudget:
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
                 advice=advice(self._nearest, topology=context.link.topology, side=Tier.HOST),
+                strict=self._strict,
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)
@@ -287,7 +327,7 @@ class GraphBudget:
     def _lack(self, side: Tier) -> Lack:
         here = [need for need in self._needs if need.side == side]
         cap = here[0].cap if here else None
-        return Lack(max((need.least for need in here), default=0), cap, self.works(side))
+        return Lack(max((need.needed for need in here), default=0), cap, self.works(side))
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
