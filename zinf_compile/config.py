@@ -120,16 +120,17 @@ class Config:
     shard that an optimizer updates together and a drive stores together, `"chunk_bytes"`, the bytes of a chunk's logits in fp32,
     and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
 
-    params: str = "device"
+    params: str = "auto"
     """Tier of parameters between their uses: `"device"`, `"host"` (the same for a model on the CPU) or `"nvme"` (the drive of
-    option `nvme`). The graph prefetches them to the device before each use. Numbers are the same for any placement."""
+    option `nvme`). `"auto"`: each where there is room, within the caps; without a cap and a drive, the device. The graph
+    prefetches them to the device before each use. Numbers are the same for any placement."""
 
-    grads: str = "device"
-    """Tier of reduced gradients until the step: `"device"`, `"host"` or `"nvme"`."""
+    grads: str = "auto"
+    """Tier of reduced gradients until the step, likewise."""
 
-    optimizer: str = "device"
-    """Tier of optimizer states: `"device"`, `"host"` or `"nvme"`. A step reads and writes states on a drive in chunks, a few of
-    them in memory at a time."""
+    optimizer: str = "auto"
+    """Tier of optimizer states, likewise. A step reads and writes states on a drive in chunks, a few of them in memory at a
+    time."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move

@@ -28,6 +28,8 @@ class Reservation:
     """Chunks that fit into memory beside it during a step."""
     chunk_numel: int = 0
     """Elements of the largest chunk that was planned for the parameters that it uses first; 0: it plans for none."""
+    chunks: Sides = _NONE
+    """Bytes of these buffers for all chunks that are in memory at once."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -107,6 +109,12 @@ class Reservations:
     def chunk_numel(self) -> int | None:
         """The elements that a chunk may have; None where no graph has planned for any."""
         return max((reservation.chunk_numel for reservation in self._made), default=0) or None
+
+    @property
+    def chunks(self) -> Sides:
+        """The most bytes of chunk buffers of all."""
+        found = [reservation.chunks for reservation in self._made]
+        return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
 
     @property
     def reduced(self) -> int:

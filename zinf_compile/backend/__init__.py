@@ -17,6 +17,7 @@ placement_of_inputs — Placement of a graph whose parameters are partitioned al
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
+tell_homes — What was decided for the parameters of a graph, as text.
 wrappers — Refusal of models in data-parallel wrappers.
 """
 

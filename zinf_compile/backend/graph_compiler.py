@@ -41,6 +41,7 @@ from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.budget_checks import lack_of_second_gradients
 from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 from zinf_compile.sharded.short_ranks import Lack
 
@@ -144,7 +145,8 @@ class GraphCompiler:
         if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
             together = is_first_variant()
             self.homes = HomePlanner(self.config, slots, example_inputs, self.placements, context, together=together)
-        self._choices = Choices(slots, example_inputs, context, self.placements, first=is_first_variant())
+        likely = self.placements if self.homes is None else self.homes.likely()
+        self._choices = Choices(slots, example_inputs, context, likely, first=is_first_variant())
         _log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
@@ -272,10 +274,11 @@ class GraphCompiler:
 
     def graph_passes(self) -> tuple[Pass, ...]:
         """Return the passes that write the schedule for the placement of this model."""
+        paths = self.placements if self.homes is None else self.homes.paths
         return graph_passes(
             bucket_bytes=self._bucket,
-            params=lambda slot: self.topology.hops(self.placements.of(slot).params),
-            grads=lambda slot: self.topology.hops(self.placements.of(slot).grads)[::-1],
+            params=lambda slot: self.topology.hops(paths.of(slot).params),
+            grads=lambda slot: self.topology.hops(paths.of(slot).grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
             counts=counts_all if self._budget is None else self._budget.counts,
             plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
@@ -314,7 +317,8 @@ class GraphCompiler:
         makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
         lack = partial(lack_of_second_gradients, context) if makes_gradients else _lacks_nothing
         folder = self.config.checkpoint_folder()
-        binder = Binder(program, context, self.placements, lack=lack, checkpoint=folder)
+        at_call = None if self.homes is None else partial(place_at_call, self.config, self.placements, context)
+        binder = Binder(program, context, self.placements, lack=lack, checkpoint=folder, place=at_call)
         self._binder = self._binder or binder  # of the forward, which is compiled first
 
         def run(args: list[Any]) -> list[Any]:

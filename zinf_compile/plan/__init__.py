@@ -18,6 +18,7 @@ problem — What happens between two `optimizer.step()`: the problem that a plan
 problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
+rough_links — Links at rough rates, where nobody has measured.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 stretch — The problem of a deep model, made from that of a shallow one.
 table — A plan as text: who lives where, and what happens at each boundary.

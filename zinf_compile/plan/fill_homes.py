@@ -139,9 +139,10 @@ class _Ladder:
         return tuple(frozenset((kind, name) for kind, name, _ in part) for part in self._parts(near, middle))
 
     def all(self) -> Iterator[tuple[int, int]]:
-        """Yield all rungs of device and host."""
+        """Yield all rungs of the device, each with nothing, half and all of the rest on the host."""
         for near in range(self.rungs + 1):
-            for middle in range(self.rungs - near + 1) if self.has_middle else (0,):
+            left = self.rungs - near if self.has_middle else 0
+            for middle in sorted({0, left // 2, left}):
                 yield near, middle
 
     def homes(self, near: int, middle: int) -> Homes:

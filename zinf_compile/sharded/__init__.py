@@ -21,6 +21,7 @@ gradient_types — The type that a gradient shows, its parameter's, beside the o
     arithmetic keeps both.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
     materializing ones.
+homes_ahead — Homes of parameters that are partitioned before any graph is known.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
 metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
@@ -39,6 +40,8 @@ partition — Partitioning of whole parameters: rank 0's values, spread over the
     that uses them.
 partition_alike — Partitioning of whole tensors like the parameter beside which they are changed: those made before it
     was partitioned.
+place_at_call — Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled
+    with.
 promised — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs don't
     hold yet.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds

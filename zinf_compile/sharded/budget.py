@@ -90,9 +90,9 @@ class GraphBudget:
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked = False
-        self._measuring = measuring
+        self.measuring = measuring
         self._together = together and context.size > 1
-        self._signature = config.signature()
+        self._signature, self._tile = config.signature(), config.tile_bytes
         self._context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size = slots, shard_group_of(units.values(), context).size
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
@@ -100,13 +100,19 @@ class GraphBudget:
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
+    @property
+    def device_cap(self) -> int:
+        """The device's cap: both where host memory is the device."""
+        apart = self._context.link.topology.host_apart
+        return self.caps.device if apart else min(self.caps.device, self.caps.host)
+
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
         self._placements = placements
         self._nearest = placements.nearest(self._slots)
         self.model = self.model_at(placements)
         """Memory of the parameters that these graphs use."""
-        self._later = transient_of_unseen(self.model, self._unseen, self._bucket)
+        self._later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
         tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
         self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
         """Says which units take memory while they are gathered."""
@@ -135,7 +141,7 @@ class GraphBudget:
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=context.device.type == "cpu")
         self._promised = not_held_yet(context, self._units.values())
         held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in (memory.ledger, memory.host_ledger)]
-        caps = (self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host), self.caps.host)
+        caps = (self.device_cap, self.caps.host)
         room = [cap - own - promised for cap, own, promised in zip(caps, held, self._promised, strict=True)]
         if self._together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
@@ -154,13 +160,14 @@ class GraphBudget:
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
         slot = slot_behind(node)
-        if self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
+        alike = (slot.shape, slot.dtype) in {(other.shape, other.dtype) for other in self._unseen}  # which may take its place
+        if alike or self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
             return True
         return wire_type(node) != slot.dtype
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
-        if self._measuring:
+        if self.measuring:
             return math.inf, math.inf
         self.limits(graph, wanted=wanted)
         transient, plan = self.plans[-1]
@@ -174,7 +181,7 @@ class GraphBudget:
         device = self._check_device(transient)
         host = self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
-        if self._measuring:
+        if self.measuring:
             return fixed
         next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
         spare = Sides(device.spare, host.spare)
@@ -213,6 +220,7 @@ class GraphBudget:
             reduced=transient.reduced + plan.reduced,
             chunk_buffers=plan.chunk_buffers,
             chunk_numel=self.model.chunk_numel,
+            chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
             passing_host=taken.host,
             staging=staging or None,
             least=transient.least,
@@ -239,7 +247,7 @@ class GraphBudget:
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self._context, self.model
         topology = context.link.topology
-        cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
+        cap = self.device_cap
         chunk, added = model.chunk.device, model.added_by_steps.device
         most = max(transient.least.device, self._later.device)
         here = model.resident.device + chunk + most + self._promised.device
@@ -334,7 +342,7 @@ class GraphBudget:
         return max((need.works for need in self._needs if need.side == side), default=0)
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
-        cap = sys.maxsize if self._measuring else cap  # what nobody uses went before
+        cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
         return held_bytes(ledger, more, cap, self._context.memory.inflight_gradients)
 
     def _note(self, need: Need) -> None:

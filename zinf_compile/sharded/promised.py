@@ -39,13 +39,14 @@ def unseen_parameters(known: Iterable[object]) -> list[ParameterSlot]:
     return [slot for slot in found if slot.numel and slot.device.type != "meta"]
 
 
-def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], bucket: int) -> Sides:
+def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], bucket: int, *, tile: int | None) -> Sides:
     """Return the memory that graphs will need while they use these parameters: a few buckets, and the largest, in flight."""
     sizes = [(slot.bytes, slot.reduce_format.bytes(slot.numel) if slot.requires_grad else 0) for slot in slots]
     if not sizes:
         return Sides(0, 0)
     full, gradients = ([each[side] for each in sizes] for side in (0, 1))
-    gathered, reduced = (min(sum(each), 4 * bucket + 2 * max(each)) for each in (full, gradients))
+    largest = [max(each) if tile is None else min(max(each), tile) for each in (full, gradients)]
+    gathered, reduced = (min(sum(e), 4 * bucket + 2 * most) for e, most in zip((full, gradients), largest, strict=True))
     needs = GraphMemory(
         gathered=gathered,
         rows=0,
@@ -61,7 +62,10 @@ def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], buck
 
 
 def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
-    """Return the bytes that units, without some, will have in memory and don't have yet: states and second gradients as well."""
+    """Return the bytes that units, without some, will have in memory and don't have yet: states and second gradients as well.
+
+    With the buffers of an optimizer's step as graphs have planned for them.
+    """
     topology = context.link.topology
     parts: list[tuple[Tier, int, torch.dtype]] = []
     own: list[tuple[Tier, int, torch.dtype]] = []
@@ -80,7 +84,8 @@ def not_held_yet(context: Context, but: Collection[Unit]) -> Sides:
     promised, known = resident(parts, topology), resident(own, topology)
     ledgers = (context.memory.ledger, context.memory.host_ledger)
     held = [sum(ledger.now()[kind] for kind in ("params", "grads", "states")) for ledger in ledgers]
-    return Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
+    missing = Sides(max(0, promised.device + known.device - held[0]), max(0, promised.host + known.host - held[1]))
+    return missing.plus(context.memory.reservations.chunks)
 
 
 def states_of(unit: Unit) -> tuple[torch.dtype, ...]:
