@@ -84,6 +84,8 @@ class Context:
         """Whether the process ends: lanes stop."""
         self.chosen: dict[Hashable, bool] = {}
         """Decisions as in `Unit.chosen`, by names and shapes of the parameters."""
+        self.plans: list[Callable[[], str]] = []
+        """What was decided for models, as text for the log at their first step."""
         self.synchronised: set[tuple[int, str]] = set()
         """Buffers that have had rank 0's values: (serial of their model's first unit, name)."""
         self._value_spaces: weakref.WeakValueDictionary[tuple[Tier, tuple[str, ...]], ValueSpace] = weakref.WeakValueDictionary()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
@@ -37,6 +38,9 @@ _UNITS = {
 
 _LEAST_TILE = 1 << 20
 """Smallest default tile under `device_memory`: smaller ones cost more than they save."""
+
+AUTO = "auto"
+"""Word for tiers that follow from the budgets."""
 
 SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes")
 """Keys of option `compute_shape`."""
@@ -103,16 +107,17 @@ class Config:
     shard that an optimizer updates together and a drive stores together, `"chunk_bytes"`, the bytes of a chunk's logits in fp32,
     and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
 
-    params: str = "device"
+    params: str = "auto"
     """Tier of parameters between their uses: `"device"`, `"host"` (the same for a model on the CPU) or `"nvme"` (the drive of
-    option `nvme`). The graph prefetches them to the device before each use. Numbers are the same for any placement."""
+    option `nvme`). `"auto"`: each where there is room, within the caps; without a cap and a drive, the device. The graph
+    prefetches them to the device before each use. Numbers are the same for any placement."""
 
-    grads: str = "device"
-    """Tier of reduced gradients until the step: `"device"`, `"host"` or `"nvme"`."""
+    grads: str = "auto"
+    """Tier of reduced gradients until the step, likewise."""
 
-    optimizer: str = "device"
-    """Tier of optimizer states: `"device"`, `"host"` or `"nvme"`. A step reads and writes states on a drive in chunks, a few of
-    them in memory at a time."""
+    optimizer: str = "auto"
+    """Tier of optimizer states, likewise. A step reads and writes states on a drive in chunks, a few of them in memory at a
+    time."""
 
     activations: str = "keep"
     """Place of the values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a
@@ -246,11 +251,12 @@ class Config:
         return given if isinstance(given, str) else str(getattr(given, "__qualname__", type(given).__name__))
 
     def placement(self) -> Placement:
-        """Return the placement of states."""
+        """Return the placement of states; on the device where the option says `"auto"`."""
+        params, grads, optimizer = (Tier.DEVICE if getattr(self, k) == AUTO else Tier(getattr(self, k)) for k in KINDS)
         return Placement(
-            params=Tier(self.params),
-            grads=Tier(self.grads),
-            optimizer=Tier(self.optimizer),
+            params=params,
+            grads=grads,
+            optimizer=optimizer,
             nvme=self._folders(),
             update=Tier(self.update) if self.update else None,
             master=torch.float32 if self.master else None,
@@ -346,11 +352,10 @@ class Config:
         return tuple(os.fspath(path).replace("{local_rank}", os.environ.get("LOCAL_RANK", "0")) for path in given)
 
     def _validate_tiers(self) -> None:
-        for option in ("params", "grads", "optimizer"):
-            if getattr(self, option) not in all_tiers():
-                raise OptionError(
-                    f"option {option}={getattr(self, option)!r} is not known; accepted: {', '.join(map(repr, all_tiers()))}"
-                )
+        for option in KINDS:
+            if getattr(self, option) not in (words := (AUTO, *all_tiers())):
+                accepted = ", ".join(map(repr, words))
+                raise OptionError(f"option {option}={getattr(self, option)!r} is not known; accepted: {accepted}")
         offloaded = [tier for tier in all_tiers() if tier != Tier.DEVICE]
         if self.activations != "keep" and self.activations not in offloaded:
             raise OptionError(
@@ -360,7 +365,8 @@ class Config:
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
         if self.master not in (None, "float32"):
             raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
-        on_drives = [option for option in ("params", "grads", "optimizer") if Tier(getattr(self, option)).in_folders]
+        free = [option for option in KINDS if getattr(self, option) == AUTO]
+        on_drives = [option for option in KINDS if option not in free and Tier(getattr(self, option)).in_folders]
         on_drives += ["activations"] if self.saved_values().in_folders else []
         try:
             folders = self._folders()
@@ -368,7 +374,7 @@ class Config:
             raise OptionError(f"option nvme={self.nvme!r} is not a path; accepted: a folder, or a list of folders") from None
         if on_drives and not folders:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
-        if folders and not on_drives:
+        if folders and not on_drives and not free:
             raise OptionError(
                 f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme', "
                 "optimizer='nvme' or activations='nvme'"

@@ -59,21 +59,29 @@ def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[
     if context.rank == 0 and _log.isEnabledFor(logging.INFO):
         units = [p._zinf_unit for p in parameters if p._zinf_unit.context is context]
         _log.info("%s", first_line(units, type(optimizer).__name__, states_bytes, context.lanes.meter.last_step()))
+        for told in context.plans:
+            _log.info("%s", told())
+        context.plans.clear()
 
 
 def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple[int, float]) -> str:
     """Return the log line; `step` is (bytes written to drives, seconds) of one step."""
-    placement = max(units, key=lambda unit: unit.numel).placement
-    context = units[0].context
-    shards = sum(unit.format.bytes(unit.shard_numel) for unit in units)
-    trained = sum(unit.reduce_format.bytes(unit.shard_numel) for unit in units if _is_trained(unit))
+    context, trained = units[0].context, [unit for unit in units if _is_trained(unit)]
+    largest = max(units, key=lambda unit: unit.numel).placement
+    homes = {unit: unit.placement if unit.shape and unit.numel else largest for unit in units}  # numbers are not worth a word
     kinds = (
-        ("parameters", shards, placement.params),
-        ("gradients", trained, placement.grads),
-        (f"states of {optimizer}", states_bytes, placement.optimizer),
+        ("parameters", _by_tier(((homes[u].params, u.format.bytes(u.shard_numel)) for u in units), context)),
+        ("gradients", _by_tier(((homes[u].grads, u.reduce_format.bytes(u.shard_numel)) for u in trained), context)),
+        (f"states of {optimizer}", _share(states_bytes, [(homes[u].optimizer, u.shard_numel) for u in trained], context)),
     )
-    placed = ", ".join(f"{name} on {_NAMES[_tier(tier, context)]} ({count:,} B)" for name, count, tier in kinds)
-    text = f"each of {context.size} rank(s) keeps {placed}; updated on {_updated_on(placement, context)}"
+    placed = ", ".join(
+        f"{name} on {' and '.join(f'{_NAMES[tier]} ({count:,} B)' for tier, count in tiers.items())}"
+        for name, tiers in kinds
+        if tiers
+    )
+    sides = dict.fromkeys(_updated_on(homes[unit], context) for unit in trained) or [_updated_on(largest, context)]
+    placement = next((unit.placement for unit in units if unit.placement.nvme), largest)
+    text = f"each of {context.size} rank(s) keeps {placed}; updated on {' and '.join(sides)}"
     written, seconds = step
     if written:
         days = ENDURANCE_BYTES / written * seconds / 86400
@@ -83,6 +91,21 @@ def first_line(units: list[Unit], optimizer: str, states_bytes: int, step: tuple
             f"{ENDURANCE_BYTES / 1e12:.0f} TBW lasts {days:,.0f} days of training"
         )
     return text
+
+
+def _by_tier(rows: Iterable[tuple[Tier, int]], context: Context) -> dict[Tier, int]:
+    """Return bytes by tier, from near to far."""
+    found: dict[Tier, int] = {}
+    for tier, count in sorted(rows, key=lambda row: row[0].distance):
+        found[_tier(tier, context)] = found.get(_tier(tier, context), 0) + count
+    return found
+
+
+def _share(total: int, rows: list[tuple[Tier, int]], context: Context) -> dict[Tier, int]:
+    """Return bytes by tier in the proportion of the elements there."""
+    numbers = _by_tier(rows, context)
+    whole = sum(numbers.values())
+    return {tier: round(total * count / whole) for tier, count in numbers.items()} if whole else {}
 
 
 def _is_trained(unit: Unit) -> bool:

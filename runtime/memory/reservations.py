@@ -34,6 +34,8 @@ class Reservation:
     """Bytes of `passing` that are compute's: activations and temporaries."""
     results: int = 0
     """Of these, results of the call before that the caller may still hold."""
+    chunks: Sides = _NONE
+    """Bytes of these buffers for all chunks that are in memory at once."""
     passing_host: int = 0
     """The most that passes through host memory at once, where the device has memory of its own."""
     staging: int | None = None
@@ -133,6 +135,12 @@ class Reservations:
     def chunk_numel(self) -> int | None:
         """The elements that a chunk may have; None where no graph has planned for any."""
         return max((reservation.chunk_numel for reservation in self._made), default=0) or None
+
+    @property
+    def chunks(self) -> Sides:
+        """The most bytes of chunk buffers of all."""
+        found = [reservation.chunks for reservation in self._made]
+        return Sides(max((each.device for each in found), default=0), max((each.host for each in found), default=0))
 
     @property
     def reduced(self) -> int:

@@ -122,5 +122,5 @@ def test_a_tier_takes_few_lines() -> None:
 
 
 def test_a_tier_that_is_not_there_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"option params='slow' is not known; accepted: 'device', 'host', 'nvme'"):
+    with pytest.raises(OptionError, match=r"option params='slow' is not known; accepted: 'auto', 'device', 'host', 'nvme'"):
         train(params="slow")

@@ -10,6 +10,8 @@ double_backward — Rejects double backward, which AOTAutograd doesn't support f
     what to do.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
+home_planner — Decides the homes of the parameters of one captured graph, once its forward and backward are known, from the
+    caps.
 kept_graphs — Graphs kept as they were before their plan, and programs that can be replaced.
 measured_costs — Costs of regions, links and updates from records of steps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'
@@ -21,7 +23,8 @@ replan — Plans made anew from measured costs, between two steps.
 saved_values — Decides which saved values leave the device between a forward and its backward, and keeps space for them.
 states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
-wrappers — Refuses models that are wrapped by other data parallelism.
+tell_homes — What was decided for the parameters of a graph, as text.
+wrappers — Refusal of models in data-parallel wrappers.
 """
 
 from .graph_compiler import zero_infinity

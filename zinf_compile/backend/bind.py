@@ -47,16 +47,19 @@ class Binder:
         lack: Callable[[Iterable[Unit], Sequence[Any]], Mapping[Tier, Lack]],
         refuse: Callable[[Context, Mapping[Tier, Lack]], NoReturn] = refuse_second_gradients,
         checkpoint: CheckpointFolder | None = None,
+        place: Callable[[Sequence[ParameterSlot], Sequence[Any]], Placements] | None = None,
     ) -> None:
         """`lack` returns, by side, the memory that a call with given units and arguments lacks, `refuse` raises where it does.
 
-        `checkpoint`: where the units are saved.
+        `checkpoint`: where the units are saved. `place` returns the placements of parameters that are first
+        seen at a call; None: those that the graph was compiled for.
         """
         self._program = program
         self._context = context
         self._placements = placements
         self._lack, self._refuse = lack, refuse
         self._checkpoint = checkpoint
+        self._place = place
         self._described: dict[tuple[int, ...], tuple[list[str], int]] = {}
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
@@ -87,7 +90,9 @@ class Binder:
         if short:
             self._refuse(context, lacks)
         if fresh:
-            self._partition(args, fresh)
+            slots = [program.slots[r] for r in fresh]
+            placements = None if self._place is None else self._place(slots, [args[r] for r in fresh])
+            self._partition(args, fresh, placements)
             units.update((r, _unit_of(args[r])) for r in fresh)
         if self._checkpoint is not None:
             for unit in units.values():
@@ -147,11 +152,12 @@ class Binder:
                     units[r] = unit
         return units, fresh
 
-    def _partition(self, args: Arguments, fresh: Sequence[int]) -> None:
+    def _partition(self, args: Arguments, fresh: Sequence[int], placements: Placements | None = None) -> None:
         slots = self._program.slots
         refuse_running_steps([(args[r], slots[r]) for r in fresh])
         parameters = {r: (args[r], slots[r].name) for r in fresh}
-        partition(parameters, self._context, lambda r: self._placements.of(slots[r]))
+        placed = placements or self._placements
+        partition(parameters, self._context, lambda r: placed.of(slots[r]))
 
     def _agree(self, units: Mapping[int, Unit], fresh: Sequence[int], buffers: Sequence[int], *, value: int = 0) -> list[float]:
         """Check that all ranks are about to do the same; return the `value` of each."""

@@ -38,10 +38,12 @@ from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
+from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
 from zinf_compile.sharded.gradient import ShardedGradient
+from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
 from .bind import Binder
@@ -58,6 +60,7 @@ from .capture import (
 )
 from .choices import Choices
 from .double_backward import reject_double_backward
+from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
 from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
 from .plan_graphs import GraphPlanner
@@ -114,6 +117,8 @@ class GraphCompiler:
         self.topology = Topology(host_apart=False)
         self.placements = Placements(config.placement())
         """Where the states of each parameter live."""
+        self.homes: HomePlanner | None = None
+        """Decides where states live; None: options or units say so already."""
         self._binder: Binder | None = None
         self._results: int | None = None
         """The number of a forward's outputs that are not saved for its backward."""
@@ -144,17 +149,21 @@ class GraphCompiler:
     ) -> Compiled:
         """Return the same, on the ranks of a context; `asked`: the options before they followed those of earlier graphs."""
         default_tile = follows_cap(asked, self._given, example_inputs)
-        if context.size > 1 or self.config.placement().params != Tier.DEVICE:
+        if context.size > 1 or farthest_homes(self.config, context.link.topology).params != Tier.DEVICE:
             raise_limit()
         captured = cut_into_tiles(captured, example_inputs, self.config.placement(), context.ranks.shard_group)
         slots = list(captured.slots.values())
+        self.topology = context.link.topology
         self._together = self.config.chunk_loss is None and context.size > 1
         self.placements = self.place(slots, example_inputs)
-        self._choices = Choices(slots, example_inputs, context, self.placements, first=is_first_variant())
+        if is_open(self.config, self.topology) and len(self.placements.own) < len(slots):
+            together = is_first_variant()
+            self.homes = HomePlanner(self.config, slots, example_inputs, self.placements, context, together=together)
+        likely = self.placements if self.homes is None else self.homes.likely()
+        self._choices = Choices(slots, example_inputs, context, likely, first=is_first_variant())
         log_tiles(slots, self.number)
         self.shape = self.config.shape()
         self._bucket = self.shape.bucket_of(slots)
-        self.topology = context.link.topology
         self._budget = self.make_budget(slots, example_inputs, context)
         self.planner = None if self.config.planner is None else self.make_planner(context)
         if self.config.compute == "inductor":
@@ -192,6 +201,7 @@ class GraphCompiler:
                     reject_mutations(graph, captured)
                     self._decide(graph)
                     self.run_inference_passes(graph)
+                    self._decide_homes(graph)
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -218,7 +228,7 @@ class GraphCompiler:
 
     def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
         """Return where the states of each parameter live: where they do already, or where the options say."""
-        return placements_of(self.config, slots, inputs)
+        return placements_of(self.config, slots, inputs, self.topology)
 
     def make_budget(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any], context: Context) -> GraphBudget:
         """Return the graph's memory budget under the caps."""
@@ -256,18 +266,24 @@ class GraphCompiler:
         return joint_passes(**self._loss_settings())
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition the joint graph into forward and backward."""
+        """Partition the joint graph into forward and backward, and decide where the states of its parameters live."""
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self._results = kwargs.get("num_fwd_outputs")
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
+        self._decide_homes(forward, backward)
         plan_saved(forward, backward, self.choose_homes, own_outputs=kwargs["num_fwd_outputs"], budget=self._budget)
         return forward, backward
 
     def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
         """Return the saved memory that leaves the device between forward and backward, each with its tier."""
         return choose_homes(memories, self.config.saved_values(), self.topology)
+
+    def _decide_homes(self, *graphs: fx.GraphModule) -> None:
+        if self.homes is not None and self._budget is not None:
+            results = self._results if len(graphs) > 1 else None
+            self.placements = self.homes.decide(graphs, self._budget, bucket_bytes=self._bucket, results=results)
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""
@@ -287,10 +303,11 @@ class GraphCompiler:
         """Return the passes that write the schedule of the next graph, a forward, a backward or one without."""
         if self._budget is not None:
             self._budget.compute.expect(backward=kind == "backward", results=self._results if kind == "forward" else None)
+        paths = self.placements if self.homes is None else self.homes.paths
         return graph_passes(
             bucket_bytes=self._bucket,
-            params=lambda slot: self.topology.hops(self.placements.of(slot).params),
-            grads=lambda slot: self.topology.hops(self.placements.of(slot).grads)[::-1],
+            params=lambda slot: self.topology.hops(paths.of(slot).params),
+            grads=lambda slot: self.topology.hops(paths.of(slot).grads)[::-1],
             limits=None if self._budget is None else self._budget.limits,
             counts=counts_all if self._budget is None else self._budget.counts,
             plan=None if self.planner is None or self._budget is None else partial(self.planner.plan, room=self._budget.room),
@@ -331,7 +348,13 @@ class GraphCompiler:
         folder = self.config.checkpoint_folder()
         checks = CallChecks(self._budget, context, makes_gradients=makes_gradients)
         bind = partial(
-            Binder, context=context, placements=self.placements, lack=checks.lack, refuse=checks.refuse, checkpoint=folder
+            Binder,
+            context=context,
+            placements=self.placements,
+            lack=checks.lack,
+            refuse=checks.refuse,
+            checkpoint=folder,
+            place=None if self.homes is None else partial(place_at_call, self.config, self.placements, context),
         )
         ranks = context.ranks  # a closed context has none
         live = LiveProgram(program, bind)
@@ -384,7 +407,7 @@ class _Measurer(GraphCompiler):
         slots = list(captured.slots.values())
         self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)
-        self.placements = placements_of(self.config, slots, inputs)
+        self.placements, self.homes = self.place(slots, inputs), like.homes
         self._budget = GraphBudget(self.config, slots, inputs, context, self.placements, measuring=True)
         self._trace(gm, inputs, captured, context)
         return self._budget

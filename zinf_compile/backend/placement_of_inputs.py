@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from zinf_compile.config import Config
+from zinf_compile.config import AUTO, Config
 from zinf_compile.errors import OptionError
-from zinf_compile.ir.placements import Placements
+from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.tiers import Placement
+from zinf_compile.ir.tiers import Placement, Tier, Topology
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.parameter import unit_of
 
 
@@ -27,8 +28,9 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     if not units:
         return config
     wanted = config.placement()
+    free = {kind for kind in KINDS if getattr(config, kind) == AUTO}
     for field in dataclasses.fields(Placement):
-        for unit in units if field.name in given else ():
+        for unit in units if field.name in given and field.name not in free else ():
             found = getattr(unit.placement, field.name)
             if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
@@ -37,19 +39,19 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         if unit.placement.piece_numel != wanted.piece_numel:
             found = {"piece_numel": unit.placement.piece_numel}
             raise _contradiction(unit, "compute_shape", {"piece_numel": wanted.piece_numel}, found)
-    placements = {dataclasses.replace(unit.placement, tile=None) for unit in units}
+    nowhere: dict[str, Any] = dict.fromkeys(free, Tier.DEVICE)
+    placements = {dataclasses.replace(unit.placement, tile=None, **nowhere) for unit in units}
     tiles = {unit.placement.tile for unit in units}
     if len(placements) > 1:
         return config
     placement = placements.pop()
     if placement.piece_numel != wanted.piece_numel:
         shape = {**shape, "piece_numel": placement.piece_numel}
+    words: dict[str, Any] = {kind: AUTO if kind in free else getattr(placement, kind) for kind in KINDS}
     return dataclasses.replace(
         config,
+        **words,
         compute_shape=shape or config.compute_shape,
-        params=placement.params,
-        grads=placement.grads,
-        optimizer=placement.optimizer,
         nvme=placement.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
@@ -58,10 +60,11 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     )
 
 
-def placements_of(config: Config, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
-    """Return the placements of a graph's parameters: their own where they are partitioned already, else the config's."""
-    units = {slot.index: unit_of(inputs[slot.index]) for slot in slots}
-    return Placements(config.placement(), {index: unit.placement for index, unit in units.items() if unit is not None})
+def placements_of(config: Config, slots: Sequence[ParameterSlot], inputs: Sequence[Any], topology: Topology) -> Placements:
+    """Return the placements of a graph's parameters: their own where they are partitioned already, else the farthest allowed."""
+    units = [(slot.index, unit_of(inputs[slot.index])) for slot in slots]
+    own = {index: unit.placement for index, unit in units if unit is not None}
+    return Placements(farthest_homes(config, topology), own)
 
 
 def refuse_closed(inputs: Sequence[Any]) -> None:

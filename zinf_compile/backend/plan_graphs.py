@@ -24,6 +24,7 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Link, Memory
+from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -41,10 +42,6 @@ FLOPS_PER_SECOND = {"cpu": 2e11, "cuda": 1e14}
 
 BYTES_PER_SECOND = {"cpu": 2e10, "cuda": 1e12}
 """Of the device's memory."""
-
-DRIVE, COPIES, BETWEEN_RANKS = 2e9, 2e10, 1e10
-"""Bytes per second of links: of a drive, between host and device, and between ranks."""
-
 
 _NEAR = ("just_in_time", "one_ahead")
 """Planners that use no more memory than fixed rules do."""

@@ -1,4 +1,4 @@
-"""Refuses models that are wrapped by other data parallelism. `GraphCompiler` asks before it compiles, and at each call."""
+"""Refusal of models in data-parallel wrappers: this backend itself partitions the model and averages its gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reject_wrappers() -> None:
 
 
 def wrapped_in(wrapper: type[Any]) -> UnsupportedModelError:
-    """Return the error for a model in a wrapper."""
+    """Return the error."""
     return UnsupportedModelError(
         f"the model is wrapped in {wrapper.__name__}; this backend itself partitions the model and averages its gradients: "
         "compile the bare model without DDP, FSDP and fully_shard. accelerate and transformers' Trainer wrap models on "

@@ -65,7 +65,7 @@ class Scheduled:
     transfers: nx.DiGraph
     program: Program
     plan: str = ""
-    """The table of the plan that it acts out; empty where no planner is given."""
+    """Where states live, if that was decided, and the table of the plan that it acts out, if a planner is given; else empty."""
 
 
 class DumpError(ValueError):
@@ -243,10 +243,11 @@ class Recorder(GraphCompiler):
         )
 
     def _plan_text(self) -> str:
+        text = "" if self.homes is None else f"# {self.homes.told()}\n".replace("\n  ", "\n#   ")
         if self.planner is None:
-            return ""
+            return text
         problem, plan = self.planner.made[-1]
-        return f"# plan by {plan.planner or self.config.planner_name()}\n{schedule_table(problem, plan)}\n"
+        return f"{text}# plan by {plan.planner or self.config.planner_name()}\n{schedule_table(problem, plan)}\n"
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Pass], *, policies: bool = False) -> tuple[str, str] | None:
         """Run the passes; return the graph as text before and after pass `after`, None if it isn't among them."""

@@ -25,9 +25,11 @@ from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.budget import plan_later
 from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.homes_ahead import homes_ahead
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_out, hollow_tensor
 
 from .deferred_fills import DeferredFills
@@ -94,7 +96,8 @@ def partition(
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())
     warn_of_caps(config, device)
     install()
-    once = not config.placement().params.in_memory and init is None and checkpoint is None
+    far = farthest_homes(config, context.link.topology)
+    once = not far.params.in_memory and init is None and checkpoint is None
     with contextlib.ExitStack() as undo, torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         undo.enter_context(random_numbers_of_rank_0(context))
         files = open_files(model, checkpoint, context, dtype=dtype, rename=rename) if checkpoint is not None else None
@@ -156,10 +159,11 @@ def initialized(
     `once`: what is drawn isn't drawn again or replaced.
     """
     stand_ins = [target.stand_in for target in targets]
+    homes = homes_ahead(config, [target.slot for target in targets], context)
     with contextlib.ExitStack() as undo:
         with context.ranks.fail_together("reserving room for the model"):
-            check_shards(config, [target.slot for target in targets], context)
-            units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, config.placement())
+            check_shards(config, [target.slot for target in targets], context, homes)
+            units = make_units([(s, t.name) for s, t in zip(stand_ins, targets, strict=True)], context, homes)
         room = _largest_module_bytes(targets)
         deferred = _deferred(model, targets, context, room, once=once)
         materializer = Materializer(context.memory.host_ledger, compare=context.size > 1, room=room, deferred=deferred)

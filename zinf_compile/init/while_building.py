@@ -21,8 +21,10 @@ from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
+from zinf_compile.sharded.allowed_homes import farthest_homes
 from zinf_compile.sharded.budget_checks import check_shards
 from zinf_compile.sharded.eligibility import reject_unsupported
+from zinf_compile.sharded.homes_ahead import homes_ahead
 from zinf_compile.sharded.parameter import ShardedParameter, hollow_tensor
 
 from .from_meta import become_sharded, begin_materializing, reject_lazy, share_random_state
@@ -82,7 +84,8 @@ class _Building:
 
     def __init__(self, config: Config, host: Context) -> None:
         self._config, self._host = config, host
-        folders = config.placement().nvme if config.placement().params.in_folders else ()
+        far = farthest_homes(config, host.link.topology)
+        folders = far.nvme if far.params.in_folders else ()
         self._spill_file = SpillFile(folders[0]) if folders else None
         self._materializer = Materializer(host.memory.host_ledger, compare=host.size > 1)
         self._materializer.enlist = self._enlist
@@ -175,9 +178,11 @@ class _Building:
         """Move values to units of their own."""
         if not named:
             return []
-        check_shards(self._config, [ParameterSlot.of(p, name, device=device) for name, p in named], context)
+        slots = [ParameterSlot.of(p, name, device=device) for name, p in named]
+        homes = homes_ahead(self._config, slots, context)
+        check_shards(self._config, slots, context, homes)
         stand_ins = [(hollow_tensor(p, device=device).requires_grad_(p.requires_grad), name) for name, p in named]
-        units = make_units(stand_ins, context, self._config.placement())
+        units = make_units(stand_ins, context, homes)
         for unit in units:
             unit.checkpoint = self._config.checkpoint_folder()
         for (_, parameter), unit in zip(named, units, strict=True):

@@ -8,6 +8,7 @@ bound_updates — Its rows for updates: what passes to pieces of states, until w
 compared_page — A step as it ran over the step as it was planned, on one page.
 compute_memory — Memory of compute, as the plan counts it beside parameters: saved activations, and temporaries.
 costs — What regions, links and updates cost, as measured.
+fill_homes — Homes for one parameter after the other, by a check of memory.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
@@ -22,6 +23,7 @@ problem — What happens between two `optimizer.step()`: the problem that a plan
 problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
+rough_links — Links at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 stretch — The problem of a deep model, made from that of a shallow one.

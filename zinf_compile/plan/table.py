@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from .plan import Fetch, Gather, Plan, Reduction, Remake, Store, Update
+from .plan import Fetch, Gather, Homes, Plan, Reduction, Remake, Store, Update
 from .problem import StepProblem
 from .simulate import Timeline
 
@@ -32,6 +32,21 @@ def homes_table(problem: StepProblem, plan: Plan) -> str:
         if sum(own.values())
     ]
     return tabulate(rows, headers=["", "bytes", *columns])
+
+
+def shares_line(problem: StepProblem, homes: Homes) -> str:
+    """Return the share of each kind of state by tier, in one line."""
+    kinds = {
+        "parameters": _by_tier((homes.params[unit.name], unit.stored_bytes) for unit in problem.units),
+        "gradients": _by_tier((homes.grads[unit.name], unit.gradient_bytes) for unit in problem.units if unit.trained),
+        "states": _by_tier((homes.states[piece.name], piece.state_bytes) for piece in problem.pieces),
+    }
+    parts = []
+    for kind, own in kinds.items():
+        if total := sum(own.values()):
+            shares = [f"{tier} {own[tier] / total:.0%}" for tier in map(str, problem.tiers) if own.get(tier)]
+            parts.append(f"{kind}  {', '.join(shares)}")
+    return "     ".join(parts)
 
 
 def _by_tier(rows: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """What user code sees of partitioned parameters: the parameters, their gradients, tensors partitioned alike, and eager calls on
 them.
 
+allowed_homes — The tiers on which states may live, from the words and budgets of the options.
 budget — Check of a captured graph against the caps, and the bytes that its transfers may hold ahead of their use.
 budget_checks — Checks against the caps outside of graphs: of shards before they are made, of states, of second gradients.
 call_names — Names of calls as the user writes them, from the function or operator that PyTorch hands to an override.
@@ -24,6 +25,7 @@ gradient_types — The type that a gradient shows, its parameter's, beside the o
     arithmetic keeps both.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
     materializing ones.
+homes_ahead — Homes of parameters that are partitioned before any graph is known.
 host_shortage — Host memory for whole values outside of graphs: whether there is room, and which caps work where there is
     none.
 metadata_calls — Calls on partitioned parameters that need no value: those that read metadata, and conversions to what it is
@@ -42,6 +44,10 @@ partition — Partitioning of whole parameters: rank 0's values, spread over the
     that uses them.
 partition_alike — Partitioning of whole tensors like the parameter beside which they are changed: those made before it
     was partitioned.
+place_at_call — Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled
+    with.
+promised — Memory that other graphs will take: for parameters that no graph has seen yet, and for what earlier graphs don't
+    hold yet.
 recompile_limit — Dynamo's limit of recompilations: raised for compiled models, and a warning where a function exceeds
     it.
 reductions — Sums, norms, extremes and comparisons of tensors that are partitioned alike, the same on all ranks. Collective

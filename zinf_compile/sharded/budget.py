@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import sys
 import weakref
@@ -21,6 +22,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
+from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, TransientMemory, model_memory
@@ -35,6 +37,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, outside_bytes, rounding_bytes
 from .parameter import ShardedParameter, unit_of
+from .promised import not_held_yet, transient_of_unseen
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
 from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
 
@@ -83,16 +86,21 @@ class GraphBudget:
         whole = sum(slot.bytes for slot in fresh)
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
+        self._unseen: list[ParameterSlot] = []
+        self._strict = False
+        self._later = self._promised = Sides(0, 0)
         self._needs: list[Need] = []
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked = False
-        self._measuring = measuring
+        self.measuring = measuring
         self._together = together and context.size > 1
-        self._signature = config.signature()
+        self._signature, self._tile = config.signature(), config.tile_bytes
         self._context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size = slots, shard_group_of(units.values(), context).size
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
+        self._saved_on_host, self._saves_on_drives = 0, False
+        """Bytes of values that a forward saves in host memory for its backward, and whether it saves any on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
         self.compute = GraphCompute(
             config,
@@ -101,10 +109,14 @@ class GraphBudget:
             + rounding_bytes(config, slots, self._placements, context.link.topology),
             gradient_stays=self._gradient_stays,
         )
-        self._saved_on_host = 0
-        """Bytes of values that a forward saves in host memory for its backward."""
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
+
+    @property
+    def device_cap(self) -> int:
+        """The device's cap: both where host memory is the device."""
+        apart = self._context.link.topology.host_apart
+        return self.caps.device if apart else min(self.caps.device, self.caps.host)
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
@@ -112,6 +124,9 @@ class GraphBudget:
         self._nearest = placements.nearest(self._slots)
         self.model = self.model_at(placements)
         """Memory of the parameters that these graphs use."""
+        if self._saves_on_drives:
+            self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
+        self._later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
         tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
         self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
         """Says which units take memory while they are gathered."""
@@ -119,35 +134,71 @@ class GraphBudget:
     def model_at(self, placements: Placements) -> MemoryModel:
         """Return the memory of the parameters at a placement, without what an earlier graph has planned for."""
         return model_memory(
-            self._known,
+            [*self._known, *self._unseen],
             placements,
             size=self._size,
             topology=self._context.link.topology,
             held=self._units.keys(),
-            moved=self._slots,
+            moved=[*self._slots, *self._unseen],
         )
 
     def _gradient_stays(self, slot: ParameterSlot) -> bool:
         """Say whether a gradient is kept where it is made: on one rank, on the device."""
         return self._size == 1 and not self._context.link.topology.is_offloaded(self._placements.of(slot).grads)
 
+    def decide_for_all(
+        self, unseen: Sequence[ParameterSlot], results: int | None
+    ) -> Callable[[Placements, Sequence[fx.Graph]], Excess]:
+        """Let homes be decided within the caps; return what says by how much graphs exceed them at a placement.
+
+        Room is left for parameters that no graph has seen yet, which live where placements say of the rest; for what other
+        graphs don't hold yet; and for all that steps add. `results`: outputs of a forward that are not saved for its backward.
+        Collective where ranks plan together.
+        """
+        context = self._context
+        topology, memory = context.link.topology, context.memory
+        gc.collect()  # models that nobody uses any more
+        self._strict, self._unseen = True, list(unseen)
+        self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=context.device.type == "cpu")
+        self._promised = not_held_yet(context, self._units.values())
+        held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in (memory.ledger, memory.host_ledger)]
+        caps = (self.device_cap, self.caps.host)
+        room = [cap - own - promised for cap, own, promised in zip(caps, held, self._promised, strict=True)]
+        if self._together:
+            room = [least_of_ranks(context, each, what="room for homes") for each in room]
+
+        def excess(placements: Placements, graphs: Sequence[fx.Graph]) -> Excess:
+            self.place(placements)
+            model, found = self.model, Sides(0, 0)
+            for number, (graph, compute) in enumerate(zip(graphs, self.compute.of_step(graphs, results), strict=True)):
+                least = model.transient(measure_needs(graph, counts=self.counts), compute).least
+                makes_none = self.compute.counts and number == 0 < len(graphs) - 1  # a forward, beside earlier gradients
+                needed = Sides(*map(max, least, self._later)).plus(model.states if makes_none else model.added_by_steps)
+                found = Sides(*map(max, found, needed))
+            found = found.plus(model.resident).plus(model.chunk)
+            host = found.host + self._saved_on_host - room[1]
+            return Excess(found.device - room[0], host if topology.host_apart else 0)
+
+        return excess
+
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
         slot = slot_behind(node)
-        if self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
+        alike = (slot.shape, slot.dtype) in {(other.shape, other.dtype) for other in self._unseen}  # which may take its place
+        if alike or self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
             return True
         return wire_type(node) != slot.dtype
 
     def plan_saved(self, moving: Iterable[SavedMemory]) -> None:
         """Count what forward and backward have in host memory, and in blocks on their way to drives, for saved values."""
         moving, apart = list(moving), self._context.link.topology.host_apart
-        if any(not memory.tier.in_memory for memory in moving):
-            self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
+        self._saves_on_drives = any(not memory.tier.in_memory for memory in moving)
+        self.place(self._placements)
         self._saved_on_host = sum(memory.bytes for memory in moving if memory.tier.in_memory) if apart else 0
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
-        if self._measuring:
+        if self.measuring:
             return math.inf, math.inf
         self.limits(graph, wanted=wanted)
         transient, plan = self.plans[-1]
@@ -161,7 +212,7 @@ class GraphBudget:
         device = self._check_device(transient)
         host = self._check_host(transient)
         fixed = BUCKETS_GATHERED * self._bucket, BUCKETS_ON_THE_WAY * self._bucket
-        if self._measuring:
+        if self.measuring:
             return fixed
         next_gathered, next_inflight = self._one_ahead(graph, transient.widening)
         spare = Sides(device.spare, host.spare)
@@ -203,6 +254,7 @@ class GraphBudget:
             backward=not self.compute.is_forward,
             compute=transient.compute.peak,
             results=transient.compute.results,
+            chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
             passing_host=taken.host,
             staging=staging or None,
             least=transient.least,
@@ -229,10 +281,11 @@ class GraphBudget:
     def _check_device(self, transient: TransientMemory) -> _Side:
         context, model = self._context, self.model
         topology = context.link.topology
-        cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
-        chunk, most, added = model.chunk.device, transient.least.device, model.added_by_steps.device
+        cap = self.device_cap
+        chunk, added = model.chunk.device, model.added_by_steps.device
         added -= model.gradients.device if self.compute.is_forward else 0  # none are made beside earlier ones
-        here = model.resident.device + chunk + most
+        most = max(transient.least.device, self._later.device)
+        here = model.resident.device + chunk + most + self._promised.device
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         computing = transient.compute
@@ -258,6 +311,7 @@ class GraphBudget:
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self._nearest, topology=topology, side=Tier.DEVICE, several=gathered > 0),
+                strict=self._strict,
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)
@@ -266,8 +320,9 @@ class GraphBudget:
         context, model, cap = self._context, self.model, self.caps.host
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
-        chunk, most, added = model.chunk.host, transient.least.host, model.added_by_steps.host
-        here = model.resident.host + chunk + most + self._saved_on_host
+        chunk, added = model.chunk.host, model.added_by_steps.host
+        most = max(transient.least.host, self._later.host)
+        here = model.resident.host + chunk + most + self._promised.host + self._saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)
         fixed = least - chunk - most - self._saved_on_host
         self._note(
@@ -283,6 +338,7 @@ class GraphBudget:
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
                 advice=advice(self._nearest, topology=context.link.topology, side=Tier.HOST),
+                strict=self._strict,
             )
         )
         return _Side(cap, max(0, cap - least - added), least + added)
@@ -325,7 +381,7 @@ class GraphBudget:
     def _lack(self, side: Tier) -> Lack:
         here = [need for need in self._needs if need.side == side]
         cap = here[0].cap if here else None
-        return Lack(max((need.least for need in here), default=0), cap, self.works(side))
+        return Lack(max((need.needed for need in here), default=0), cap, self.works(side))
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
@@ -343,7 +399,7 @@ class GraphBudget:
         return max((need.works for need in self._needs if need.side == side), default=0)
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
-        cap = sys.maxsize if self._measuring else cap  # what nobody uses went before
+        cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
         return held_bytes(ledger, more, cap, self._context.memory.inflight_gradients)
 
     def _note(self, need: Need) -> None:

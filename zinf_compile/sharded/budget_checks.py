@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.errors import BudgetError
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, STAGING_BYTES, Sides
-from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.plan.memory_model import model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.host_limits import ranks_of_node
 from zinf_compile.runtime.units.unit import Tile, Unit
 
+from .allowed_homes import farthest_homes
 from .caps import agree_on_memory, find_caps, held_bytes
 from .short_ranks import Lack, refusal_text
 from .shortage import advice_for_shards, gradient_bytes, name_cap
 
 
-def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Context) -> None:
+def check_shards(
+    config: Config, slots: Sequence[ParameterSlot], context: Context, homes: Sequence[Placement] | None = None
+) -> None:
     """Raise `BudgetError` where the shards of parameters about to be made, and one of them whole, exceed a cap."""
     agree_on_memory(context)
     caps = find_caps(config, context, held=context.memory.ledger.total()[0])
     topology = context.link.topology
-    model = model_memory(slots, config.placement(), size=context.ranks.shard_group.size, topology=topology)
+    placements = Placements(config.placement())
+    if homes is not None:
+        slots = [dataclasses.replace(slot, index=number) for number, slot in enumerate(slots)]
+        placements = Placements(farthest_homes(config, topology), dict(enumerate(homes)))
+    nearest = placements.nearest(slots)
+    model = model_memory(slots, placements, size=context.ranks.shard_group.size, topology=topology)
     largest = max(slots, key=lambda slot: slot.bytes)
     cap = caps.device if topology.host_apart else min(caps.device, caps.host)
     staging, here = model.staging, model.before_computing(largest.bytes)
@@ -39,7 +49,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"{model.resident.device:,} "
             f"of parameters and gradients that stay there, and {largest.name} whole{_blocks(staging)}. {cap:,} are allowed ("
             f"{caps.device_source if cap == caps.device else caps.host_source}); the smallest that works is {needed:,}"
-            + advice_for_shards(config.placement(), topology=topology, side=Tier.DEVICE)
+            + advice_for_shards(nearest, topology=topology, side=Tier.DEVICE)
         )
     host = here.host + held_bytes(context.memory.host_ledger, here.host, caps.host) if topology.host_apart else 0
     if topology.host_apart and host > caps.host:
@@ -47,7 +57,7 @@ def check_shards(config: Config, slots: Sequence[ParameterSlot], context: Contex
             f"the model needs {host:,} bytes of host memory for each rank before anything is computed: "
             f"{model.resident.host:,} of parameters and gradients, and {largest.name} whole{_blocks(staging)}. "
             f"{caps.host:,} are allowed ({caps.host_source}); the smallest host_memory that works is {host * ranks_of_node():,}"
-            + advice_for_shards(config.placement(), topology=topology, side=Tier.HOST)
+            + advice_for_shards(nearest, topology=topology, side=Tier.HOST)
         )
     if staging and not context.memory.reservations.staging:
         context.memory.staging.limit(min(STAGING_BYTES, staging + (caps.host - host if topology.host_apart else cap - needed)))
@@ -67,7 +77,7 @@ def capped(config: Config, slots: Sequence[ParameterSlot], context: Context) -> 
         device=None if config.device_memory is None else caps.device, host=None if config.host_memory is None else caps.host
     )
     claims.device_cap, claims.host_cap = caps.device if topology.host_apart else min(caps.device, caps.host), caps.host
-    model = model_memory(slots, config.placement(), size=context.ranks.shard_group.size, topology=topology)
+    model = model_memory(slots, farthest_homes(config, topology), size=context.ranks.shard_group.size, topology=topology)
     passing = topology.counted(Sides(0, model.staging))
     fitting = [cap // 4 // chunk for cap, chunk in zip((claims.device_cap, claims.host_cap), model.chunk, strict=True) if chunk]
     made = Reservation(

@@ -14,6 +14,8 @@ from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
+_PROCESS = "what this process may use"
+
 
 @dataclasses.dataclass(frozen=True)
 class Caps:
@@ -23,6 +25,12 @@ class Caps:
     host: int
     device_source: str
     host_source: str
+
+    def with_whole(self, count: int, *, on_host: bool) -> Caps:
+        """Return the caps for who counts shards of so many bytes that are still whole now; declared ones stay."""
+        device = count if self.device_source == _PROCESS else 0
+        host = count if self.host_source == _PROCESS and on_host else 0
+        return dataclasses.replace(self, device=self.device + device, host=self.host + host)
 
     def options(self, topology: Topology) -> dict[str, int]:
         """Return the options that set the device's cap, each with the ranks that share it."""
@@ -47,12 +55,12 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     declared = None if config.device_memory is None else parse_bytes(config.device_memory, option="device_memory")
     of_node = None if config.host_memory is None else parse_bytes(config.host_memory, option="host_memory")
     host = usable_host + held if of_node is None else of_node // ranks_of_node()
-    host_source = "what this process may use" if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
+    host_source = _PROCESS if of_node is None else f"option host_memory, for {ranks_of_node()} ranks of a node"
     if declared is not None:
         return Caps(declared, host, "option device_memory", host_source)
     if device.type == "cpu":
         return Caps(host, host, host_source, host_source)
-    return Caps(usable_device + held, host, "what this process may use", host_source)
+    return Caps(usable_device + held, host, _PROCESS, host_source)
 
 
 def held_bytes(ledger: Ledger, more: int, cap: int, inflight: InflightLimit | None = None) -> int:

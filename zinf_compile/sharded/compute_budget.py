@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +45,8 @@ class GraphCompute:
         self._is_backward = False
         self._results: int | None = None
         self._forward: ForwardValues | None = None
+        self._performed: weakref.WeakKeyDictionary[fx.Graph, fx.Graph] = weakref.WeakKeyDictionary()
+        """Graphs as they will compute, while homes are decided."""
         self.is_forward = False
         """Whether the next graph has a backward, which alone makes gradients."""
         self.saved = 0
@@ -58,17 +61,36 @@ class GraphCompute:
         """Return the memory of a graph's compute."""
         if not self.counts:
             return NO_COMPUTE
-        found, values = measure_compute(
-            as_performed(graph),
-            self._device,
-            by_operator=self._by_operator,
-            forward=self._forward if self._is_backward else None,
-            results=self._results,
-            gradient_stays=self._gradient_stays,
-        )
+        found, values = self._measure(as_performed(graph), self._forward if self._is_backward else None, self._results)
         if not self._is_backward:
             self._forward, self.saved = values, found.saved
-        return dataclasses.replace(found, outside=self.outside)
+        return found
+
+    def of_step(self, graphs: Sequence[fx.Graph], results: int | None) -> list[ComputeMemory]:
+        """Return the memory of a forward and its backward, or of one graph, before they are compiled."""
+        if not self.counts:
+            return [NO_COMPUTE for _ in graphs]
+        found, values = [], None
+        for graph in graphs:
+            if graph not in self._performed:
+                self._performed[graph] = as_performed(graph)
+            one, made = self._measure(self._performed[graph], values, results if values is None else None)
+            values = values or made
+            found.append(one)
+        return found
+
+    def _measure(
+        self, graph: fx.Graph, forward: ForwardValues | None, results: int | None
+    ) -> tuple[ComputeMemory, ForwardValues]:
+        found, values = measure_compute(
+            graph,
+            self._device,
+            by_operator=self._by_operator,
+            forward=forward,
+            results=results,
+            gradient_stays=self._gradient_stays,
+        )
+        return dataclasses.replace(found, outside=self.outside), values
 
 
 def rounding_bytes(config: Config, slots: Sequence[ParameterSlot], placements: Placements, topology: Topology) -> int:

@@ -38,6 +38,13 @@ class Need:
     """The options of which `cap` is the smallest, each with the ranks that share it."""
     source: str
     advice: str = ""
+    strict: bool = False
+    """Whether what is added later must fit now: where homes are decided, they are decided for all of it."""
+
+    @property
+    def needed(self) -> int:
+        """The smallest cap that isn't refused."""
+        return self.works if self.strict else self.least
 
     @property
     def works(self) -> int:
@@ -47,7 +54,7 @@ class Need:
 
 def refusal(needs: Sequence[Need], smallest: Mapping[Tier, int]) -> BudgetError | None:
     """Return the error for graphs that don't fit; None where all do. `smallest` are the caps that work, by side."""
-    if all(need.least <= need.cap for need in needs):
+    if all(need.needed <= need.cap for need in needs):
         return None
     worst = {}
     for side in (Tier.DEVICE, Tier.HOST):
@@ -77,7 +84,7 @@ def _part(need: Need, works: int) -> str:
     named = _named(need, works)
     what = (
         f"{need.text}. {need.cap:,} are allowed ({need.source}); {named}"
-        if need.least > need.cap
+        if need.needed > need.cap
         else f"{need.side} memory then needs more as well: {need.cap:,} bytes are allowed ({need.source}); {named}"
     )
     if need.added_by_steps:

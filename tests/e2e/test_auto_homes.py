@@ -1,0 +1,137 @@
+"""Homes that follow from the caps: as near as there is room, the same bits, never more memory than allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import more
+from torch import nn
+from training import BACKEND, adamw
+
+import zinf_compile
+from zinf_compile.errors import BudgetError, OptionError
+from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.sharded.parameter import ShardedParameter
+
+pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+
+NEAR, FAR = ("device",) * 3, ("nvme",) * 3
+
+
+class Layer(nn.Module):
+    """A module of one's own, which can be compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Stack(nn.Module):
+    """Six equal layers, a number, and one layer that isn't trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train(options: dict[str, Any], *, ahead: bool = False, blocks: bool = False) -> tuple[list[float], Counter[Any], nn.Module]:
+    """Take two steps of two batches with clipping; return losses, how many parameters have which homes, and the model."""
+    torch.compiler.reset()
+    zinf_compile.reset()
+    torch.manual_seed(0)
+    options = {"bucket": 20_000, "compute_shape": {"piece_numel": 1024}, **options}
+    with zinf_compile.partitioned(**{**options, "compute": "fx"}) if ahead else contextlib.nullcontext():
+        model = Stack()
+    for part in model.layers if blocks else [model]:
+        part.compile(backend=BACKEND, options=options)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = model(torch.ones(2, 64))
+            loss.backward()
+            losses.append(loss.item())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    zinf_compile.synchronize()
+    units = [p._zinf_unit for p in model.parameters() if isinstance(p, ShardedParameter) and p.dim()]
+    placements = [unit.placement for unit in units]
+    return losses, Counter((str(p.params), str(p.grads), str(p.optimizer)) for p in placements), model
+
+
+def peaks(model: nn.Module) -> dict[str, int]:
+    return {side: account["peak"]["all"] for side, account in zinf_compile.stats(model)["memory"].items()}
+
+
+def least(options: dict[str, Any]) -> int:
+    """Return the smallest device_memory that a refusal names."""
+    with pytest.raises(BudgetError) as refused:
+        train({**options, "device_memory": 4096})
+    found = re.search(r"the smallest(?: device_memory)? that works is ([\d,]+)", str(refused.value))
+    assert found is not None, str(refused.value)
+    return int(found[1].replace(",", ""))
+
+
+@contextlib.contextmanager
+def on(apart: bool) -> Iterator[None]:
+    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_smallest_cap_and_larger_ones(apart: bool, tmp_path: Path) -> None:
+    with on(apart):
+        expected, _, model = train({})
+        everything = peaks(model)["device"]
+        options = {"nvme": str(tmp_path)}
+        smallest = least(options)
+        with pytest.raises(BudgetError, match=f"that works is {smallest:,}"):
+            train({**options, "device_memory": smallest - 1})
+        mixed = 0
+        for cap in (smallest, (smallest + everything) // 2, 2 * everything):
+            losses, homes, model = train({**options, "device_memory": cap})
+            assert losses == expected
+            assert peaks(model)["device"] <= cap
+            mixed += len(homes) > 1
+        assert mixed, "a cap in between has room for some"
+        assert homes == Counter({NEAR: 14})
+
+
+def test_a_word_forces_its_kind_and_a_drive_alone_changes_nothing(tmp_path: Path) -> None:
+    expected, homes, _ = train({"nvme": str(tmp_path)})
+    assert homes == Counter({NEAR: 14}), "all of it fits into this machine"
+    losses, homes, _ = train({"nvme": str(tmp_path), "optimizer": "nvme"})
+    assert homes == Counter({("device", "device", "nvme"): 14})
+    assert losses == expected
+    with pytest.raises(OptionError, match="no tier uses it"):
+        train({"nvme": str(tmp_path), **dict.fromkeys(("params", "grads", "optimizer"), "device")})
+
+
+@pytest.mark.parametrize(("ahead", "blocks"), [(True, False), (False, True), more(True, True)])
+def test_caps_hold_for_graphs_together(ahead: bool, blocks: bool, tmp_path: Path) -> None:
+    """Models partitioned before any graph is known, and blocks compiled by themselves, which share one graph."""
+    expected, _, _ = train({}, blocks=blocks)
+    for cap in (500_000, 800_000):
+        losses, homes, model = train({"nvme": str(tmp_path), "device_memory": cap}, ahead=ahead, blocks=blocks)
+        assert losses == expected
+        assert peaks(model)["device"] <= cap
+        assert sum(count for home, count in homes.items() if home != FAR), f"some live near: {homes}"

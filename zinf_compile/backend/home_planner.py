@@ -1,0 +1,166 @@
+"""Decides the homes of the parameters of one captured graph, once its forward and backward are known, from the caps.
+
+`GraphCompiler` calls it before the schedule is written; `fill_homes` chooses, by the account of memory of the graph's budget.
+Rank 0 chooses for all ranks: shards are alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from zinf_compile._torch import outside_tracing
+from zinf_compile.config import Config
+from zinf_compile.ir.placements import KINDS, Placements
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes import region_passes, run_passes
+from zinf_compile.passes.analysis.step_facts import StepFacts
+from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
+from zinf_compile.plan.fill_homes import Excess, fill_homes
+from zinf_compile.plan.memory_model import adam_states
+from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._build import farthest
+from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import Allowed, Memory
+from zinf_compile.plan.rough_links import rough_links
+from zinf_compile.runtime.context import Context
+from zinf_compile.sharded.allowed_homes import allowed_homes
+from zinf_compile.sharded.budget import GraphBudget
+from zinf_compile.sharded.homes_ahead import fits_near
+from zinf_compile.sharded.promised import unseen_parameters
+
+from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
+from .tell_homes import tell_homes
+
+
+class HomePlanner:
+    """Decides for the parameters of one captured graph that have no home yet."""
+
+    def __init__(
+        self,
+        config: Config,
+        slots: Sequence[ParameterSlot],
+        inputs: Sequence[Any],
+        placements: Placements,
+        context: Context,
+        *,
+        together: bool,
+    ) -> None:
+        """`placements`: of those that have one; `together`: all ranks decide at the same point."""
+        self._config, self._context, self._slots = config, context, slots
+        self.paths = placements
+        """Placements that the graph's transfers are for: those decided, or farther ones where other parameters look alike."""
+        self.told: Callable[[], str] = str
+        """The plan as text."""
+        self._placements = placements
+        self._unseen = unseen_parameters(inputs[slot.index] for slot in slots)
+        self._together = together and context.size > 1
+        self._allowed = allowed_homes(config, context.link.topology)
+
+    def likely(self) -> Placements:
+        """Return the placements by which ways to transfer are chosen before homes are decided. Collective, as `decide`."""
+        fresh = [slot for slot in self._slots if slot.index not in self._placements.own]
+        near = fits_near(self._config, [*fresh, *self._unseen], self._context, together=self._together)
+        return Placements(self._config.placement(), self._placements.own) if near else self._placements
+
+    def decide(
+        self, graphs: Sequence[fx.GraphModule], budget: GraphBudget, *, bucket_bytes: int, results: int | None
+    ) -> Placements:
+        """Return the placements of all parameters; the budget goes by them from now on. Collective where ranks plan together.
+
+        `results`: the number of a forward's outputs that aren't saved for its backward.
+        """
+        scheduled = [_just_in_time(gm, bucket_bytes) for gm in graphs]
+        problem = step_problem([(scheduled[0], scheduled[1] if len(scheduled) > 1 else None)], self._facts())
+        members = unit_members(scheduled)
+        with outside_tracing():
+            excess = budget.decide_for_all(self._unseen, results)
+            homes = farthest(problem)  # of a rank that compiles alone: as others may have it
+            if self._context.size == 1 or self._together:
+                homes = fill_homes(problem, lambda homes: excess(self._placed(homes, members), scheduled)).homes
+            if self._together:
+                homes = self._context.ranks.share(homes, what="sharing homes")
+            found = self._placed(homes, members)
+            over = excess(found, scheduled)
+        self._tell(problem, homes, over, budget)
+        self.paths = self._for_others(found)
+        return found
+
+    def _tell(self, problem: StepProblem, homes: Homes, over: Excess, budget: GraphBudget) -> None:
+        caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
+        used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in self._context.link.topology.sides]
+        count = sum(slot.numel for slot in self._slots)
+        self.told = partial(tell_homes, problem, homes, used, parameters=count, ranks=self._context.size)
+        if not budget.measuring:
+            self._context.plans.append(self.told)
+
+    def _for_others(self, found: Placements) -> Placements:
+        """Return the placements that paths of transfers are laid for: other parameters may come in the place of these."""
+        alike = {(slot.shape, slot.dtype) for slot in self._unseen}
+        own = dict(found.own)
+        for slot in self._slots:
+            if (slot.shape, slot.dtype) in alike:
+                homes = own.get(slot.index, found.rest), found.rest
+                farther: dict[str, Any] = {kind: max((getattr(h, kind) for h in homes), key=_distance) for kind in KINDS}
+                own[slot.index] = dataclasses.replace(found.rest, **farther)
+        return Placements(found.rest, own)
+
+    def _placed(self, homes: Homes, members: Mapping[str, Sequence[ParameterSlot]]) -> Placements:
+        own = dict(self._placements.own)
+        states: dict[str, Tier] = {}
+        for piece, tier in homes.states.items():
+            states.setdefault(piece.rpartition(" #")[0] or piece, tier)
+        for name, slots in members.items():
+            tiers = {"params": homes.params.get(name), "grads": homes.grads.get(name), "optimizer": states.get(name)}
+            for slot in slots:
+                given: dict[str, Any] = {}
+                for kind, (nearest, *others) in self._allowed.items():
+                    if others:  # there is a choice; what isn't trained has no gradients and no states
+                        given[kind] = (
+                            (tiers[kind] or getattr(self._placements.rest, kind))
+                            if slot.requires_grad or kind == "params"
+                            else nearest
+                        )
+                if slot.index not in self._placements.own:
+                    own[slot.index] = dataclasses.replace(self._placements.rest, **given)
+        return Placements(self._placements.rest, own)
+
+    def _facts(self) -> StepFacts:
+        context, kind = self._context, self._context.device.type
+        far = {tier for tiers in self._allowed.values() for tier in tiers}
+        far |= {getattr(own, each) for own in self._placements.own.values() for each in KINDS}
+        beside = [Tier.HOST] if context.link.topology.host_apart else []
+        tiers = [Tier.DEVICE, *beside, *sorted(far - {Tier.DEVICE, Tier.HOST}, key=_distance)]
+        rest = self._placements.rest
+        return StepFacts(
+            memories=tuple(Memory(tier=tier) for tier in tiers),
+            links=tuple(rough_links(tiers, context.size)),
+            world_size=context.size,
+            allowed=Allowed(
+                params=self._on(tiers, "params"), grads=self._on(tiers, "grads"), states=self._on(tiers, "optimizer")
+            ),
+            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
+            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+            state_types=lambda slot: tuple(adam_states(rest, slot.dtype).values()),
+            has_master=lambda slot: rest.master_of(slot.dtype) is not None,
+            piece_numel=rest.piece_numel,
+        )
+
+    def _on(self, tiers: Sequence[Tier], kind: str) -> tuple[Tier, ...]:
+        return tuple(dict.fromkeys(tier if tier in tiers else Tier.DEVICE for tier in self._allowed[kind]))
+
+
+def _just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.Graph:
+    """Return the graph with gathers just in time, a copy: the compiler goes on with the original."""
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes)).graph
+
+
+def _distance(tier: Tier) -> int:
+    return tier.distance

@@ -1,0 +1,188 @@
+"""Homes for one parameter after the other: what there is room for lives near, the rest as far away as is allowed.
+
+`backend/home_planner` calls it with its own account of memory, which is the one that caps are promised by. All pieces of a unit's
+states have one home. The choices follow from the problem without its budgets: a larger budget adds some and takes none away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from zinf_compile.ir.tiers import Tier
+
+from .plan import Homes
+from .planners._build import farthest
+from .planners._homes import least_seconds
+from .problem import StepProblem
+
+KINDS = ("params", "grads", "states")
+RUNGS = 64
+"""Steps from nothing near to everything, where there are more things than that."""
+
+Item = tuple[str, str, int]
+"""A field of `Homes`, the unit, and bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excess:
+    """Bytes by which homes exceed what the device, and the host, may hold; negative where they don't."""
+
+    device: int
+    host: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether both are within their caps."""
+        return self.device <= 0 and self.host <= 0
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that are missing."""
+        return max(0, self.device) + max(0, self.host)
+
+
+Check = Callable[[Homes], Excess]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Filled:
+    """Homes, and whether they fit: where none do, those that lack least."""
+
+    homes: Homes
+    excess: Excess
+
+
+def fill_homes(problem: StepProblem, check: Check) -> Filled:
+    """Return homes that fit, of which each step moves least over the busiest link.
+
+    Along each order of things, as many as fit live on the device, then as many on the host. The farthest homes are among the
+    choices. Where none fits, those are returned for which the least memory is missing.
+    """
+    known: dict[Hashable, Excess] = {}
+    ladders = [_Ladder(problem, order) for order in orders(problem)]
+
+    def excess(ladder: _Ladder, near: int, middle: int) -> Excess:
+        key = ladder.key(near, middle)
+        if key not in known:
+            known[key] = check(ladder.homes(near, middle))
+        return known[key]
+
+    found: list[Homes] = []
+    for ladder in ladders:
+        if excess(ladder, ladder.rungs, 0).fits:  # all that may is on the device
+            return Filled(ladder.homes(ladder.rungs, 0), excess(ladder, ladder.rungs, 0))
+        chosen = _fill(ladder, excess)
+        if chosen is not None:
+            found.append(ladder.homes(*chosen))
+    if found:
+        best = min(found, key=lambda homes: least_seconds(problem, homes))
+        return Filled(best, check(best))
+    tried = [(excess(ladder, *rung).lacking, number, rung) for number, ladder in enumerate(ladders) for rung in ladder.all()]
+    _, number, rung = min(tried)
+    return Filled(ladders[number].homes(*rung), excess(ladders[number], *rung))
+
+
+def _fill(ladder: _Ladder, excess: Callable[[_Ladder, int, int], Excess]) -> tuple[int, int] | None:
+    """Return the rungs of device and host that fit, as high as possible; None where none do."""
+
+    def middle_of(near: int) -> int | None:
+        if not ladder.has_middle:
+            return 0 if excess(ladder, near, 0).fits else None
+        return _highest(ladder.rungs - near, lambda rung: excess(ladder, near, rung).fits)
+
+    def fits(near: int) -> bool:
+        if excess(ladder, near, 0).device > 0:
+            return False
+        return middle_of(near) is not None
+
+    near = _highest(ladder.rungs, fits)
+    if near is None:
+        return None
+    middle = middle_of(near)
+    assert middle is not None, "it fits"
+    return near, middle
+
+
+def _highest(most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return a number up to `most` that fits while the next one doesn't: 0 if that fits, else the highest that does."""
+    if not fits(0):
+        return next((number for number in range(most, 0, -1) if fits(number)), None)
+    low, high = 0, most + 1
+    while high - low > 1:
+        between = (low + high) // 2
+        low, high = (between, high) if fits(between) else (low, between)
+    return low
+
+
+class _Ladder:
+    """Homes with the first things of an order on the device, the next ones on the host, the others as far as is allowed."""
+
+    def __init__(self, problem: StepProblem, order: Sequence[Item]) -> None:
+        self._problem, self._far = problem, farthest(problem)
+        self._order = order
+        ends = list(itertools.accumulate((size for *_, size in order), initial=0))
+        if len(order) <= RUNGS:
+            self._ends = list(range(len(order) + 1))
+        else:
+            marks = [ends[-1] * rung / RUNGS for rung in range(RUNGS + 1)]
+            self._ends = [max(n for n, end in enumerate(ends) if end <= mark * (1 + 1e-9)) for mark in marks]
+        self.rungs = len(self._ends) - 1
+        self._device, *others = problem.tiers
+        between = [tier for tier in others if tier.in_memory and tier != problem.tiers[-1]]
+        self._host = between[0] if between else None
+        self.has_middle = self._host is not None
+
+    def key(self, near: int, middle: int) -> Hashable:
+        """Return what is equal where the homes are."""
+        return tuple(frozenset((kind, name) for kind, name, _ in part) for part in self._parts(near, middle))
+
+    def all(self) -> Iterator[tuple[int, int]]:
+        """Yield all rungs of the device, each with nothing, half and all of the rest on the host."""
+        for near in range(self.rungs + 1):
+            left = self.rungs - near if self.has_middle else 0
+            for middle in sorted({0, left // 2, left}):
+                yield near, middle
+
+    def homes(self, near: int, middle: int) -> Homes:
+        """Return the homes."""
+        tables = {"params": dict(self._far.params), "grads": dict(self._far.grads), "states": dict(self._far.states)}
+        for tier, part in zip((self._device, self._host), self._parts(near, middle), strict=True):
+            for kind, name, _ in part:
+                allowed: tuple[Tier, ...] = getattr(self._problem.allowed, kind)
+                if tier is not None and (not allowed or tier in allowed):
+                    pieces = [piece.name for piece in self._problem.pieces_of[name]] if kind == "states" else [name]
+                    tables[kind].update(dict.fromkeys(pieces, tier))
+        return Homes(params=tables["params"], grads=tables["grads"], states=tables["states"])
+
+    def _parts(self, near: int, middle: int) -> tuple[Sequence[Item], Sequence[Item]]:
+        first, second = self._ends[near], self._ends[min(self.rungs, near + middle)]
+        return self._order[:first], self._order[first:second]
+
+
+def orders(problem: StepProblem) -> list[list[Item]]:
+    """Return orders in which things come nearer: kind by kind, and unit by unit with all that belongs to it.
+
+    Units are in the order of their first uses: what is updated last is used first. What may live on one tier only has no choice.
+    """
+    units = sorted(problem.units, key=lambda unit: min((*unit.uses, *unit.gradients)))
+    allowed = {kind: getattr(problem.allowed, kind) for kind in KINDS}
+    free = [kind for kind in KINDS if len(allowed[kind] or problem.tiers) > 1]
+    items: dict[str, list[Item]] = {
+        "params": [("params", unit.name, unit.stored_bytes) for unit in units],
+        "grads": [("grads", unit.name, unit.gradient_bytes) for unit in units if unit.trained],
+        "states": [
+            ("states", unit.name, sum(piece.state_bytes for piece in problem.pieces_of[unit.name]))
+            for unit in units
+            if problem.pieces_of[unit.name]
+        ],
+    }
+    by_kind = [item for kind in ("params", "grads", "states") if kind in free for item in items[kind]]
+    last = [item for kind in ("grads", "states", "params") if kind in free for item in items[kind]]
+    place = {unit.name: number for number, unit in enumerate(units)}
+    bundles = sorted(by_kind, key=lambda item: place[item[1]])
+    return [by_kind, bundles, last]
+
+
+__all__ = ["Excess", "Filled", "fill_homes", "orders"]

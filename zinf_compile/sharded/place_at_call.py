@@ -1,0 +1,41 @@
+"""Homes of parameters that a compiled graph first sees at a call, in the place of those that it was compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zinf_compile.config import Config
+from zinf_compile.ir.placements import Placements
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.plan.memory_model import model_memory
+from zinf_compile.runtime.context import Context
+
+from .caps import find_caps
+from .promised import not_held_yet, unseen_parameters
+from .short_ranks import least_of_ranks
+
+
+def place_at_call(
+    config: Config, placements: Placements, context: Context, slots: Sequence[ParameterSlot], parameters: Sequence[Any]
+) -> Placements:
+    """Return the homes that the graph was compiled for if all ranks have room for them, else the farthest. Collective.
+
+    Room is left for parameters that no graph has seen yet, for what others don't hold yet, and for graphs while they run.
+    """
+    memory, topology = context.memory, context.link.topology
+    unseen = unseen_parameters(parameters)
+    model = model_memory([*slots, *unseen], placements, size=context.ranks.shard_group.size, topology=topology)
+    whole = sum(slot.bytes for slot in (*slots, *unseen))
+    caps = find_caps(config, context, held=whole + memory.ledger.total()[0])
+    needed = model.resident.plus(model.added_by_steps).plus(model.chunk).plus(not_held_yet(context, ()))
+    claims = memory.reservations
+    rows = [
+        (caps.device if topology.host_apart else min(caps.device, caps.host), memory.ledger, claims.passing, needed.device),
+        (caps.host, memory.host_ledger, claims.passing_host, needed.host),
+    ]
+    sides = rows if topology.host_apart else rows[:1]
+    fits = all(ledger.total()[0] + passing + more <= cap for cap, ledger, passing, more in sides)
+    if context.size > 1:
+        fits = bool(least_of_ranks(context, int(fits), what="room for parameters at their homes"))
+    return placements if fits else Placements(placements.rest)
