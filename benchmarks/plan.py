@@ -1,0 +1,278 @@
+"""Planned beside measured: for each planner the bound, the simulated step and the steps that really ran.
+
+    python benchmarks/plan.py DIR                         # GPTs, a mixture of experts and T5; states on DIR's drive
+    python benchmarks/plan.py DIR --small                 # a small GPT only, in a few minutes
+    python benchmarks/plan.py DIR --models gpt-124m --worlds 1 --places drive,2000 --planners one_ahead,cached_prefetch
+    python benchmarks/plan.py DIR --json plan.json        # keep the numbers
+    python benchmarks/plan.py --docs plan.json            # measure nothing: write the table in docs/ from kept numbers
+
+Places: `drive`, parameters, gradients and states on DIR's drive; 500, 2000 and 7000, all in host memory beside a device that the
+CPU plays, behind two links that move one byte in the time of so many floating-point operations. The device's memory is capped at
+a part of the parameters. The first steps measure costs, and plans are made again from them; the steps after that are recorded
+with `zinf_compile.timeline`, and their medians stand here. Simulated is a step that repeats, at the costs measured before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import _docs
+from _peers import matmul_rate, spawn
+from tabulate import tabulate
+
+LENGTH, VOCABULARY = 256, 50257
+GPTS = {"gpt-small": (4, 256, 4), "gpt-124m": (12, 768, 12), "gpt-354m": (24, 1024, 16)}
+MODELS = ("gpt-124m", "gpt-354m", "moe", "t5")
+PLACES = ("drive", "500", "2000", "7000")
+PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
+CAP = 0.75
+"""Of the parameters' bytes: the cap of the device's memory, beside `BESIDE`."""
+BESIDE = 128 << 20
+"""Bytes for a chunk of the optimizer's step, and for gradients on their way."""
+LOW, HIGH = 0.90, 1.10
+"""Measured / simulated, as it should be."""
+
+
+def build(name: str) -> Any:
+    """Return a model whose call takes (tokens, targets) and returns the loss."""
+    import torch  # noqa: PLC0415  (in the worker: the environment decides about threads)
+    from torch import nn  # noqa: PLC0415
+
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
+
+    if name in GPTS:
+        layers, width, heads = GPTS[name]
+        vocabulary = 2048 if name == "gpt-small" else VOCABULARY
+        model: nn.Module = GPT(layers=layers, width=width, heads=heads, vocabulary=vocabulary, length=LENGTH)
+        torch.nn.init.normal_(model.wte.weight, std=0.02)  # type: ignore[union-attr,arg-type]
+        return model
+    if name == "moe":
+        return _with_experts(GPT(layers=6, width=512, heads=8, vocabulary=8192, length=LENGTH))
+    import transformers  # noqa: PLC0415
+
+    class T5(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(dropout_rate=0.0, use_cache=False))
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+            return self.model(input_ids=tokens, labels=targets).loss
+
+    return T5()
+
+
+def _with_experts(model: Any) -> Any:
+    """Give each block of a GPT four experts, of which a token is sent through two."""
+    import torch  # noqa: PLC0415
+    from torch import nn  # noqa: PLC0415
+
+    class Experts(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.gate = nn.Linear(width, 4)
+            self.experts = nn.ModuleList(
+                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.gate(x).softmax(-1)
+            kept = scores >= scores.topk(2, -1).values[..., -1:]
+            return sum((scores * kept)[..., n : n + 1] * expert(x) for n, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+    for block in model.h:
+        block.up, block.down = Experts(block.up.in_features), nn.Identity()
+    return model
+
+
+def work(
+    name: str, place: str, planners: Sequence[str], rank: int, world: int, folder: str, rounds: int, compute: str, commands: Any
+) -> None:
+    """Train under each planner in turn; send a row for each."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating  # noqa: PLC0415
+
+    threads = max(1, (os.cpu_count() or 1) // world)
+    torch.set_num_threads(threads)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    simulated: Any = contextlib.nullcontext()
+    if place != "drive":
+        simulated = simulating(SimulatedDevice(bytes_per_s=matmul_rate(threads) / float(place)))
+    with simulated:
+        for planner in planners:
+            commands.send(_measure(name, place, planner, rank, folder, rounds, compute))
+    commands.send(None)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _measure(name: str, place: str, planner: str, rank: int, folder: str, rounds: int, compute: str) -> dict[str, Any]:
+    import torch  # noqa: PLC0415
+
+    import zinf_compile  # noqa: PLC0415
+    from zinf_compile.backend.replan import FIRST, MEASURED  # noqa: PLC0415
+    from zinf_compile.errors import ZinfError  # noqa: PLC0415
+
+    torch.compiler.reset()
+    zinf_compile.reset()
+    torch.manual_seed(0)
+    model = build(name)
+    vocabulary = 2048 if name == "gpt-small" else 8192
+    cap = int(CAP * sum(p.nbytes for p in model.parameters())) + BESIDE
+    tier = "nvme" if place == "drive" else "host"
+    options: dict[str, Any] = {"planner": planner, "device_memory": cap, "params": tier, "grads": tier, "optimizer": tier}
+    options |= {"compute": compute, "bucket": "1MiB" if name == "gpt-small" else "32MiB"}
+    if place == "drive":
+        options["nvme"] = folder
+    call = torch.compile(model, backend="zero_infinity", options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        tokens, targets = torch.randint(vocabulary, (2, 2, LENGTH), generator=generator)
+        call(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        for _ in range(FIRST + MEASURED + 1):
+            step()
+        recordings = []
+        for _ in range(rounds):
+            recordings.append(zinf_compile.timeline(model))
+            step()
+    except ZinfError as error:
+        return {"planner": planner, "error": str(error)}
+    zinf_compile.synchronize()
+    return {"planner": planner, "cap": cap, **_summary(recordings)}
+
+
+def _summary(recordings: Sequence[Any]) -> dict[str, Any]:
+    """Return the numbers of the median step."""
+    from zinf_compile.plan.compared_page import lane_rows  # noqa: PLC0415
+
+    order = sorted(recordings, key=lambda each: each.measured.seconds)
+    middle = order[len(order) // 2]
+    planned = middle.planned
+    if planned is None:
+        return {"error": middle.note}
+    rows = lane_rows(middle.measured, planned.timeline)
+    waited = math.fsum(row.exposed for row in rows)
+    return {
+        "measured": middle.measured.seconds,
+        "all_measured": [each.measured.seconds for each in recordings],
+        "simulated": planned.timeline.seconds,
+        "bound": middle.bound().seconds,
+        "waited": waited,
+        "lanes": {
+            row.lane: {
+                "busy": row.busy,
+                "planned_busy": row.planned_busy,
+                "exposed": row.exposed,
+                "planned_exposed": row.planned_exposed,
+            }
+            for row in rows
+        },
+    }
+
+
+def run_case(
+    name: str, world: int, place: str, planners: Sequence[str], folder: str, rounds: int, compute: str
+) -> dict[str, Any]:
+    """Return the rows of one model on some ranks at one place; of several ranks the slowest one's."""
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        ranks = [spawn(work, name, place, planners, rank, world, own, rounds, compute) for rank in range(world)]
+        rows = []
+        for _ in planners:
+            found = [rank.pipe.recv() for rank in ranks]
+            rows.append(max(found, key=lambda row: row.get("measured", math.inf)))
+            print(f"{name}, {world} rank(s), {place}: {json.dumps({k: v for k, v in rows[-1].items() if k != 'lanes'})}")
+        for rank in ranks:
+            rank.pipe.recv()
+            rank.join(20)
+    return {"model": name, "world": world, "place": place, "rows": rows}
+
+
+def lost_on(row: dict[str, Any]) -> str:
+    """Return the lane on which a step lost, or won, most against its simulation, with the seconds."""
+    lost = {}
+    for lane, each in row["lanes"].items():
+        kind = "busy" if lane in ("compute", "update") else "exposed"
+        lost[lane] = each[kind] - (each[f"planned_{kind}"] or 0.0)
+    rest = row["measured"] - row["simulated"] - math.fsum(lost.values())
+    lost["host"] = rest
+    lane = max(lost, key=lambda name: abs(lost[name]))
+    return f"{lane} {lost[lane]:+.2f} s"
+
+
+def report(result: dict[str, Any]) -> str:
+    """Return the rows as a table."""
+    rows = []
+    for case in result["cases"]:
+        for row in case["rows"]:
+            where = [case["model"], case["world"], case["place"], row["planner"]]
+            if "error" in row:
+                rows.append([*where, "", "", "", "", "", row["error"].splitlines()[0][:80]])
+                continue
+            ratio = row["measured"] / row["simulated"]
+            missed = "" if LOW <= ratio <= HIGH else lost_on(row)
+            above = "yes" if min(row["all_measured"]) >= row["bound"] else "no"
+            rows.append(
+                [*where, *(f"{row[key]:.2f}" for key in ("bound", "simulated", "measured")), f"{ratio:.2f}", above, missed]
+            )
+    headers = ["model", "ranks", "place", "planner", "bound s", "simulated s", "measured s", "measured / simulated"]
+    table = tabulate(rows, [*headers, "measured ≥ bound", "most lost, where outside 0.90 to 1.10"], tablefmt="github")
+    ratios = [row["measured"] / row["simulated"] for case in result["cases"] for row in case["rows"] if "error" not in row]
+    inside = sum(LOW <= ratio <= HIGH for ratio in ratios)
+    middle = f"median {statistics.median(ratios):.2f}" if ratios else "nothing was measured"
+    return f"{table}\n\nMeasured / simulated: {middle}, within 0.90 to 1.10 in {inside} of {len(ratios)}."
+
+
+def main() -> None:
+    """Measure, print, keep."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", help="on the drive")
+    parser.add_argument("--small", action="store_true", help="a small GPT on one rank, on the drive and at 2,000")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--worlds", default="1,2")
+    parser.add_argument("--places", default=",".join(PLACES))
+    parser.add_argument("--planners", default=",".join(PLANNERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compute", choices=("inductor", "fx"), default="inductor")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--docs", type=Path, metavar="FILE", nargs="+")
+    options = parser.parse_args()
+    if options.docs:
+        _docs.write("benchmarks/plan.py", report, options.docs)
+        return
+    if options.folder is None:
+        parser.error("a folder on the drive is needed")
+    models = ["gpt-small"] if options.small else options.models.split(",")
+    worlds = [1] if options.small else [int(world) for world in options.worlds.split(",")]
+    places = ["drive", "2000"] if options.small else options.places.split(",")
+    result: dict[str, Any] = {"rounds": options.rounds, "cap": CAP, "cases": []}
+    for model in models:
+        for world in worlds:
+            for place in places:
+                case = run_case(model, world, place, options.planners.split(","), options.folder, options.rounds, options.compute)
+                result["cases"].append(case)
+                if options.json:
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(report(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
