@@ -62,7 +62,7 @@ from .double_backward import reject_double_backward
 from .placement_of_inputs import follow_units, follows_cap, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
-from .saved_values import SavedSpace, plan_saved
+from .saved_values import SavedSpace, plan_saved, refuse_activation_budget
 from .static_shapes import with_static_shapes
 
 Compiled = Callable[..., Any]
@@ -238,6 +238,7 @@ class GraphCompiler:
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph into forward and backward."""
+        refuse_activation_budget()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):

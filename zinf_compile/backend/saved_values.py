@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
+from zinf_compile._torch import activation_budget
+from zinf_compile.errors import OptionError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
@@ -19,6 +21,17 @@ from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.sharded.budget import GraphBudget
 
 Choose = Callable[[Sequence[SavedMemory]], tuple[SavedMemory, ...]]
+
+
+def refuse_activation_budget() -> None:
+    """Raise `OptionError` where PyTorch is told to save less: what it would compute again is decided by our passes, too."""
+    found = activation_budget()
+    if found != 1.0:
+        raise OptionError(
+            f"torch._functorch.config.activation_memory_budget={found:g}: not supported by backend 'zero_infinity', whose passes "
+            "already say what is saved; accepted: 1.0, the default. Use option activations='host' or 'nvme' to move what is "
+            "saved, or torch.utils.checkpoint in the model to save less"
+        )
 
 
 def plan_saved(
