@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from models import Case
 from tiers import context_of
-from torch import fx
+from torch import fx, nn
 from training import adamw
 from transformer_models import TRANSFORMERS
 
 import zinf_compile
 from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
+from zinf_compile.errors import StoreError
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.runtime.storage.value_space import ValueSpace
 
 PLACES = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
@@ -55,6 +59,25 @@ def train_mixed(
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other), (name, seed)
     return Mixed.moved
+
+
+def run_out_of_space(rank: int, size: int, folder: str) -> str:
+    """Have the last rank's drive full at its second forward; return the error of this one, and train on."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    options = {"compute": "fx", "activations": "nvme", "nvme": folder}
+    call: Any = torch.compile(model, backend="zero_infinity", options=options)
+    x = torch.randn(512, 64)
+    first = call(x)
+    full = StoreError(errno.ENOSPC, "the drive is full", folder)
+    with mock.patch.object(ValueSpace, "reserve", side_effect=full if rank == size - 1 else None):
+        try:
+            call(x)
+        except StoreError as error:
+            found = str(error)
+    first.sum().backward()
+    call(x).sum().backward()
+    return found
 
 
 def _train(

@@ -306,12 +306,14 @@ class GraphCompiler:
         folder = self.config.checkpoint_folder()
         binder = Binder(program, context, self.config.placement(), lack=lack, checkpoint=folder)
         self._binder = self._binder or binder  # of the forward, which is compiled first
-        space = SavedSpace(program, context, self.config.placement().nvme)
+        saved = SavedSpace(program, context, self.config.placement().nvme)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
-            return execute(program, binder.bind(args), context, args, ShardedGradient, space=space.reserve())
+            space, lack_of_space = saved.reserve()
+            units = binder.bind(args, lacks_space=lack_of_space)
+            return execute(program, units, context, args, ShardedGradient, space=space)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
         run.budget = self._budget  # type: ignore[attr-defined]  # keeps the graph's reservations as long as it may run

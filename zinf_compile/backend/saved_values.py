@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from zinf_compile._torch import activation_budget
-from zinf_compile.errors import OptionError
+from zinf_compile.errors import OptionError, StoreError
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
@@ -48,14 +48,15 @@ class SavedSpace:
     """Space on drives for the values that a graph saves there; none where it saves nothing."""
 
     def __init__(self, program: Program, context: Context, folders: tuple[str, ...]) -> None:
-        """Reserve it for one run; raises `StoreError` where the drives have no room."""
         on_drives = [(Tier(tier), size) for tier, size in program.leaving if not Tier(tier).in_memory]
         self._space = context.value_space(on_drives[0][0], folders) if on_drives else None
         self._sizes = [size for _, size in on_drives if size]
-        self.reserve()
 
-    def reserve(self) -> ValueSpace | None:
-        """See that there is space for one run more; return where."""
-        if self._space is not None:
-            self._space.reserve(self._sizes)
-        return self._space
+    def reserve(self) -> tuple[ValueSpace | None, StoreError | None]:
+        """See that there is space for one run more; return where, and the error of drives that have no room."""
+        try:
+            if self._space is not None:
+                self._space.reserve(self._sizes)
+        except StoreError as error:
+            return self._space, error
+        return self._space, None
