@@ -233,6 +233,11 @@ def aot_settings(*, backward_ahead: bool) -> Iterator[None]:
         metadata.bw_donated_idxs = []  # with the option off it stays None, which the backward reads as "some"
 
 
+def activation_budget() -> float:
+    """Return the part of the activations that PyTorch's partitioner is told to save at most; 1.0 by default."""
+    return float(functorch_config.activation_memory_budget)
+
+
 def is_buffer(placeholder: torch.fx.Node) -> bool:
     """Return whether an input of a Dynamo graph is a buffer of a module."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)

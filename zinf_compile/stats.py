@@ -122,12 +122,13 @@ def _updated_on(placement: Placement, context: Context) -> str:
 
 
 def memory(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states, gathered, staging and bounce.
+    """Return bytes on this rank: `{"now": {...}, "peak": {...}}`, each with params, grads, states, gathered, activations, staging
+    and bounce.
 
     `params`, `grads` and `states` are this rank's shards with their padding, of all models partitioned over these ranks;
-    `gathered` are full units in use or in flight, in the type in which they are communicated; `staging` are the buffers of other
-    transfers in flight, and `bounce` the bounce buffers for blocks that direct I/O can't transfer in place. Empty before the
-    first compiled call.
+    `gathered` are full units in use or in flight, in the type in which they are communicated; `activations` the values that
+    forwards have saved in host memory beside the device; `staging` are the buffers of other transfers in flight, and `bounce`
+    the bounce buffers for blocks that direct I/O can't transfer in place. Empty before the first compiled call.
     """
     for parameter in model.parameters():
         if isinstance(parameter, ShardedParameter):

@@ -215,3 +215,12 @@ def test_host_memory_that_is_the_devices_keeps() -> None:
     _, call = build({"activations": "host"})
     torch.compiler.reset()
     call(batch(1)).backward()  # `Moving` checks that nothing is chosen
+
+
+def test_pytorchs_own_budget_is_refused_by_name() -> None:
+    torch.compiler.reset()
+    call: Any = torch.compile(nn.Linear(3, 3), backend="zero_infinity", options={"compute": "fx"})
+    refused = pytest.raises(OptionError, match=r"activation_memory_budget=0\.3: not supported")
+    with torch._functorch.config.patch(activation_memory_budget=0.3), refused:
+        call(torch.randn(2, 3))
+    call(torch.randn(2, 3)).sum().backward()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
-from zinf_compile.errors import PartitionedParameterError, StepFailedError
+from zinf_compile.errors import PartitionedParameterError, StepFailedError, StoreError
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program, digest_of
@@ -64,27 +64,38 @@ class Binder:
         self._steps: tuple[tuple[int, tuple[int, ...]], int] = (-1, ()), 0
         """Key and result of the last digest of the units' steps."""
 
-    def bind(self, args: Sequence[Any]) -> Mapping[int, Unit | Tile]:
-        """Return the unit of each slot, and its tiles, after all ranks have agreed on the call."""
+    def bind(self, args: Sequence[Any], *, lacks_space: StoreError | None = None) -> Mapping[int, Unit | Tile]:
+        """Return the unit of each slot, and its tiles, after all ranks have agreed on the call.
+
+        `lacks_space` is raised, and an error that names this rank on all others.
+        """
         program = self._program
         if not program.slots and not (program.buffers and self._context.size > 1):
+            if lacks_space is not None:
+                raise lacks_space
             return {}
-        units = self._bind_units(args)
+        units = self._bind_units(args, lacks_space)
         tiles = {register: units[slot].tiles[number] for register, (slot, number) in program.tiles.items()}
         return {**units, **tiles} if tiles else units
 
-    def _bind_units(self, args: Sequence[Any]) -> dict[int, Unit]:
+    def _bind_units(self, args: Sequence[Any], lacks_space: StoreError | None) -> dict[int, Unit]:
         program, context = self._program, self._context
         units, fresh = self._look_up(args)
         buffers = self._unsynchronised(args, units, fresh) if context.size > 1 else ()
         lacks = self._lack(units.values(), args)
         short, spoiled = is_any_short(lacks), _why_spoiled(units.values()) if context.spoiled else None
         if context.size > 1:
-            everyone = self._agree(units, fresh, buffers, value=short + 2 * (spoiled is not None))
+            value = short + 2 * (spoiled is not None) + 4 * (lacks_space is not None)
+            everyone = self._agree(units, fresh, buffers, value=value)
             short = any(value % 2 for value in everyone)
-            where = [rank for rank, value in enumerate(everyone) if value >= 2]
+            where = [rank for rank, value in enumerate(everyone) if value >= 4]
+            if where and lacks_space is None:
+                lacks_space = StoreError(f"rank {where[0]} has no space on its drives for saved values, see its error")
+            where = [rank for rank, value in enumerate(everyone) if value % 4 >= 2]
             if where and spoiled is None:
                 spoiled = StepFailedError(_SPOILED_ELSEWHERE.format(rank=where[0]))
+        if lacks_space is not None:
+            raise lacks_space
         if spoiled is not None:
             raise spoiled
         if short:

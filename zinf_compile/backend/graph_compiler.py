@@ -66,7 +66,7 @@ from .placement_of_inputs import follow_units, follows_cap, placements_of, refus
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .replan import replanner_of
-from .saved_values import SavedSpace, plan_saved
+from .saved_values import SavedSpace, plan_saved, refuse_activation_budget
 from .static_shapes import with_static_shapes
 from .wrappers import reject_wrappers, wrapped_in
 
@@ -267,6 +267,7 @@ class GraphCompiler:
 
     def cut(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition the joint graph into forward and backward, and decide where the states of its parameters live."""
+        refuse_activation_budget()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self._results = kwargs.get("num_fwd_outputs")
         for what in skipped_notes(joint):
@@ -360,15 +361,16 @@ class GraphCompiler:
         live = LiveProgram(program, bind)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
-        space = SavedSpace(program, context, self.config.placement().nvme)
+        saved = SavedSpace(program, context, self.config.placement().nvme)
 
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise wrapped_in(DistributedDataParallel)
             try:
-                now, units = live.program, live.binder.bind(args)
+                now, (space, lack_of_space) = live.program, saved.reserve()
+                units = live.binder.bind(args, lacks_space=lack_of_space)
                 given = storages_of(args) if checks.counts else None
-                results = execute(now, units, context, args, ShardedGradient, space=space.reserve())
+                results = execute(now, units, context, args, ShardedGradient, space=space)
                 if given is not None:
                     context.memory.activations.add(results, context.device, given=given)
                 return results
