@@ -353,14 +353,10 @@ class Config:
 
     def _validate_tiers(self) -> None:
         for option in KINDS:
-            if getattr(self, option) not in (words := (AUTO, *all_tiers())):
-                accepted = ", ".join(map(repr, words))
-                raise OptionError(f"option {option}={getattr(self, option)!r} is not known; accepted: {accepted}")
-        offloaded = [tier for tier in all_tiers() if tier != Tier.DEVICE]
-        if self.activations != "keep" and self.activations not in offloaded:
-            raise OptionError(
-                f"option activations={self.activations!r} is not known; accepted: 'keep', {', '.join(map(repr, offloaded))}"
-            )
+            if (word := getattr(self, option)) not in (words := (AUTO, *all_tiers())):
+                raise OptionError(f"option {option}={word!r} is not known; accepted: {', '.join(map(repr, words))}")
+        if (word := self.activations) not in (words := ("keep", *(tier for tier in all_tiers() if tier != Tier.DEVICE))):
+            raise OptionError(f"option activations={word!r} is not known; accepted: {', '.join(map(repr, words))}")
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
         if self.master not in (None, "float32"):

@@ -20,6 +20,7 @@ plan_graphs — Plans for the transfers of one graph, by the planner that option
 planned_step — The problem and the plan of a step that was recorded.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
+run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.
 saved_values — Decides which saved values leave the device between a forward and its backward, and keeps space for them.
 states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.

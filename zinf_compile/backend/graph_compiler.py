@@ -6,20 +6,18 @@ Dynamo calls `zero_infinity` for each captured graph; `zinf dump` subclasses `Gr
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch.nn.parallel import DistributedDataParallel
 
-from zinf_compile._torch import aot_autograd, aot_settings, inside_ddp, is_first_variant, raise_through_dynamo
+from zinf_compile._torch import aot_autograd, aot_settings, is_first_variant, raise_through_dynamo
 from zinf_compile.config import Config
 from zinf_compile.errors import ZinfError
 from zinf_compile.ir.placements import Placements
-from zinf_compile.ir.program import ParameterSlot, Program
+from zinf_compile.ir.program import NOTHING, ParameterSlot, Program
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
@@ -33,8 +31,6 @@ from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.plan.saved_homes import choose_homes
 from zinf_compile.runtime.context import Context, context_for
-from zinf_compile.runtime.executor import execute
-from zinf_compile.runtime.memory.activations import storages_of
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -42,7 +38,6 @@ from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
-from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
@@ -66,14 +61,14 @@ from .placement_of_inputs import follow_units, follows_cap, placements_of, refus
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
 from .replan import replanner_of
+from .run_graph import runner
 from .saved_values import SavedSpace, plan_saved, refuse_activation_budget
 from .static_shapes import with_static_shapes
-from .wrappers import reject_wrappers, wrapped_in
+from .wrappers import reject_wrappers
 
 Compiled = Callable[..., Any]
 _numbers: list[int] = process_wide([])
 """Numbers of the graphs compiled so far."""
-_log = logging.getLogger("zinf_compile")
 
 
 def zero_infinity(
@@ -345,57 +340,23 @@ class GraphCompiler:
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
-        folder = self.config.checkpoint_folder()
-        checks = CallChecks(self._budget, context, makes_gradients=makes_gradients)
+        checks = CallChecks(self._budget, context, makes_gradients=any(isinstance(step, Reduce) for step in program.steps))
         bind = partial(
             Binder,
             context=context,
             placements=self.placements,
             lack=checks.lack,
             refuse=checks.refuse,
-            checkpoint=folder,
+            checkpoint=self.config.checkpoint_folder(),
             place=None if self.homes is None else partial(place_at_call, self.config, self.placements, context),
         )
-        ranks = context.ranks  # a closed context has none
         live = LiveProgram(program, bind)
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         saved = SavedSpace(program, context, self.config.placement().nvme)
-
-        def run(args: list[Any]) -> list[Any]:
-            if inside_ddp():  # wrapped after this graph was compiled
-                raise wrapped_in(DistributedDataParallel)
-            try:
-                now, (space, lack_of_space) = live.program, saved.reserve()
-                units = live.binder.bind(args, lacks_space=lack_of_space)
-                given = storages_of(args) if checks.counts else None
-                results = execute(now, units, context, args, ShardedGradient, space=space)
-                if given is not None:
-                    context.memory.activations.add(results, context.device, given=given)
-                return results
-            except BaseException as error:
-                ranks.tell(error)
-                raise
-
-        run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
+        run = runner(live, context, saved, counts=checks.counts)
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run
         return run
-
-
-NOTHING = Program(
-    name="nothing",
-    registers=0,
-    inputs=0,
-    slots={},
-    tiles={},
-    buffers={},
-    constants={},
-    steps=(),
-    frees=(),
-    outputs=(),
-    sequence=(),
-)
 
 
 class _Measurer(GraphCompiler):

@@ -131,6 +131,22 @@ class Program:
         return digest_of(self.sequence)
 
 
+NOTHING = Program(
+    name="nothing",
+    registers=0,
+    inputs=0,
+    slots={},
+    tiles={},
+    buffers={},
+    constants={},
+    steps=(),
+    frees=(),
+    outputs=(),
+    sequence=(),
+)
+"""A program without steps."""
+
+
 def tiers_of_gradients(steps: Iterable[Step], tiles: Mapping[int, tuple[int, int]]) -> dict[int, str]:
     """Return for each parameter whose gradient leaves the device the last tier on its way, by input register."""
     owner: dict[int, int] = {}

@@ -35,7 +35,7 @@ from zinf_compile.runtime.units.create import shard_group_of
 from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
-from .compute_budget import Call, GraphCompute, outside_bytes, rounding_bytes
+from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .parameter import ShardedParameter, unit_of
 from .promised import not_held_yet, transient_of_unseen
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
@@ -115,8 +115,7 @@ class GraphBudget:
     @property
     def device_cap(self) -> int:
         """The device's cap: both where host memory is the device."""
-        apart = self._context.link.topology.host_apart
-        return self.caps.device if apart else min(self.caps.device, self.caps.host)
+        return self.caps.device if self._context.link.topology.host_apart else min(self.caps.device, self.caps.host)
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
@@ -176,8 +175,7 @@ class GraphBudget:
                 needed = Sides(*map(max, least, self._later)).plus(model.states if makes_none else model.added_by_steps)
                 found = Sides(*map(max, found, needed))
             found = found.plus(model.resident).plus(model.chunk)
-            host = found.host + self._saved_on_host - room[1]
-            return Excess(found.device - room[0], host if topology.host_apart else 0)
+            return Excess(found.device - room[0], found.host + self._saved_on_host - room[1] if topology.host_apart else 0)
 
         return excess
 
@@ -385,14 +383,7 @@ class GraphBudget:
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
-        if not self.compute.counts or not self._claims:
-            return None
-        return Call(
-            passing=max(claim.passing for claim in self._claims),
-            saved=self.compute.saved,
-            results=max(claim.results for claim in self._claims),
-            outside=self.compute.outside,
-        )
+        return call_of(self.compute, self._claims)
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""

@@ -20,6 +20,7 @@ from zinf_compile.passes.analysis.compute_memory import DEVICE_ROUNDING, Forward
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.runtime.memory.reservations import Reservation
 from zinf_compile.runtime.system.accelerator import allocated_bytes
 from zinf_compile.runtime.units.unit import Tile, Unit
 
@@ -134,6 +135,18 @@ class Call:
     """Results of the call before that `passing` includes."""
     outside: int
     """Of `passing`, what others held when the graph was compiled, and the allocator's rounding."""
+
+
+def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None:
+    """Return what calls of graphs with these reservations are checked for; None where activations don't count."""
+    if not compute.counts or not claims:
+        return None
+    return Call(
+        passing=max(claim.passing for claim in claims),
+        saved=compute.saved,
+        results=max(claim.results for claim in claims),
+        outside=compute.outside,
+    )
 
 
 def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:

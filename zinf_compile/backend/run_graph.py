@@ -1,0 +1,44 @@
+"""The callable that AOTAutograd runs in the place of one scheduled graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from zinf_compile._torch import inside_ddp
+from zinf_compile.runtime.context import Context
+from zinf_compile.runtime.executor import execute
+from zinf_compile.runtime.memory.activations import storages_of
+from zinf_compile.sharded.gradient import ShardedGradient
+
+from .kept_graphs import LiveProgram
+from .saved_values import SavedSpace
+from .wrappers import wrapped_in
+
+
+def runner(live: LiveProgram, context: Context, saved: SavedSpace, *, counts: bool) -> Callable[[list[Any]], list[Any]]:
+    """Return what binds the arguments of a call and performs the program; `counts`: results are activations that count.
+
+    The other ranks are told of an error, so that none waits for this one.
+    """
+    ranks = context.ranks  # a closed context has none
+
+    def run(args: list[Any]) -> list[Any]:
+        if inside_ddp():  # wrapped after this graph was compiled
+            raise wrapped_in(DistributedDataParallel)
+        try:
+            now, (space, lack_of_space) = live.program, saved.reserve()
+            units = live.binder.bind(args, lacks_space=lack_of_space)
+            given = storages_of(args) if counts else None
+            results = execute(now, units, context, args, ShardedGradient, space=space)
+            if given is not None:
+                context.memory.activations.add(results, context.device, given=given)
+            return results
+        except BaseException as error:
+            ranks.tell(error)
+            raise
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
+    return run
