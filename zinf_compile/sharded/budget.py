@@ -349,9 +349,9 @@ class GraphBudget:
         self._checked = True
         lacks = {side: self._lack(side) for side in SIDES}
         if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
+            self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
             error = self._refusal(lacks, measure)
             self._context.memory.reservations.caps = self._caps_before
-            self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
             raise error
         for unit in self._units.values():
             _unplanned.discard(unit)
