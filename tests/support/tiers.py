@@ -206,7 +206,7 @@ class Needed:
         self.reduced = self.state if reduced is None else reduced.itemsize
         self.count = STATES + master
         self.norms_on_device = norms_on_device
-        """As on an accelerator: gradients come from the host for their norms, and factors go there."""
+        """As on an accelerator: gradients come from the host and from drives for their norms, and factors go to the host."""
         model = sundry()
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         self.valid = {name: min(-(-n // ranks), max(0, n - rank * -(-n // ranks))) for name, n in sizes.items()}
@@ -235,7 +235,7 @@ class Needed:
         read = self._on_drive(self.reduced) if self.grads == "nvme" else 0
         if not self.norms_on_device or self.grads == "device":
             return Traffic(read=read)
-        come = sum(self.valid[name] for name in TRAINED) * self.reduced if self.grads == "host" else 0
+        come = sum(self.valid[name] for name in TRAINED) * self.reduced
         return Traffic(read=read, to_device=come, to_host=4 * len(TRAINED))
 
     def step(self, *, first: bool) -> Traffic:
