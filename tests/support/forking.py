@@ -17,6 +17,8 @@ PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.dist
 """What they have imported where a device is: after a backward there PyTorch's threads for devices are not forked with it."""
 WARM = ["warm"]
 """What they have imported elsewhere: see there."""
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""That of the process that they are forked from, whichever test is the first: it isn't told where to search for imports."""
 
 
 def start_forked(target: Callable[..., Any], *args: Any) -> Any:
@@ -24,8 +26,7 @@ def start_forked(target: Callable[..., Any], *args: Any) -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED if "late" in sys.modules or torch.accelerator.is_available() else WARM)
     process = context.Process(target=target, args=args, daemon=True)
-    searched = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the server isn't told where
-    with mock.patch.dict(os.environ, PYTHONPATH=searched):
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         process.start()
     return process
 
