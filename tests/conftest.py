@@ -18,7 +18,7 @@ gc.disable()  # while tests and what they import are read: nothing of it ever go
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from guard_timing import without_guard_timing  # noqa: E402
-from heap import collect_less  # noqa: E402
+from heap import collect_less, settle  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from zinf_compile.runtime import context  # noqa: E402
@@ -61,8 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _settled_heap() -> None:
     """Let the garbage collector leave alone what libraries have imported and kept since; a module's models are made later."""
     torch.compiler.reset()
-    gc.collect()
-    gc.freeze()
+    settle()
 
 
 @pytest.fixture(autouse=True)

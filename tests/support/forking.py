@@ -9,22 +9,24 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from unittest import mock
 
+import torch
 import torch.multiprocessing as mp
 from paths import SUPPORT
 
 PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed", "torch.testing", "zinf_compile"]
-"""What they have imported where the device for tests is: one that had a backward before the device came has no threads for it."""
+"""What they have imported where a device is: after a backward there PyTorch's threads for devices are not forked with it."""
 WARM = ["warm"]
 """What they have imported elsewhere: see there."""
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""That of the process that they are forked from, whichever test is the first: it isn't told where to search for imports."""
 
 
 def start_forked(target: Callable[..., Any], *args: Any) -> Any:
     """Call `target(*args)` in a process of its own, which a library's `multiprocessing.Process` stands for."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED if "late" in sys.modules else WARM)
+    context.set_forkserver_preload(PRELOADED if "late" in sys.modules or torch.accelerator.is_available() else WARM)
     process = context.Process(target=target, args=args, daemon=True)
-    searched = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])  # the server isn't told where
-    with mock.patch.dict(os.environ, PYTHONPATH=searched):
+    with mock.patch.dict(os.environ, _ENVIRONMENT, clear=True):
         process.start()
     return process
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -28,7 +28,7 @@ class Program:
 
     def __init__(self, source: str, *arguments: str) -> None:
         (theirs, stdin), (stdout, out), (stderr, err) = (mp.Pipe(duplex=False) for _ in range(3))
-        self.process = start_forked(_main, source, arguments, theirs, out, err)
+        self.process = start_forked(_main, source, arguments, dict(os.environ), theirs, out, err)
         for connection in (theirs, out, err):
             connection.close()
         self.stdin = os.fdopen(os.dup(stdin.fileno()), "w")
@@ -66,7 +66,9 @@ def run_program(source: str, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.CompletedProcess(["-c", *arguments], code, *said)
 
 
-def _main(source: str, arguments: Sequence[str], *streams: Connection) -> NoReturn:
+def _main(source: str, arguments: Sequence[str], environment: Mapping[str, str], *streams: Connection) -> NoReturn:
+    os.environ.clear()
+    os.environ.update(environment)
     for number, connection in enumerate(streams):
         os.dup2(connection.fileno(), number)
         connection.close()
