@@ -373,7 +373,7 @@ class Config:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
         if folders and not on_drives and not free:
             raise OptionError(
-                f"option nvme={self.nvme!r} is given, but no tier uses it: add params='nvme', grads='nvme' or optimizer='nvme'"
+                f"option nvme={self.nvme!r} is given, but no tier uses it: set params, grads or optimizer to 'nvme' or 'auto'"
             )
 
     def _check_folders(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 
 from torch import fx
@@ -11,6 +12,8 @@ from torch import fx
 from zinf_compile._torch import outside_tracing
 from zinf_compile.config import Config
 from zinf_compile.errors import PlanError
+from zinf_compile.ir.placements import Placements
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
@@ -20,7 +23,7 @@ from zinf_compile.plan.occupancy import occupied
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
-from zinf_compile.plan.problem_parts import Allowed, Link, Memory
+from zinf_compile.plan.problem_parts import Link, Memory
 from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
@@ -58,7 +61,8 @@ class GraphPlanner:
         self._given = config.planner
         self._name = config.planner_name()
         self._key = config.signature()
-        self._home = (topology.hops(config.placement().params) or (Tier.DEVICE,))[0]
+        self.placements = Placements(config.placement())
+        """Where the states of each parameter live."""
         self._topology = topology
         self._device, self._size = device, world_size
         self._ranks = ranks
@@ -70,7 +74,7 @@ class GraphPlanner:
 
     def plan(self, graph: fx.Graph, room: Room) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
-        members = unit_members([graph])
+        members = unit_members([graph], self._home)
         whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
         problem = self._problem(graph, room(graph, whole))
         if self._ranks is not None and self._ranks.size > 1:
@@ -112,16 +116,22 @@ class GraphPlanner:
         """Return the graph's problem; what fits just in time by the account of the caps always does."""
         problem = step_problem([(graph, None)], self._facts())
         plain = occupied(problem, just_in_time(problem))
-        standing = sum(unit.stored_bytes for unit in problem.units)
+        standing: dict[Tier | None, int] = defaultdict(int)
+        for unit in problem.units:
+            standing[unit.home] += unit.stored_bytes
         budgets: dict[str, int | None] = {}
         for tier, own in ((Tier.DEVICE, room[0]), (Tier.HOST, room[1])):
             if tier in problem.tiers and math.isfinite(own):
-                budgets[tier] = max(math.ceil(own) + (standing if tier == self._home else 0), int(plain[tier].max()))
+                budgets[tier] = max(math.ceil(own) + standing[tier], int(plain[tier].max()))
         return problem.with_budgets(**budgets)
 
+    def _home(self, slot: ParameterSlot) -> Tier:
+        return (self._topology.hops(self.placements.of(slot).params) or (Tier.DEVICE,))[0]
+
     def _facts(self) -> StepFacts:
-        home, apart, kind = self._home, self._topology.host_apart, self._device
-        tiers = [Tier.DEVICE, *([Tier.HOST] if apart else []), *([] if home.in_memory else [home])]
+        apart, kind = self._topology.host_apart, self._device
+        drives = {each.params for each in (self.placements.rest, *self.placements.own.values()) if not each.params.in_memory}
+        tiers = [Tier.DEVICE, *([Tier.HOST] if apart else []), *drives]
         links = []
         for near, far in itertools.pairwise(tiers):
             rate = COPIES if far.in_memory else DRIVE
@@ -135,7 +145,7 @@ class GraphPlanner:
             memories=tuple(Memory(tier=tier) for tier in tiers),
             links=tuple(links),
             world_size=self._size,
-            allowed=Allowed(params=(home,)),
+            home=self._home,
             flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
             bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
             only_params=True,
