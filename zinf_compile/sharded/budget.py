@@ -306,9 +306,8 @@ class GraphBudget:
         self._checked = True
         lacks = {side: self._lack(side) for side in SIDES}
         if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
-            error = self._refusal(lacks, measure)
             self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
-            raise error
+            raise self._refusal(lacks, measure)
         for unit in self._units.values():
             _unplanned.discard(unit)
 
