@@ -10,6 +10,7 @@ from torch import fx
 
 from zinf_compile.ir.compute_shape import PIECE_NUMEL
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.problem_parts import KEEP, Allowed, Link, Memory
 
 Types = Callable[[ParameterSlot], tuple[torch.dtype, ...]]
@@ -34,6 +35,8 @@ class StepFacts:
     """Of the device's memory."""
     seconds: Callable[[tuple[fx.Node, ...]], float | None] = lambda nodes: None
     """The seconds of a region where they are known, as from a measurement; None: estimated from its operations and bytes."""
+    home: Callable[[ParameterSlot], Tier | None] = lambda slot: None
+    """The tier on which a parameter's shard lives, where that is decided."""
     launch_seconds: float = 0.0
     """Of each region beside."""
     only_params: bool = False

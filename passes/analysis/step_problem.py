@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.node_facts import slot_behind, wire_format, wire_type
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
@@ -44,7 +45,7 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
     """Return the problem of a step that runs graphs in this order, each the number of its pair and whether it is the backward."""
     runs = list(_runs(pairs, order))
     saved = {} if facts.only_params else {number: find_saved(*pair) for number, pair in enumerate(pairs)}
-    members = unit_members(list(dict.fromkeys(run.graph for run in runs)))
+    members = unit_members(list(dict.fromkeys(run.graph for run in runs)), facts.home)
     units = list(_units(runs, members, facts))
     return StepProblem(
         regions=tuple(region for run in runs for region in _regions(run, saved.get(run.pair, {}), facts)),
@@ -59,10 +60,12 @@ def problem_of_runs(pairs: Sequence[Pair], order: Sequence[tuple[int, bool]], fa
     )
 
 
-def unit_members(graphs: Sequence[fx.Graph]) -> dict[str, tuple[ParameterSlot, ...]]:
+def unit_members(
+    graphs: Sequence[fx.Graph], home: Callable[[ParameterSlot], Tier | None] = lambda slot: None
+) -> dict[str, tuple[ParameterSlot, ...]]:
     """Return the slots of each unit by its name: parameters that are used, grouped and reduced together in all graphs are one.
 
-    Parameters without elements are left out: nothing moves for them.
+    Where homes are decided, they have one. Parameters without elements are left out: nothing moves for them.
     """
     slots: dict[str, ParameterSlot] = {}
     signs: dict[str, list[object]] = defaultdict(list)
@@ -80,7 +83,7 @@ def unit_members(graphs: Sequence[fx.Graph]) -> dict[str, tuple[ParameterSlot, .
     for own, slot in slots.items():
         if not slot.numel:
             continue
-        together[slot.requires_grad, slot.dtype, *signs[own]].append(slot)
+        together[slot.requires_grad, slot.dtype, home(slot), *signs[own]].append(slot)
     return {_name(found): tuple(found) for found in together.values()}
 
 
@@ -170,6 +173,7 @@ def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], f
             full_gradient_bytes=sum(reduced.bytes(slot.numel) for slot in slots) if reduces and size > 1 else 0,
             reduced_bytes=(size - 1) * sum(map(reduced.bytes, shards)) if reduces else 0,
             structure=_digest((_pattern(name), [slot.shape for slot in slots], str(slots[0].dtype))),
+            home=facts.home(slots[0]),
         )
 
 

@@ -43,7 +43,10 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"device_memory": "lots"}, "device_memory='lots' is not a size; accepted: a positive number of bytes or text such as"),
     ({"host_memory": 0}, "host_memory=0 is not a size"),
     ({"optimizer": "nvme"}, "optimizer='nvme' needs a drive: add nvme='/path"),
-    ({"nvme": "."}, "nvme='.' is given, but no tier uses it: add params='nvme'"),
+    (
+        {"nvme": ".", "params": "device", "grads": "device", "optimizer": "host"},
+        "nvme='.' is given, but no tier uses it: set params, grads or optimizer to 'nvme' or 'auto'",
+    ),
     (
         {"optimizer": "nvme", "nvme": "/missing"},
         "nvme: '/missing' is no folder that this process may write to; make it, or name another",

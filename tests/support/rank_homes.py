@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rank_tiers import Build, Run, _check, _prepare, _train
+from rank_tiling import wide
 from tiers import Meter, sundry, train_step
 from torch import fx, nn
 from training import BACKEND
@@ -22,6 +23,7 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import TIERS, Tier
 from zinf_compile.runtime.context import context_for
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.sharded.parameter import ShardedParameter
 from zinf_compile.sharded.partition import partition
 
 Home = tuple[Tier, Tier, Tier]
@@ -163,3 +165,23 @@ def train_mixtures(
             found = train_at_homes({**others, "nvme": folder}, home, dtype, build, rank)
             _check(("mixed", str(seed), ""), None, found, expected)
     return len(seeds)
+
+
+def train_within(rank: int, size: int, folder: str, caps: Sequence[int], given: Mapping[str, Any]) -> list[int]:
+    """Train under caps with homes that follow from them; check bits and peaks; return how many homes each cap has made."""
+    _prepare()
+    others = {"compute": "fx", "bucket": 300, "compute_shape": {"piece_numel": 96}, "tile": 1 << 20, **given}
+    expected = _train(rank, others, Meter(None), None, torch.float32, 2, wide)
+    found = []
+    for cap in caps:
+        torch.compiler.reset()
+        model = wide(torch.float32)
+        model.compile(backend=BACKEND, options={**others, "nvme": folder, "device_memory": cap})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        losses = [loss for step in range(2) for loss in train_step(model, optimizer, step, rank)]
+        whole, states = zinf_compile.full_state_dict(model), optimizer.state_dict()["state"]
+        _check(("auto", str(cap), ""), None, (losses, whole, states), expected)
+        assert zinf_compile.stats(model)["memory"]["device"]["peak_last_step"]["all"] <= cap
+        units = [p._zinf_unit for p in model.parameters() if isinstance(p, ShardedParameter) and p.requires_grad]
+        found.append(len({(u.placement.params, u.placement.grads, u.placement.optimizer) for u in units}))
+    return found

@@ -161,6 +161,8 @@ class GraphCompiler:
         self._bucket = self.shape.bucket_of(slots)
         self._budget = self.make_budget(slots, example_inputs, context)
         self.planner = None if self.config.planner is None else self.make_planner(context)
+        if self.planner is not None:
+            self.planner.placements = self.placements
         if self.config.compute == "inductor":
             prepare(captured.device)
         placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -280,6 +282,8 @@ class GraphCompiler:
         if self.homes is not None and self._budget is not None:
             results = self._results if len(graphs) > 1 else None
             self.placements = self.homes.decide(graphs, self._budget, bucket_bytes=self._bucket, results=results)
+            if self.planner is not None:
+                self.planner.placements = self.homes.paths
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""

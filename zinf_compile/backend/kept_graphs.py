@@ -14,14 +14,16 @@ import torch
 from torch import fx
 
 from zinf_compile.errors import PlanError
+from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
-from zinf_compile.ir.tiers import Placement, Topology
+from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import planned_passes, run_passes, verify
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import structure_of
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.passes.lower import RegionCompiler, lower
+from zinf_compile.passes.schedule.insert_swaps import Path
 from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.problem import StepProblem
@@ -59,9 +61,8 @@ class Planned(Protocol):
 
     costs: Costs
 
-    @property
-    def placement(self) -> Placement:
-        """The tiers of states."""
+    placements: Placements
+    """Where the states of each parameter of the graph live."""
 
     @property
     def topology(self) -> Topology:
@@ -73,7 +74,9 @@ class Planned(Protocol):
     def assumed_links(self) -> list[Link]:
         """Return the links of a whole step at the rates that are assumed without a measurement."""
 
-    def facts(self, *, only_params: bool = True, states: States | None = None) -> StepFacts:
+    def facts(
+        self, *, only_params: bool = True, states: States | None = None, home: Callable[[ParameterSlot], Tier] | None = None
+    ) -> StepFacts:
         """Return what problems are made with."""
 
 
@@ -92,8 +95,9 @@ class KeptGraph:
     planner: Planned
     together: bool
     """Whether all ranks planned it at the same point: then they also plan it anew together."""
-    params: Sequence[str] = ()
-    grads: Sequence[str] = ()
+    params: Path = ()
+    grads: Path = ()
+    """As those of `graph_passes`."""
     name: str = ""
     """Of its program."""
     functions: dict[Hashable, Function] = dataclasses.field(default_factory=dict)

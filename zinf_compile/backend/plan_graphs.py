@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from torch import fx
 from zinf_compile._torch import outside_tracing
 from zinf_compile.config import Config
 from zinf_compile.errors import PlanError
+from zinf_compile.ir.placements import KINDS, Placements
+from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.planned_graph import PlannedGraph
@@ -73,8 +76,9 @@ class GraphPlanner:
         self._given = config.planner
         self._name = config.planner_name()
         self._key = config.signature()
-        self.placement, self.topology = config.placement(), topology
-        self._home = self._home_of(self.placement.params)
+        self.placements = Placements(config.placement())
+        """Where the states of each parameter live."""
+        self.topology = topology
         self._device, self._size = device, world_size
         self._ranks = ranks
         """Those that follow the same plan; None: this process plans by itself, as `zinf dump` does."""
@@ -90,7 +94,7 @@ class GraphPlanner:
 
     def plan(self, graph: fx.Graph, room: Room) -> PlannedGraph:
         """Plan a graph that `region_passes` have seen, within `room`. Collective where ranks plan together."""
-        members = unit_members([graph])
+        members = unit_members([graph], self.home)
         whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
         problem = self._problem(graph, room(graph, whole))
         if self._ranks is not None and self._ranks.size > 1:
@@ -100,6 +104,7 @@ class GraphPlanner:
         check(problem, plan)
         self.made.append((problem, plan))
         if self._ranks is not None:
+            placements = self.placements
             self.kept = KeptGraph(
                 gm=copy_of(graph),
                 problem=problem,
@@ -107,8 +112,8 @@ class GraphPlanner:
                 members=members,
                 together=self._together,
                 planner=self,
-                params=self.topology.hops(self.placement.params),
-                grads=self.topology.hops(self.placement.grads)[::-1],
+                params=lambda slot: self.topology.hops(placements.of(slot).params),
+                grads=lambda slot: self.topology.hops(placements.of(slot).grads)[::-1],
             )
         return PlannedGraph(plan, {slot.name: name for name, slots in members.items() for slot in slots})
 
@@ -154,30 +159,34 @@ class GraphPlanner:
         """Return the graph's problem; what fits just in time by the account of the caps always does."""
         problem = step_problem([(graph, None)], self.facts())
         plain = occupied(problem, just_in_time(problem))
-        standing = sum(unit.stored_bytes for unit in problem.units)
+        standing: dict[Tier | None, int] = defaultdict(int)
+        for unit in problem.units:
+            standing[unit.home] += unit.stored_bytes
         budgets: dict[str, int | None] = {}
         for tier, own in ((Tier.DEVICE, room[0]), (Tier.HOST, room[1])):
             if tier in problem.tiers and math.isfinite(own):
-                budgets[tier] = max(math.ceil(own) + (standing if tier == self._home else 0), int(plain[tier].max()))
+                budgets[tier] = max(math.ceil(own) + standing[tier], int(plain[tier].max()))
         return problem.with_budgets(**budgets)
 
-    def facts(self, *, only_params: bool = True, states: States | None = None) -> StepFacts:
-        """Return the facts of this placement, by measured costs where there are some; with `states` those of whole steps."""
-        places, kind = self.placement, self._device
+    def home(self, slot: ParameterSlot) -> Tier:
+        """Return the tier on which a parameter's shard lives."""
+        return self._home_of(self.placements.of(slot).params)
+
+    def facts(
+        self, *, only_params: bool = True, states: States | None = None, home: Callable[[ParameterSlot], Tier] | None = None
+    ) -> StepFacts:
+        """Return the facts of these placements, by measured costs where there are some; with `states` those of whole steps.
+
+        `home`: of the parameters of all graphs of a step; None: of this graph's.
+        """
+        kind = self._device
         tiers, links = self._tiers_and_links(only_params=only_params)
-        allowed = Allowed(params=(self._home,))
-        if not only_params:
-            allowed = Allowed(
-                params=(self._home,),
-                grads=(self._home_of(places.grads),),
-                states=(self._home_of(places.optimizer),),
-                update=(self.topology.updated_on(places),),
-            )
         found = StepFacts(
             memories=tuple(Memory(tier=tier) for tier in tiers),
             links=tuple(map(self.costs.link, links)),
             world_size=self._size,
-            allowed=allowed,
+            allowed=Allowed() if only_params else Allowed(update=(self.topology.updated_on(self.placements.rest),)),
+            home=home or self.home,
             flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
             bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
             seconds=lambda nodes: self.costs.regions.get(structure_of(nodes)) if self.costs.regions else None,
@@ -190,9 +199,10 @@ class GraphPlanner:
         return self._tiers_and_links(only_params=False)[1]
 
     def _tiers_and_links(self, *, only_params: bool) -> tuple[list[Tier], list[Link]]:
-        places = self.placement
-        homes = [places.params] if only_params else [places.params, places.grads, places.optimizer]
-        drives = list(dict.fromkeys(home for home in map(self._home_of, homes) if not home.in_memory))
+        kinds = ("params",) if only_params else KINDS
+        places = (self.placements.rest, *self.placements.own.values())
+        homes = [self._home_of(getattr(place, kind)) for kind in kinds for place in places]
+        drives = list(dict.fromkeys(home for home in homes if not home.in_memory))
         tiers = [Tier.DEVICE, *([Tier.HOST] if self.topology.host_apart else []), *drives]
         links = []
         for near, far in itertools.pairwise(tiers):

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from zinf_compile.errors import PlanError
+from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.optim.offloaded_states import may_defer
 from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, unit_members
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.plan.acted import Part, acted_plan
-from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import Timeline, simulate
 
@@ -48,9 +50,15 @@ def planned_step(programs: Sequence[str]) -> PlannedStep:
         order.append((places[number], kind == "backward"))
     planner = runs[0].planner
     states = states_of_optimizers()
-    facts = planner.facts(only_params=False, states=states)
+    topology = planner.topology
+    places = {slot.name: kept.planner.placements.of(slot) for kept in runs for slots in kept.members.values() for slot in slots}
+
+    def home(slot: ParameterSlot, kind: str = "params") -> Tier:
+        return next(iter(topology.hops(getattr(places[slot.name], kind))), Tier.DEVICE)
+
+    facts = planner.facts(only_params=False, states=states, home=home)
     problem = planner.costs.of_updates(problem_of_runs(pairs, order, facts, name="recorded step"))
-    members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)))
+    members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)), home)
     unit_of = {slot.name: name for name, slots in members.items() if name in problem.unit for slot in slots}
     parts, first = [], 0
     for kept in runs:
@@ -60,9 +68,14 @@ def planned_step(programs: Sequence[str]) -> PlannedStep:
         }
         parts.append(Part(kept.plan, first, units))
         first += find_regions(kept.gm.graph).count
-    placement, topology = planner.placement, planner.topology
+    homes = Homes(
+        params={unit.name: home(members[unit.name][0]) for unit in problem.units},
+        grads={unit.name: home(members[unit.name][0], "grads") for unit in problem.units if unit.trained},
+        states={piece.name: home(members[piece.units[0]][0], "optimizer") for piece in problem.pieces},
+    )
+    placement = planner.placements.rest
     defers = bool(problem.pieces) and may_defer(placement, [{"states": next(iter(problem.pieces))}], topology)  # type: ignore[dict-item]
-    plan = acted_plan(problem, parts, defers=defers)
+    plan = acted_plan(problem, parts, homes, defers=defers)
     return PlannedStep(problem, plan, simulate(problem, plan))
 
 

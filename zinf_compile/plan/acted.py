@@ -23,18 +23,12 @@ class Part:
     """The step's units by the graph's: a unit of a graph may be several in the step."""
 
 
-def acted_plan(problem: StepProblem, parts: Sequence[Part], *, defers: bool = False) -> Plan:
-    """Return the plan with the transfers of all parts, and homes that are the only allowed ones.
+def acted_plan(problem: StepProblem, parts: Sequence[Part], homes: Homes, *, defers: bool = False) -> Plan:
+    """Return the plan with the transfers of all parts.
 
     Gradients leave as they are reduced. Updates run behind the last region, or each before its units' next use if the step
     `defers` them.
     """
-    allowed, tiers = problem.allowed, problem.tiers
-    homes = Homes(
-        params={unit.name: (allowed.params or tiers)[0] for unit in problem.units},
-        grads={unit.name: (allowed.grads or tiers)[0] for unit in problem.units if unit.trained},
-        states={piece.name: (allowed.states or tiers)[0] for piece in problem.pieces},
-    )
     updates = deferred(problem, homes) if defers else None
     base = build(problem, homes, (), planner=next((part.plan.planner for part in parts), ""), updates=updates)
     gathers, fetches = [], []

@@ -170,7 +170,7 @@ def orders(problem: StepProblem) -> list[list[Item]]:
     allowed = {kind: getattr(problem.allowed, kind) for kind in KINDS}
     free = [kind for kind in KINDS if len(allowed[kind] or problem.tiers) > 1]
     items: dict[str, list[Item]] = {
-        "params": [("params", unit.name, unit.stored_bytes) for unit in units],
+        "params": [("params", unit.name, unit.stored_bytes) for unit in units if len(problem.param_tiers(unit.name)) > 1],
         "grads": [("grads", unit.name, unit.gradient_bytes) for unit in units if unit.trained],
         "states": [
             ("states", unit.name, sum(piece.state_bytes for piece in problem.pieces_of[unit.name]))

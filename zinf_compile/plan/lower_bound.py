@@ -109,7 +109,8 @@ class _Programme(UpdatesProgramme):
 
     def _add_unit(self, unit: Unit, count: int) -> None:
         problem, device = self.problem, self.problem.device
-        homes = self.home(f"param {unit.name}", problem.allowed.params, dict.fromkeys(problem.tiers, float(unit.stored_bytes)))
+        allowed, held = problem.param_tiers(unit.name), dict.fromkeys(problem.tiers, float(unit.stored_bytes))
+        homes = self.home(f"param {unit.name}", allowed, held)
         at_home = homes[device]
         size = unit.full_bytes if unit.is_gathered else unit.stored_bytes
         if unit.is_gathered:

@@ -71,6 +71,9 @@ def _check_tiers(problem: ProblemParts) -> None:
         for pair, what in (((None, tiers[0]), "gathers"), ((tiers[0], None), "reductions")):
             if pair not in ends:
                 raise PlanError(f"no link for {what} between {problem.world_size} ranks")
+    for unit in problem.units:
+        if unit.home not in (None, *tiers):
+            raise PlanError(f"unit {unit.name!r} lives on {unit.home}, which is no tier of the problem: {', '.join(tiers)}")
     for name in ("params", "grads", "states", "update"):
         for tier in getattr(problem.allowed, name):
             if tier not in tiers:

@@ -50,6 +50,8 @@ class Unit:
     reduced_bytes: int = 0
     """What this rank sends in a reduction."""
     structure: str = ""
+    home: Tier | None = None
+    """The tier on which the shard lives, where that is decided; None: on any that is allowed."""
 
     @property
     def is_gathered(self) -> bool:
@@ -209,6 +211,11 @@ class ProblemParts:
     def host(self) -> Tier:
         """Return the tier beside the processor that runs host updates: the device's own where host memory is the device."""
         return next((tier for tier in reversed(self.tiers) if tier.in_memory), self.device)
+
+    def param_tiers(self, name: str) -> tuple[Tier, ...]:
+        """Return the tiers on which a unit's shard may live, from near to far."""
+        home = self.unit[name].home
+        return (self.allowed.params or self.tiers) if home is None else (home,)
 
     @functools.cached_property
     def unit(self) -> dict[str, Unit]:

@@ -55,6 +55,9 @@ def _names(problem: StepProblem, plan: Plan) -> list[str]:
                 wrong.append(f"{what} {name!r} lives on {tier}, which is no tier of the problem: {', '.join(problem.tiers)}")
             elif tiers and tier not in tiers:
                 wrong.append(f"{what} {name!r} lives on {tier}; the user allows {', '.join(tiers)}")
+    for unit in problem.units:
+        if unit.home not in (None, homes.params.get(unit.name)):
+            wrong.append(f"parameter {unit.name!r} lives on {homes.params.get(unit.name)} in the plan; it does on {unit.home}")
     wrong += [f"{row}: no unit {row.unit!r}" for row in plan.shared.gathers if row.unit not in problem.unit]
     wrong += [f"{row}: no unit {row.unit!r}" for row in plan.shared.reductions if row.unit not in problem.unit]
     wrong += [f"unit {name!r} stays gathered, but is no unit" for name in plan.shared.resident if name not in problem.unit]

@@ -54,7 +54,8 @@ def test_the_rest_of_the_compute_shape_is_as_asked_and_pieces_are_those_of_the_u
     assert followed(inputs, **PIECES).compute_shape == {"piece_numel": 300}
     both = followed(inputs, compute_shape={"chunk_bytes": 7})
     assert both.compute_shape == {"chunk_bytes": 7, "piece_numel": 300}
-    assert both.placement().params == "nvme"
+    assert both.params == "auto", "what is new finds a home, and may do so on the units' drives"
+    assert both.placement().nvme
     assert followed(partitioned(), compute_shape={"chunk_bytes": 7}).compute_shape == {"chunk_bytes": 7}
 
 

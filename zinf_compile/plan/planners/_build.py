@@ -28,7 +28,7 @@ def farthest(problem: StepProblem) -> Homes:
     """Return homes as far away as is allowed: what needs the least memory."""
     allowed, tiers = problem.allowed, problem.tiers
     return Homes(
-        params={unit.name: (allowed.params or tiers)[-1] for unit in problem.units},
+        params={unit.name: problem.param_tiers(unit.name)[-1] for unit in problem.units},
         grads={unit.name: (allowed.grads or tiers)[-1] for unit in problem.units if unit.trained},
         states={piece.name: (allowed.states or tiers)[-1] for piece in problem.pieces},
     )

@@ -105,7 +105,7 @@ def _bring(problem: StepProblem, homes: Homes, order: Sequence[Item], tier: Tier
     tables = {"params": dict(homes.params), "grads": dict(homes.grads), "states": dict(homes.states)}
     left, taken = [], 0
     for kind, names, size in order:
-        allowed: tuple[Tier, ...] = getattr(problem.allowed, kind)
+        allowed: tuple[Tier, ...] = problem.param_tiers(names[0]) if kind == "params" else getattr(problem.allowed, kind)
         if taken + size <= limit * (1 + 1e-9) and (not allowed or tier in allowed):
             tables[kind].update(dict.fromkeys(names, tier))
             taken += size

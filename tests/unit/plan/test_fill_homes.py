@@ -1,0 +1,58 @@
+"""Homes by filling the nearest tiers: within what a check allows, and never slower with more room."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import training_problems
+
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.plan.fill_homes import Check, Excess, fill_homes
+from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._homes import least_seconds
+from zinf_compile.plan.problem import StepProblem
+
+
+def within(problem: StepProblem, device: int, host: int) -> Check:
+    """Return a check that counts what lives on each tier, and nothing else."""
+
+    def check(homes: Homes) -> Excess:
+        held: dict[Tier, int] = defaultdict(int)
+        for unit in problem.units:
+            held[homes.params[unit.name]] += unit.stored_bytes
+            if unit.trained:
+                held[homes.grads[unit.name]] += unit.gradient_bytes
+        for piece in problem.pieces:
+            held[homes.states[piece.name]] += piece.state_bytes
+        return Excess(held[Tier.DEVICE] - device, held[Tier.HOST] - host if Tier.HOST in problem.tiers else 0)
+
+    return check
+
+
+def everything(problem: StepProblem) -> int:
+    states = sum(piece.state_bytes for piece in problem.pieces)
+    return states + sum(unit.stored_bytes + unit.gradient_bytes for unit in problem.units)
+
+
+@settings(max_examples=25, deadline=None)
+@given(training_problems(), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_homes_fit_and_more_room_is_never_slower(problem: StepProblem, first: float, second: float, host: float) -> None:
+    total = everything(problem)
+    seconds = []
+    for device in sorted((first, second)):
+        check = within(problem, int(total * device), int(total * host))
+        filled = fill_homes(problem, check)
+        assert filled.excess == check(filled.homes)
+        if filled.excess.fits:
+            seconds.append(least_seconds(problem, filled.homes)[0])
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(training_problems())
+def test_what_fits_stays_on_the_device_and_nothing_fits_nowhere(problem: StepProblem) -> None:
+    homes = fill_homes(problem, within(problem, everything(problem), 0)).homes
+    assert {*homes.params.values(), *homes.grads.values(), *homes.states.values()} <= {Tier.DEVICE}
+    assert not fill_homes(problem, lambda homes: Excess(1, 0)).excess.fits
