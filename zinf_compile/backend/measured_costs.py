@@ -19,19 +19,24 @@ def region_seconds(records: Sequence[StepRecord]) -> dict[Key, float]:
     """Return the median seconds of each region over all its runs: its compute, and what the host issues before it."""
     found: dict[Key, list[float]] = defaultdict(list)
     for record in records:
-        still = joined([(wait.start, wait.end) for wait in record.waits])
-        times: dict[tuple[int, int], float] = defaultdict(float)
-        for span in record.spans:
-            if span.run < 0:
-                continue
-            if span.lane == COMPUTE:
-                times[span.run, span.region] += span.end - span.start
-            elif span.lane == ISSUE:
-                waited = sum(max(0.0, min(span.end, end) - max(span.start, start)) for start, end in still)
-                times[span.run, span.region] += max(0.0, span.end - span.start - waited)
-        for (run, region), seconds in times.items():
+        for (run, region), seconds in run_seconds(record).items():
             found[record.graphs[run].program, region].append(seconds)
     return {key: statistics.median(each) for key, each in found.items()}
+
+
+def run_seconds(record: StepRecord) -> dict[tuple[int, int], float]:
+    """Return the seconds of each region in each run of a graph in a step."""
+    still = joined([(wait.start, wait.end) for wait in record.waits])
+    times: dict[tuple[int, int], float] = defaultdict(float)
+    for span in record.spans:
+        if span.run < 0:
+            continue
+        if span.lane == COMPUTE:
+            times[span.run, span.region] += span.end - span.start
+        elif span.lane == ISSUE:
+            waited = sum(max(0.0, min(span.end, end) - max(span.start, start)) for start, end in still)
+            times[span.run, span.region] += max(0.0, span.end - span.start - waited)
+    return dict(times)
 
 
 def costs_of(

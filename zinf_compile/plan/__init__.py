@@ -7,6 +7,7 @@ bound_programme — The linear programme behind `lower_bound`: intervals, rows, 
 bound_updates — Its rows for updates: what passes to pieces of states, until when, and in what room.
 compared_page — A step as it ran over the step as it was planned, on one page.
 costs — What regions, links and updates cost, as measured.
+critical_path — The chain of tasks that sets a step's length, in seconds.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
