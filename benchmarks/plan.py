@@ -211,12 +211,12 @@ def run_case(
 
 def lost_on(row: dict[str, Any]) -> str:
     """Return the lane on which a step lost, or won, most against its simulation, with the seconds."""
-    lost = {}
-    for lane, each in row["lanes"].items():
-        kind = "busy" if lane in ("compute", "update") else "exposed"
-        lost[lane] = each[kind] - (each[f"planned_{kind}"] or 0.0)
-    rest = row["measured"] - row["simulated"] - math.fsum(lost.values())
-    lost["host"] = rest
+    lanes = row["lanes"]
+    lost = {lane: each["exposed"] - (each["planned_exposed"] or 0.0) for lane, each in lanes.items()}
+    updating = lanes.get("update", {"busy": 0.0, "planned_busy": 0.0})
+    lost["update"] = updating["busy"] - (updating["planned_busy"] or 0.0)
+    rest = row["measured"] - row["waited"] - updating["busy"]  # with what the host does between regions and graphs
+    lost["compute"] = rest - (lanes["compute"]["planned_busy"] or 0.0)
     lane = max(lost, key=lambda name: abs(lost[name]))
     return f"{lane} {lost[lane]:+.2f} s"
 
