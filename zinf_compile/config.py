@@ -372,8 +372,8 @@ class Config:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
         if folders and not on_drives and not free:
             raise OptionError(
-                f"option nvme={self.nvme!r} is given, but no tier uses it: set params, grads, optimizer or activations to 'nvme', "
-                "or one of the first three to 'auto'"
+                f"option nvme={self.nvme!r} is given, but no tier uses it: set params, grads or optimizer to 'nvme' or 'auto', "
+                "or activations to 'nvme'"
             )
 
     def _check_folders(self) -> None:

@@ -28,11 +28,13 @@ def stats(model: nn.Module) -> dict[str, Any]:
     `steps`: optimizer steps. `links`: for each of "nvme to host", "host to nvme", "host to device", "device to host", "from
     ranks" and "to ranks" `bytes`; `waited_s`, the seconds that compute was stalled by it; and `peak_bytes`, the most in flight at
     a time (on drives: submitted, completion not yet seen). A wait for a transfer over several links counts for the link that
-    delays it: while a copy to the device waits for a drive, that is the drive. Each number again with `_last_step`: of the last
-    step with its forward and backward, including what an earlier step deferred to them. `memory`: for "device" and "host" (one
-    entry if the device is host memory) the bytes held `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory`
-    gives them, and of all kinds together. `caps`: the limits of the schedule. Empty before the first compiled call. Waits of
-    GPU streams for collectives are not included.
+    delays it: while a copy to the device waits for a drive, that is the drive. `exposed_s` is the same; `busy_s` are the seconds
+    of steps in which the link moved something, `idle_s` the rest of these; on an accelerator, links of streams are only timed in
+    steps that `timeline` records. After a recorded step that was planned, `predicted_busy_s` and `predicted_exposed_s` say what
+    its plan comes to. Each number again with `_last_step`: of the last step with its forward and backward, including what an
+    earlier step deferred to them. `memory`: for "device" and "host" (one entry if the device is host memory) the bytes held
+    `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `caps`: the
+    limits of the schedule. Empty before the first compiled call.
     """
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:

@@ -71,6 +71,12 @@ class Recording:
 
         return lower_bound(self.planned.problem)
 
+    def at_own_costs(self) -> PlannedStep | None:
+        """Return the prediction at what this very step's regions, links and updates took; None where nothing was planned."""
+        if self.planned is None or self.record is None:
+            return None
+        return planned_step([run.program for run in self.record.graphs], record=self.record)
+
     def take(self, record: StepRecord) -> None:
         """The step is over."""
         self.record = record

@@ -42,6 +42,11 @@ def shape_of(node: fx.Node) -> tuple[object, ...]:
     return (str(tuple(value.shape)), value.dtype) if isinstance(value, torch.Tensor) else ()
 
 
+def type_of(value: torch.Tensor | Sequence[torch.Tensor | None]) -> torch.dtype:
+    """Return the data type of an operator's result, or of the first of several."""
+    return next(t.dtype for t in ((value,) if isinstance(value, torch.Tensor) else value) if t is not None)
+
+
 def blocks_of(nodes: Sequence[fx.Node]) -> list[str]:
     """Return the blocks of the operators in order of appearance; their modules where no block is known."""
     modules = [module for node in nodes if (module := module_of(node))]

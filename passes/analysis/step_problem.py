@@ -10,7 +10,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import fx
 
 from zinf_compile.ir.formats import format_of
@@ -21,7 +20,7 @@ from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Region, StatePiece, Unit
 
 from .liveness import peak_of_regions
-from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of
+from .region_facts import bytes_of_region, kind_of, operations_of, owners_of, place_of, shape_of, type_of
 from .saved_values import Saved, find_saved, saved_rows
 from .step_facts import StepFacts
 from .step_regions import GraphRegions, Run, find_regions
@@ -132,12 +131,8 @@ def _seconds(nodes: Sequence[fx.Node], moved: int, facts: StepFacts) -> float:
     computing = 0.0
     for node in nodes:
         if operations := operations_of(node):
-            computing += operations / facts.flops_per_second(_type_of(node.meta["val"]))
+            computing += operations / facts.flops_per_second(type_of(node.meta["val"]))
     return facts.launch_seconds + max(computing, moved / facts.bytes_per_second)
-
-
-def _type_of(value: torch.Tensor | Sequence[torch.Tensor | None]) -> torch.dtype:
-    return next(t.dtype for t in ((value,) if isinstance(value, torch.Tensor) else value) if t is not None)
 
 
 def _units(runs: Sequence[Run], members: dict[str, tuple[ParameterSlot, ...]], facts: StepFacts) -> Iterator[Unit]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import networkx as nx
@@ -17,7 +17,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region, values_behind
 
-from .region_facts import bytes_of_region, owners_of
+from .region_facts import bytes_of_region, operations_of, owners_of, type_of
 from .traffic import bytes_moved, is_swap, lane_of
 
 COMPUTE = "compute"
@@ -40,8 +40,9 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
         edges:  g -> v -> t -> release(v),  v -> release(v),  t -> r,  release(v) -> r
 
     A node has the name of its first operator in the graph's text, a `lane` (compute, gather, reduce, read, copy in, copy out or
-    write), a `label` and `bytes`. The bytes of a transfer are those that the rank moves, for all members of its group. The bytes
-    of a region are its inputs and outputs, each memory once, dynamic sizes as 0. Waits and releases have 0.
+    write), a `label`, `bytes`, and of regions their `operations` by data type. The bytes of a transfer are those that the rank
+    moves, for all members of its group. The bytes of a region are its inputs and outputs, each memory once, dynamic sizes as 0.
+    Waits and releases have 0.
 
     An edge's `kind` is `data` or `order`. Order edges join neighbours on a lane, and the latest node on the compute lane with
     the transfer issued after it.
@@ -69,18 +70,33 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
     owners = owners_of(graph)
     for name, nodes in regions.items():
         count = f"{len(nodes)} operators" if len(nodes) > 1 else "1 operator"
-        found.add_node(name, label=f"{name}: {count}", bytes=bytes_of_region(nodes, owners))
+        operations: dict[str, int] = {}
+        for node in nodes:
+            if done := operations_of(node):
+                dtype = str(type_of(node.meta["val"])).removeprefix("torch.")
+                operations[dtype] = operations.get(dtype, 0) + done
+        found.add_node(name, label=f"{name}: {count}", bytes=bytes_of_region(nodes, owners), operations=operations)
     _check_acyclic(found)
     return found
 
 
-def find_critical_path(transfers: nx.DiGraph) -> list[str]:
-    """Return the path with the most bytes, first to last: a lower bound that no overlap of the lanes can shorten."""
-    reached: dict[str | None, int] = {None: 0}
+def add_seconds(transfers: nx.DiGraph, seconds: Callable[[str, int, Mapping[str, int]], float]) -> nx.DiGraph:
+    """Give each node its `seconds`, of its lane, its bytes and its operations by data type; return the graph."""
+    for _, facts in transfers.nodes.items():
+        facts["seconds"] = seconds(facts["lane"], facts["bytes"], facts.get("operations", {})) if facts["bytes"] else 0.0
+    return transfers
+
+
+def find_critical_path(transfers: nx.DiGraph, *, weight: str = "bytes") -> list[str]:
+    """Return the path with the most bytes, or `seconds` once they were added, first to last.
+
+    A lower bound that no overlap of the lanes can shorten: a lane performs its transfers in the order of the schedule.
+    """
+    reached: dict[str | None, float] = {None: 0}
     before: dict[str, str | None] = {}
     for node in nx.topological_sort(transfers):
         before[node] = max(transfers.predecessors(node), key=reached.__getitem__, default=None)
-        reached[node] = transfers.nodes[node]["bytes"] + reached[before[node]]
+        reached[node] = transfers.nodes[node][weight] + reached[before[node]]
     path: list[str] = []
     last = max(reached, key=reached.__getitem__)
     while last is not None:

@@ -71,6 +71,9 @@ class Planned(Protocol):
     def made_for(self, problem: StepProblem) -> Plan:
         """Return the planner's plan for a problem."""
 
+    def adopt(self, key: Hashable, plan: Plan) -> None:
+        """Let graphs of the same collectives that this rank compiles alone follow another plan."""
+
     def assumed_links(self) -> list[Link]:
         """Return the links of a whole step at the rates that are assumed without a measurement."""
 
@@ -95,6 +98,8 @@ class KeptGraph:
     planner: Planned
     together: bool
     """Whether all ranks planned it at the same point: then they also plan it anew together."""
+    key: Hashable
+    """Options and collectives: graphs with the same follow one plan, also those that a rank has compiled alone."""
     params: Path = ()
     grads: Path = ()
     """As those of `graph_passes`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from zinf_compile.plan.costs import Costs, LinkCost, link_cost
 from zinf_compile.plan.problem_parts import Link
-from zinf_compile.runtime.lanes.overlap_log import joined
+from zinf_compile.runtime.lanes.overlap_log import busy_s, joined
 from zinf_compile.runtime.lanes.step_recorder import COMPUTE, ISSUE, UPDATE, StepRecord
 
 Key = tuple[str, int]
@@ -19,19 +19,35 @@ def region_seconds(records: Sequence[StepRecord]) -> dict[Key, float]:
     """Return the median seconds of each region over all its runs: its compute, and what the host issues before it."""
     found: dict[Key, list[float]] = defaultdict(list)
     for record in records:
-        still = joined([(wait.start, wait.end) for wait in record.waits])
-        times: dict[tuple[int, int], float] = defaultdict(float)
-        for span in record.spans:
-            if span.run < 0:
-                continue
-            if span.lane == COMPUTE:
-                times[span.run, span.region] += span.end - span.start
-            elif span.lane == ISSUE:
-                waited = sum(max(0.0, min(span.end, end) - max(span.start, start)) for start, end in still)
-                times[span.run, span.region] += max(0.0, span.end - span.start - waited)
-        for (run, region), seconds in times.items():
+        for (run, region), seconds in run_seconds(record).items():
             found[record.graphs[run].program, region].append(seconds)
     return {key: statistics.median(each) for key, each in found.items()}
+
+
+def run_seconds(record: StepRecord) -> dict[tuple[int, int], float]:
+    """Return the seconds of each region in each run of a graph in a step.
+
+    What the host does outside graphs, updates and waits belongs to the first region of the graph that follows, and at the end of
+    the step to the last one.
+    """
+    still = joined([(wait.start, wait.end) for wait in record.waits])
+    times: dict[tuple[int, int], float] = defaultdict(float)
+    for span in record.spans:
+        if span.run < 0:
+            continue
+        if span.lane == COMPUTE:
+            times[span.run, span.region] += span.end - span.start
+        elif span.lane == ISSUE:
+            waited = sum(max(0.0, min(span.end, end) - max(span.start, start)) for start, end in still)
+            times[span.run, span.region] += max(0.0, span.end - span.start - waited)
+    known = joined([*still, *((span.start, span.end) for span in record.of(UPDATE))])
+    before = 0.0
+    for run, graph in enumerate(record.graphs):
+        times[run, 0] += max(0.0, graph.start - before - busy_s(known, before, graph.start))
+        before = max(before, graph.end)
+    if times:
+        times[max(times)] += max(0.0, record.seconds - before - busy_s(known, before, record.seconds))
+    return dict(times)
 
 
 def costs_of(

@@ -97,8 +97,9 @@ class GraphPlanner:
         members = unit_members([graph], self.home)
         whole = 0 if self._name in _NEAR else sum(slot.bytes for slots in members.values() for slot in slots)
         problem = self._problem(graph, room(graph, whole))
+        key = (self._key, ahead_key(graph))
         if self._ranks is not None and self._ranks.size > 1:
-            problem, plan = self._plan_of_all(self._ranks, problem, (self._key, ahead_key(graph)))
+            problem, plan = self._plan_of_all(self._ranks, problem, key)
         else:
             plan = self.made_for(problem)
         check(problem, plan)
@@ -110,7 +111,8 @@ class GraphPlanner:
                 problem=problem,
                 plan=plan,
                 members=members,
-                together=self._together,
+                together=self._together or self._ranks.size == 1,
+                key=key,
                 planner=self,
                 params=lambda slot: self.topology.hops(placements.of(slot).params),
                 grads=lambda slot: self.topology.hops(placements.of(slot).grads)[::-1],
@@ -123,9 +125,14 @@ class GraphPlanner:
         if kept is not None:
             kept.name, kept.live = live.program.name, live
             keep(kept)
-            if kept.together and self._replanner is not None:
+            if self._replanner is not None:
                 self._replanner.add(kept)
         return kept
+
+    def adopt(self, key: Hashable, plan: Plan) -> None:
+        """Let graphs of the same collectives that this rank compiles alone follow another plan."""
+        if key in _plans:
+            _plans[key] = plan
 
     def made_for(self, problem: StepProblem) -> Plan:
         """Return the planner's plan for a problem."""

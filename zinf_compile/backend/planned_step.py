@@ -12,11 +12,14 @@ from zinf_compile.optim.offloaded_states import may_defer
 from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, unit_members
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.plan.acted import Part, acted_plan
+from zinf_compile.plan.costs import Costs
 from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import Timeline, simulate
+from zinf_compile.runtime.lanes.step_recorder import StepRecord
 
 from .kept_graphs import KeptGraph, kept_graph
+from .measured_costs import link_costs, run_seconds, update_seconds
 from .states_kept import states_of_optimizers
 
 
@@ -29,8 +32,8 @@ class PlannedStep:
     timeline: Timeline
 
 
-def planned_step(programs: Sequence[str]) -> PlannedStep:
-    """Return the prediction of a step that runs these programs in order, at the costs known by now.
+def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -> PlannedStep:
+    """Return the prediction of a step that runs these programs in order, at the costs known by now, or at those of a `record`.
 
     Raises `PlanError` where one of them was not planned.
     """
@@ -57,7 +60,15 @@ def planned_step(programs: Sequence[str]) -> PlannedStep:
         return next(iter(topology.hops(getattr(places[slot.name], kind))), Tier.DEVICE)
 
     facts = planner.facts(only_params=False, states=states, home=home)
-    problem = planner.costs.of_updates(problem_of_runs(pairs, order, facts, name="recorded step"))
+    problem = problem_of_runs(pairs, order, facts, name="recorded step")
+    if record is None:
+        problem = planner.costs.of_updates(problem)
+    else:
+        own = Costs(links=link_costs([record], planner.assumed_links()), update_seconds=update_seconds([record]))
+        times = run_seconds(record)
+        counts = [find_regions(kept.gm.graph).count for kept in runs]
+        seconds = [times.get((run, n), 0.0) for run, count in enumerate(counts) for n in range(count)]
+        problem = own.of_updates(own.of_regions(problem, seconds))
     members = unit_members(list(dict.fromkeys(kept.gm.graph for kept in runs)), home)
     unit_of = {slot.name: name for name, slots in members.items() if name in problem.unit for slot in slots}
     parts, first = [], 0

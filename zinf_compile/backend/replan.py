@@ -47,6 +47,8 @@ class Replanner:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._graphs: list[weakref.ref[KeptGraph]] = []
+        self._alone: weakref.WeakSet[KeptGraph] = weakref.WeakSet()
+        """Those that this rank has compiled by itself: they follow the others of their key."""
         self.costs = Costs()
         self._records: list[StepRecord] = []
         self._steps = 0
@@ -55,8 +57,11 @@ class Replanner:
         context.step_ended.append(self._step_ended)
 
     def add(self, kept: KeptGraph) -> None:
-        """Plan a graph again when costs are known. All ranks add the same graphs in the same order."""
-        self._graphs.append(weakref.ref(kept))
+        """Plan a graph again when costs are known. All ranks add the same graphs in the same order, but those of one alone."""
+        if kept.together:
+            self._graphs.append(weakref.ref(kept))
+        else:
+            self._alone.add(kept)
 
     def _step_ended(self) -> None:
         self._steps += 1
@@ -132,7 +137,7 @@ class Replanner:
                 plan = kept.planner.made_for(problem)
                 check(problem, plan)
                 new = step_seconds(problem, plan)
-            except ZinfError as error:
+            except Exception as error:  # a planner's own, too: the other ranks wait, and training can go on
                 _log.warning("the %s keeps its plan: %s", kept.name, error)
             if new >= old:
                 plan, new = None, old
@@ -147,15 +152,16 @@ class Replanner:
     def _take(self, graphs: Sequence[KeptGraph], problems: Sequence[StepProblem], plans: Sequence[Plan | None]) -> None:
         """Act the new plans out from the next step on, on all ranks or on none."""
         ranks, problem_of_any = self._context.ranks, ""
-        programs = []
-        for kept, plan in zip(graphs, plans, strict=True):
-            if plan is not None and not problem_of_any:
-                try:
-                    programs.append((kept, plan, kept.lower(plan)))
-                except ZinfError as error:
-                    problem_of_any = str(error)
         if not any(plans):
             return
+        changed = [(kept, plan) for kept, plan in zip(graphs, plans, strict=True) if plan is not None]
+        by_key = {kept.key: plan for kept, plan in changed}
+        changed += [(kept, by_key[kept.key]) for kept in self._alone if kept.key in by_key and kept.live is not None]
+        programs = []
+        try:
+            programs = [(kept, plan, kept.lower(plan)) for kept, plan in changed]
+        except ZinfError as error:
+            problem_of_any = str(error)
         if told := ranks.problem_of_any(problem_of_any, what="lowering plans made again"):
             _log.warning("plans stay as they are: %s", told)
             return
@@ -163,9 +169,11 @@ class Replanner:
         lines = []
         for kept, plan, program in programs:
             assert kept.live is not None
-            old, problem = seconds[kept.name]
-            rows = len(kept.plan.diff(plan))
-            lines.append(f"{kept.name} {old:.3g} s to {step_seconds(problem, plan):.3g} s ({rows} rows differ)")
+            if kept.name in seconds:
+                old, problem = seconds[kept.name]
+                rows = len(kept.plan.diff(plan))
+                lines.append(f"{kept.name} {old:.3g} s to {step_seconds(problem, plan):.3g} s ({rows} rows differ)")
+            kept.planner.adopt(kept.key, plan)
             kept.live.replace(dataclasses.replace(program, buffers=kept.live.program.buffers))
             kept.plan = plan
         text = f"planned again after step {self._steps}, by measured costs: simulated {', '.join(lines)}"
@@ -182,7 +190,7 @@ class Replanner:
             text = f"{link.name} moves {now.bytes_per_second / 1e9:.3g} GB/s, where plans assumed {before / 1e9:.3g} GB/s"
             if slower >= SLOWER and None not in (link.source, link.destination):
                 self.changes.append(text)
-                _log.warning("%s: it is %.0f times slower; plans are made again for that", text, slower)
+                _log.warning("%s: it is %.0f times slower; plans are made again at that rate", text, slower)
             elif not math.isclose(slower, 1.0, rel_tol=0.2):
                 _log.info("%s", text)
 

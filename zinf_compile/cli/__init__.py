@@ -20,6 +20,7 @@ selftest_training — Checks of the GPU self-test that train: a small GPT, whose
 selftest_transfers — Checks of the GPU self-test that only copy: host memory that is locked, the link's speed, and copies
     beside compute.
 step_on_paper — A target's step on fake tensors: its graphs, and its tokens.
+timed_transfers — Seconds of transfers and regions on a machine's profile.
 trace — Traces a model on fake tensors and returns its scheduled graphs, without allocating a weight.
 trace_step — Graphs of a step with gathers just in time, from fake tensors: what problems of steps are made of.
 """

@@ -22,6 +22,7 @@ from zinf_compile.passes.analysis.transfer_graph import COMPUTE, find_critical_p
 from . import bench_io, consolidate, doctor, inspect_checkpoint, plan
 from .colors import colored
 from .models import TARGETS
+from .timed_transfers import time_transfers
 from .trace import DEVICES, DumpError, Scheduled, load_target, pass_names, trace
 
 _LINKS = {
@@ -56,6 +57,8 @@ def dump(options: argparse.Namespace) -> str:
     given, around = _json(options.options), options.after or options.diff
     target = load_target(options.target)
     found = trace(target, options=given, world_size=options.world, device=options.device, after=around)
+    if options.machine is not None:
+        time_transfers(found, options.machine, world=options.world)
     if options.hash:
         return f"{schedule_hash(found):016x}"
     joint = around in map(pass_name, joint_passes())
@@ -89,6 +92,10 @@ def table(found: Sequence[Scheduled]) -> str:
     rows = [row(s.name, s.traffic, _critical(s)["bytes"]) for s in found]
     rows.append(row("all", total, sum(path for *_, path in rows)))
     headers = ["graph", "units", *(f"bytes {title}" for title in links.values()), "largest live set", "critical path"]
+    if found and _is_timed(found[0]):
+        seconds = [sum(_critical_seconds(s).values()) for s in found]
+        rows = [[*row, f"{each:.3g}"] for row, each in zip(rows, [*seconds, sum(seconds)], strict=True)]
+        headers.append("critical path s")
     return tabulate(rows, headers, intfmt=",")
 
 
@@ -119,7 +126,7 @@ def report(
             traffic         as above
             critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
                             (a region of compute has that of its first operator), lane (compute, gather, reduce, read, copy in,
-                            copy out or write) and bytes
+                            copy out or write) and bytes; with --machine also seconds by lane, of the path that takes longest
     """
     config = Config.from_options(options, check_folders=False)
     in_force = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -179,7 +186,21 @@ def _critical(scheduled: Scheduled) -> dict[str, Any]:
     facts = scheduled.transfers.nodes
     nodes = [{"name": n, "lane": facts[n]["lane"], "bytes": facts[n]["bytes"]} for n in find_critical_path(scheduled.transfers)]
     moved = sum(node["bytes"] for node in nodes if node["lane"] != COMPUTE)
-    return {"bytes": sum(node["bytes"] for node in nodes), "moved": moved, "nodes": nodes}
+    timed = {"seconds": _critical_seconds(scheduled)} if _is_timed(scheduled) else {}
+    return {**timed, "bytes": sum(node["bytes"] for node in nodes), "moved": moved, "nodes": nodes}
+
+
+def _is_timed(scheduled: Scheduled) -> bool:
+    return all("seconds" in facts for facts in scheduled.transfers.nodes.values())
+
+
+def _critical_seconds(scheduled: Scheduled) -> dict[str, float]:
+    """Return the seconds of the critical path by lane."""
+    found: dict[str, float] = {}
+    for node in find_critical_path(scheduled.transfers, weight="seconds"):
+        facts = scheduled.transfers.nodes[node]
+        found[facts["lane"]] = found.get(facts["lane"], 0.0) + facts["seconds"]
+    return found
 
 
 def _json(text: str | None) -> dict[str, Any]:
@@ -223,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show the schedule for a device that is host memory (cpu, the default) or has memory of its own (cuda); "
         "needs none, and the operators shown stay the CPU's",
     )
+    dumping.add_argument("--machine", metavar="NAME", help="give the critical path in seconds, too: as of `zinf plan`")
     dumping.set_defaults(run=dump)
     plan.add_parser(commands)
     doctor.add_parser(commands)

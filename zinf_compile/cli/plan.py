@@ -17,6 +17,7 @@ from zinf_compile.errors import BudgetError, OptionError
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem
+from zinf_compile.plan.critical_path import CriticalPath, critical_path
 from zinf_compile.plan.lower_bound import Bound, lower_bound
 from zinf_compile.plan.on_paper import Place, compute_bound_at, least_budgets, life_days, place, written_bytes
 from zinf_compile.plan.page import Shown, page
@@ -105,6 +106,7 @@ class Planned:
         self.plan: Plan | None = None
         self.timeline: Timeline | None = None
         self.bound: Bound | None = None
+        self.path: CriticalPath | None = None
         self.least: dict[Tier, int] | None = None
         began = time.monotonic()
         try:
@@ -115,6 +117,7 @@ class Planned:
         if self.plan is not None:
             self.timeline = simulate(problem, self.plan)
             self.bound = lower_bound(problem)
+            self.path = critical_path(problem, self.plan)
 
 
 def _facts(profile: Profile, where: Place, world: int) -> StepFacts:
@@ -141,6 +144,7 @@ def _report(each: Planned, profile: Profile, options: argparse.Namespace, tokens
         fits, budgets         whether a plan was found; bytes by tier, for one rank
         least                 where it does not fit: the smallest budgets that do, by tier, of all ranks that share it; null: none
         step, bound, bound_by seconds as simulated; seconds below which no plan is; the lane that is busiest in the bound
+        critical_path         seconds by lane of the chain of tasks that sets the step's length
         tokens_per_second     of all ranks
         peak, busy, waited    bytes by tier; busy seconds by lane; seconds that compute waits for each lane
         written, drive_life_days   bytes that go to drives; days until they have written what their maker says (null: no limit)
@@ -167,6 +171,7 @@ def _report(each: Planned, profile: Profile, options: argparse.Namespace, tokens
         "step": timeline.seconds,
         "bound": each.bound.seconds,
         "bound_by": each.bound.by,
+        "critical_path": {} if each.path is None else each.path.by_lane(),
         "tokens_per_second": tokens * options.world / timeline.seconds,
         "peak": {str(tier): count for tier, count in timeline.peak.items()},
         "busy": {lane: timeline.busy(lane) for lane in timeline.lanes},
@@ -189,6 +194,8 @@ def _text(each: Planned, row: dict[str, Any]) -> str:
         homes_table(each.problem, each.plan),
         f"{row['tokens_per_second']:,.1f} tokens/s on all ranks; planned in {each.planner_seconds:.1f} s",
     ]
+    if each.path is not None:
+        lines.append(each.path.text())
     factor = row["tokens_factor"]
     lines.append("compute sets the step" if factor <= 1.01 else f"{factor:.1f} times the tokens make it compute-bound")
     if row["written"]:

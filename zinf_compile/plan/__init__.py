@@ -8,6 +8,7 @@ bound_updates — Its rows for updates: what passes to pieces of states, until w
 compared_page — A step as it ran over the step as it was planned, on one page.
 compute_memory — Memory of compute, as the plan counts it beside parameters: saved activations, and temporaries.
 costs — What regions, links and updates cost, as measured.
+critical_path — The chain of tasks that sets a step's length, in seconds.
 fill_homes — Homes for one parameter after the other, by a check of memory.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
