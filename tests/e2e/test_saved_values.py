@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,13 @@ import torch
 from tiers import context_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zinf_compile
 from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
 from zinf_compile.errors import OptionError, UnsupportedModelError
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.runtime.transfer.saved_value import SavedValue
 
 pytestmark = [
@@ -195,6 +198,56 @@ def test_hooks_of_saved_tensors(pair: Any) -> None:
     assert in_use(pair[1][0]) == 0
 
 
+class _Checkpointed(nn.Module):
+    """Two blocks that are computed again, but for what `context_fn` says."""
+
+    def __init__(self, context_fn: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+        self.more = {} if context_fn is None else {"context_fn": context_fn}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x.sin(), use_reentrant=False, **self.more)
+        return x.square().mean()
+
+
+def _saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.addmm.default else CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("context_fn", "sizes"),
+    [(None, {64}), (functools.partial(create_selective_checkpoint_contexts, _saves_products), {64, 256})],
+    ids=["all", "but for products"],
+)
+def test_what_checkpoints_compute_again_neither_leaves_nor_stays(
+    context_fn: Callable[[], Any] | None, sizes: set[int], tmp_path: Path
+) -> None:
+    chosen: list[SavedMemory] = []
+
+    class Noting(GraphCompiler):
+        def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
+            found = super().choose_homes(memories)
+            chosen.extend(found)
+            assert [memory.name for memory in found or memories] == [memory.name for memory in memories]
+            return found
+
+    found = []
+    for options in ({}, {"activations": "nvme", "nvme": str(tmp_path)}):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = _Checkpointed(context_fn)
+        config = Config.from_options({"compute": "fx", **options})
+        call: Any = torch.compile(model, backend=lambda gm, inputs, config=config: Noting(config).compile(gm, inputs))
+        loss = call(batch(1).flatten(0, 1))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])  # type: ignore[union-attr, operator]
+    assert all(map(torch.equal, *found))
+    rows = 4 * TOKENS
+    assert {memory.bytes // (4 * rows) for memory in chosen} == sizes
+
+
 def test_double_backward_is_refused_by_name(pair: Any) -> None:
     _, call = pair[1]
     x = batch(1).requires_grad_()
@@ -209,6 +262,18 @@ def test_options() -> None:
     with pytest.raises(OptionError, match=r"option activations='nvme' needs a drive"):
         Config.from_options({"activations": "nvme"})
     assert Config.from_options({"activations": "nvme", "nvme": "."}).signature() != Config().signature()
+
+
+def test_a_model_partitioned_before(tmp_path: Path) -> None:
+    """Its states need no drive, its activations do."""
+    torch.compiler.reset()
+    with zinf_compile.partitioned():
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    options = {"compute": "fx", "activations": "nvme", "nvme": str(tmp_path)}
+    call: Any = torch.compile(model, backend="zero_infinity", options=options)
+    call(torch.randn(512, 64)).sum().backward()
+    assert zinf_compile.stats(model)["links"]["host to nvme"]["bytes"] == 512 * 64 * 4
+    assert zinf_compile.stats(model)["memory"]["device"]["now"]["activations"] == 0
 
 
 def test_host_memory_that_is_the_devices_keeps() -> None:

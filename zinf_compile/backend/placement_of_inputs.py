@@ -32,6 +32,8 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     for field in dataclasses.fields(Placement):
         for unit in units if field.name in given and field.name not in free else ():
             found = getattr(unit.placement, field.name)
+            if field.name == "nvme" and not found:  # no state is there; saved values may be
+                continue
             if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)
     shape = config.compute_shape or {}
@@ -52,7 +54,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
         config,
         **words,
         compute_shape=shape or config.compute_shape,
-        nvme=placement.nvme,
+        nvme=placement.nvme or config.nvme,
         update=placement.update,
         master="float32" if placement.master else None,
         reduce_dtype=placement.reduce_dtype,

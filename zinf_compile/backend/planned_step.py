@@ -54,10 +54,10 @@ def planned_step(programs: Sequence[str], *, record: StepRecord | None = None) -
     planner = runs[0].planner
     states = states_of_optimizers()
     topology = planner.topology
-    places = {slot.name: kept.planner.placements.of(slot) for kept in runs for slots in kept.members.values() for slot in slots}
+    placed = {slot.name: kept.planner.placements.of(slot) for kept in runs for slots in kept.members.values() for slot in slots}
 
     def home(slot: ParameterSlot, kind: str = "params") -> Tier:
-        return next(iter(topology.hops(getattr(places[slot.name], kind))), Tier.DEVICE)
+        return next(iter(topology.hops(getattr(placed[slot.name], kind))), Tier.DEVICE)
 
     facts = planner.facts(only_params=False, states=states, home=home)
     problem = problem_of_runs(pairs, order, facts, name="recorded step")
