@@ -300,6 +300,7 @@ class GraphCompiler:
         def run(args: list[Any]) -> list[Any]:
             if inside_ddp():  # wrapped after this graph was compiled
                 raise _wrapped_in(DistributedDataParallel)
+            context.memory.begin_graph(makes_gradients=makes_gradients)
             return execute(program, binder.bind(args), context, args, ShardedGradient)
 
         run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
