@@ -154,7 +154,7 @@ def _swap_in(step: SwapIn, run: Run) -> None:
 def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
     """Start one copy of the small ones of a group that are in host memory; return the other members."""
     found = [(run.units[s], out) for s, out in step.members if not isinstance(run.registers[s], SwapHandle)]
-    small = {out: unit for unit, out in found if is_small(unit)}
+    small = {out: unit for unit, out in found if is_small(unit) and unit.updated() is None}
     if len(small) > 1:
         for out, handle in zip(small, swap_in_together(list(small.values())), strict=True):
             run.registers[out] = handle
@@ -223,7 +223,8 @@ def _gather(step: Gather, run: Run) -> None:
     gathers, _ = context.collectives(group)
     what = _gathering(step, members, run)
     shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
-    before = [a.pending for a in arriving if a is not None and a.pending is not None]
+    following = (unit.updated() if a is None else a.pending for unit, a in zip(members, arriving, strict=True))
+    before = [pending for pending in following if pending is not None]
     context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
     flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
@@ -261,8 +262,12 @@ def _gather_at_hand(step: Gather, run: Run) -> None:
             registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
         else:
             unit = units[source] if arrived is None else arrived.unit
-            whole = unit.whole()
-            registers[out] = GatherHandle(whole if step.dtype == unit.dtype else _cast(whole, step.dtype, run.context), None)
+            whole, updated = unit.whole_memory(), unit.updated()
+            if updated is not None or step.dtype == unit.dtype:
+                narrower = step.dtype if step.dtype != unit.dtype else None
+                registers[out] = GatherHandle(whole, updated, _gathering(step, [unit], run), narrower)
+            else:
+                registers[out] = GatherHandle(_cast(whole, step.dtype, run.context), None)
 
 
 def _reduce(step: Reduce, run: Run) -> None:

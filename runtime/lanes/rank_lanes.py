@@ -39,6 +39,7 @@ class Lanes:
         self._update: Lane | None = None
         self._changes: ThreadLane | None = None
         self._saved: ThreadLane | None = None
+        self._update_stream: torch.Stream | None = None
 
     def connect(self) -> None:
         """Begin to move between ranks beside compute: by threads on the CPU, by streams on a device."""
@@ -68,6 +69,12 @@ class Lanes:
         if self._update is None:
             self._update = ThreadLane("zinf-update", forgiving=True, device=self._device)
         return self._update
+
+    def update_stream(self, device: torch.device) -> torch.Stream | None:
+        """Return the stream to which the lane of updates issues, made when first needed; None on the CPU."""
+        if self._update_stream is None and device.type != "cpu":
+            self._update_stream = torch.Stream(device)
+        return self._update_stream
 
     @property
     def changes(self) -> ThreadLane:

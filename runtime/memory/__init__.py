@@ -8,6 +8,8 @@ device_arena — An arena of a device's own memory for gathers and swaps: after 
 inflight — Limits of what transfers under way may hold.
 ledger — The account of the bytes that the runtime holds, by kind.
 own_storage — Tensors of the same memory as others, with a storage of their own that begins where the values do.
+pending_gradients — Gradients in memory that deferred steps have still to apply: there beside the next forward, but never
+    beside a backward.
 ranges — Free ranges of an arena, taken from its beginning on: first fit, and neighbours join when they come back.
 rank_memory — The memory of one rank: its ledgers, caps and buffers.
 reservations — The bytes that graphs and optimizers of a rank may hold at once.

@@ -17,6 +17,7 @@ from .arena import GatherMemory
 from .device_arena import DeviceArena
 from .inflight import InflightLimit
 from .ledger import Ledger
+from .pending_gradients import PendingGradients
 from .reservations import Reservations
 
 
@@ -55,6 +56,8 @@ class Memory:
         """Bytes of the device and of the host that each of several ranks may use, the least of all of them."""
         self.inflight_gradients = InflightLimit()
         """Bounds the full gradients in flight to other ranks or to their tier."""
+        self.pending_gradients = PendingGradients()
+        """Gradients that deferred steps have still to apply."""
         self.staging = BufferPool(
             staging_bytes, pinned=device.type != "cpu", account=functools.partial(self.host_ledger.add, "bounce")
         )
@@ -84,6 +87,20 @@ class Memory:
         if not self.has_room(ledger, size):
             with self._waiting():
                 self.inflight_gradients.drain(lambda: self.has_room(ledger, size))
+                if not self.has_room(ledger, size):
+                    self.pending_gradients.wait()
+
+    def has_room_for_graphs(self) -> bool:
+        """Say whether what is held, gradients included, leaves room for any graph that was planned."""
+        claims = self.reservations
+        sides = ((self.ledger, claims.device_cap, claims.passing), (self.host_ledger, claims.host_cap, claims.passing_host))
+        return all(cap is None or ledger.total()[0] - ledger.now()["bounce"] + passing <= cap for ledger, cap, passing in sides)
+
+    def begin_graph(self, *, makes_gradients: bool) -> None:
+        """Wait for the gradients of deferred steps, where the graph makes others or there is no room for it beside them."""
+        if makes_gradients or not self.has_room_for_graphs():
+            with self._waiting():
+                self.pending_gradients.wait()
 
     def _arena_limit(self) -> int | None:
         """Return how large an arena for gathers may be that stays, also while nothing is gathered; nothing is lent of it now.

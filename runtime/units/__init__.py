@@ -18,6 +18,7 @@ swap — Hops of a unit's shard to its device, and of a gradient to its tier, as
 tiled_gradient — The gradient of a unit that is computed, reduced and offloaded tile by tile.
 twin — A copy of a partitioned parameter, partitioned alike: each rank copies its own shard, and sends nothing.
 unit — A partitioned parameter on one rank: its shard, its tiles, and its whole value.
+updatable — What a step has still to do to a unit, and whether the unit's values are all of one step.
 whole — A unit's shards to its flat whole and back, in one call on the lane of gathers. Collective operations.
 whole_unit — A whole parameter as a unit: how its optimizer states are laid out over the ranks, while its value stays whole
     on each.

@@ -53,12 +53,22 @@ class OffloadedGradient:
         """Wait until the shard is in its backing; raise the error of the transfer, or of a change that ended in its middle."""
         if self.spoiled:
             raise StepFailedError(self.spoiled)
+        self._settle()
         if self._arriving is not None:
             if isinstance(self._arriving, Job) and not self._arriving.is_over():
                 self.unit.context.lanes.finish_changes()
             self._arriving.wait()
             self._arriving = None
             self.unit.context.lanes.settle()  # the gradients of which it was made
+
+    @property
+    def _whole_unit(self) -> Unit:
+        return self.unit.unit if isinstance(self.unit, Tile) else self.unit
+
+    def _settle(self) -> None:
+        """Wait for a step that has still to apply this gradient, from the memory where it is."""
+        if self.backing.resident is not None:
+            self._whole_unit.settle_update()
 
     def prepare(self, *, early: bool = False) -> None:
         """Start to read the shard for the next `load`; with `early`, only where memory is left for it."""
@@ -133,12 +143,13 @@ class OffloadedGradient:
             return
         if spoiled := next((each.spoiled for each in (self, *of) if each.spoiled), ""):
             raise StepFailedError(spoiled)
-        context, shard = self.unit.context, resident
+        context, shard, unit = self.unit.context, resident, self._whole_unit
         before = [*(each.arriving for each in (self, *of)), *context.link.reads_of(shard)]
 
         def run() -> None:
             for pending in before:
                 pending.wait()
+            unit.settle_update()  # a step may still have to apply the old one
             change(shard)
 
         with context.lanes.meter.waiting():
@@ -160,6 +171,7 @@ class OffloadedGradient:
         assert resident is not None, "what is on a drive comes to host memory first"
         if self.spoiled or isinstance(self._arriving, Job):  # else the copies order each other
             self.wait_written()
+        self._settle()
         part = resident[start:end]
         context.memory.make_room(context.memory.ledger, part.nbytes)
         there = context.link.device_buffer(part.numel(), part.dtype)

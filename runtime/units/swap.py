@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,10 +11,12 @@ import torch
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
+from zinf_compile.runtime.system.accelerator import current_stream
 from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 
 from .backing import HostBacking, ShardBacking
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
+from .pending_updates import begin_after_landing
 from .unit import Tile, Unit
 
 if TYPE_CHECKING:
@@ -41,12 +44,12 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     A unit that lives nearer than the graph has planned skips hops; one that lives farther takes those that are missing before.
     """
     if unit.backing is None:
-        return SwapHandle(unit, unit.shard)
+        return SwapHandle(unit, unit.shard, unit.updated())
     context, link = unit.context, unit.context.link
     resident = unit.resident
     if not Tier(src).in_memory:
         if resident is not None:
-            return SwapHandle(unit, resident)
+            return SwapHandle(unit, resident)  # the next hop comes after its update
         if dst == Tier.HOST:
             host = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
         else:
@@ -62,7 +65,15 @@ def swap_in(unit: Unit | Tile, src: str, dst: str, earlier: SwapHandle | None) -
     device = link.device_buffer(unit.shard_numel, unit.dtype)
     context.memory.ledger.track("gathered", device)
     after = earlier.pending if earlier is not None else None
-    return SwapHandle(unit, device, move(on_host(source), Location(device), by=route_of(context), after=after))
+    stream = current_stream(unit.device)  # in whose order the buffer was made
+
+    def copy() -> Pending:
+        with stream or contextlib.nullcontext():
+            return move(on_host(source), Location(device), by=route_of(context), after=after)
+
+    if after is None and unit.updated() is not None:
+        return SwapHandle(unit, device, unit.begin_updated(copy))
+    return SwapHandle(unit, device, begin_after_landing(after, copy))
 
 
 def bring(unit: Unit | Tile) -> SwapHandle:

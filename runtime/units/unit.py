@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zinf_compile._torch import storage_owners
-from zinf_compile.errors import StepFailedError
 from zinf_compile.ir.formats import StateFormat, format_of
 from zinf_compile.ir.tiers import ON_DEVICE, Placement
 from zinf_compile.ir.tiling import Box, borders_of, box_text, tile_shape, tile_stride
@@ -22,6 +21,7 @@ from zinf_compile.runtime.transfer.move import Location, crosses, move, on_host,
 from .backing import NvmeBacking, ShardBacking
 from .saving import ShardsSave
 from .shard_layout import DenseLayout, cut_spans
+from .updatable import Updatable
 
 if TYPE_CHECKING:
     from zinf_compile.ir.checkpoint_folder import CheckpointFolder
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .pending_updates import Updates
 
 
-class Unit(DenseLayout):
+class Unit(DenseLayout, Updatable):
     """One partitioned parameter on this rank. Its flat order is that of the parameter's memory.
 
     Its shard is a tensor on its device, or has a `backing` elsewhere. A rank's shard of a large one is its shards of all tiles,
@@ -146,11 +146,6 @@ class Unit(DenseLayout):
         """Whether this process has the whole value in memory of the device."""
         return self.backing is None and self.shard_group.size == 1
 
-    def wait_updated(self) -> None:
-        """Wait until no step has to update the shard; raise where one failed."""
-        if self.updates is not None:
-            self.updates.wait(self)
-
     def changing(self, start: int = 0, end: int | None = None) -> None:
         """Call before elements [start, end) of the shard change, in memory or on a drive, or are handed out to be changed."""
         if self.saving is not None:
@@ -167,26 +162,6 @@ class Unit(DenseLayout):
         whole = self._whole
         return self._replaced or (whole is not None and storage_owners(whole) > 1 + (whole._base is not None))
 
-    def spoil(self, why: str) -> None:
-        """Mark the values incomplete: a change ended in its middle. Until they are replaced, nothing may compute with them."""
-        parameter = self.parameter()
-        self.context.spoiled[self] = why, None if parameter is None else parameter._version
-
-    def restored(self) -> None:
-        """Mark the values complete: they were replaced."""
-        self.context.spoiled.pop(self, None)
-
-    def check_whole(self) -> None:
-        """Raise `StepFailedError` where a change of the shard ended in its middle and its values were not replaced since."""
-        why, version = self.context.spoiled.get(self, ("", None))
-        parameter = self.parameter()
-        if why and self.at_hand and parameter is not None and parameter._version != version:
-            self.restored()  # it was written to like any tensor
-        elif why:
-            if self.updates is not None:
-                self.updates.tell()
-            raise StepFailedError(why)
-
     def read(self, into: torch.Tensor, start: int = 0) -> Pending:
         """Start to fill host memory with the shard after its last step; from element `start` on, where a tile begins."""
         self.check_whole()
@@ -195,6 +170,8 @@ class Unit(DenseLayout):
 
     def location(self) -> Location:
         """Return the location of the shard as it is after its last step, for `transfer.move`."""
+        if self.backing is None or self.resident is not None:
+            self.wait_updated()
         if self.backing is None:
             return Location(self.shard)
         return Location(read=self.read) if self.resident is None else on_host(self.resident)
@@ -202,6 +179,8 @@ class Unit(DenseLayout):
     def load(self) -> torch.Tensor:
         """Return the shard on the device: itself, or a copy where its backing is elsewhere."""
         self.check_whole()
+        if self.backing is None or self.resident is not None:
+            self.wait_updated()
         if self.backing is None:
             return self.shard
         link, by = self.context.link, route_of(self.context)
@@ -217,6 +196,7 @@ class Unit(DenseLayout):
 
     def blank(self) -> torch.Tensor:
         """Return memory of the device to be filled with the shard, and then kept by `save`."""
+        self.begin_replacing()
         self.changing()
         if self.backing is None:
             return self.shard
@@ -228,8 +208,7 @@ class Unit(DenseLayout):
 
     def start_saving(self, shard: torch.Tensor) -> Pending:
         """Start to save the memory that `blank` returned; it may not change meanwhile."""
-        if self.updates is not None:
-            self.updates.replace(self)
+        self.begin_replacing()
         self.changing()
         self.restored()  # not before: a step that fails meanwhile marks the values incomplete
         if self.backing is None:
@@ -270,8 +249,13 @@ class Unit(DenseLayout):
     def whole(self) -> torch.Tensor:
         """Return the parameter's value, on a single rank, sharing memory with the shard but with a storage of its own.
 
-        Its own storage, because who saves or compares tensors by storage must not see the whole arena.
+        Its own storage, because who saves or compares tensors by storage must not see the whole arena. Waits for its update.
         """
+        self.wait_updated()
+        return self.whole_memory()
+
+    def whole_memory(self) -> torch.Tensor:
+        """Return the same, to be read after what `updated` returns."""
         shard = self.shard
         if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved: to memory shared with a process
             assert self.at_hand, "only a single rank whose shard is on the device has the whole parameter at hand"
@@ -283,6 +267,7 @@ class Unit(DenseLayout):
     def replace(self, shard: torch.Tensor) -> None:
         """Let other memory be the shard; on a single rank, where the shard is on the device."""
         assert self.at_hand, "only what is at hand can be replaced as a whole"
+        self.begin_replacing()
         self.changing()
         self.context.memory.ledger.track("params", shard)
         self._shard, self._whole, self._replaced = shard, None, True
@@ -375,6 +360,14 @@ class Tile(DenseLayout):
         shard = self.unit.resident
         return None if shard is None else self.part(shard)
 
+    def updated(self) -> Pending | None:
+        """See `Unit.updated`."""
+        return self.unit.updated(self.span.place, self.span.place + self.shard_numel)
+
+    def begin_updated(self, begin: Callable[[], Pending]) -> Pending:
+        """See `Unit.begin_updated`."""
+        return self.unit.begin_updated(begin, self.span.place, self.span.place + self.shard_numel)
+
     def read(self, into: torch.Tensor) -> Pending:
         """See `Unit.read`."""
         return self.unit.read(into, self.span.place)
@@ -389,8 +382,8 @@ class Tile(DenseLayout):
         """Drop the tensor that `whole` returned."""
         self._whole = None
 
-    def whole(self) -> torch.Tensor:
-        """Return the tile's values, on a single rank, sharing memory with the shard but with a storage of its own."""
+    def whole_memory(self) -> torch.Tensor:
+        """Return the tile's values, on a single rank, as `Unit.whole_memory` does."""
         shard = self.shard
         if self._whole is None or self._whole.data_ptr() != shard.data_ptr():  # moved, as a unit's may be
             self._whole = self.logical(with_own_storage(shard))

@@ -112,7 +112,10 @@ def test_a_deferred_step_computes_with_the_threads_of_its_caller(tmp_path: Path,
                 zinf_compile.synchronize()
     finally:
         torch.set_num_threads(before)
-    assert seen == [(before, stream.stream_id), (before + 1, stream.stream_id)]
+    assert [threads for threads, _ in seen] == [before, before + 1]
+    own = {number for _, number in seen}
+    assert len(own) == 1, "each step is issued to the same stream"
+    assert not own & {stream.stream_id, torch.accelerator.current_stream().stream_id}, "beside compute"
 
 
 def test_a_backward_and_another_models_forward_at_the_same_time(options: Options) -> None:

@@ -12,7 +12,7 @@ SMOKE = {
     "a cap on device memory": "test_inference.py::test_a_model_of_four_times_what_the_device_may_hold[frozen-host-fx]",
     "parameters in tiles": "test_tiling.py::test_other_uses_are_whole",
     "losses in chunks": "test_chunk_loss.py::test_autocast_and_half_precision_are_as_near_as_eager[fx]",
-    "steps that end later": "test_deferred_step.py::test_every_optimizer[host-rmsprop]",
+    "steps that end later": "test_deferred_step.py::test_every_optimizer[drive-rmsprop]",
     "models that fit nowhere": "test_from_meta.py::test_training_is_eagers[told twice-made_on_meta-tied-in place]",
     "saved without being whole": "test_save.py::test_a_plain_model_loads_it[1000]",
     "eager checkpoints": "test_optimizer_state.py::test_an_eager_run_goes_on_compiled[OddShapes-sgd_momentum]",

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from models import CASES, TiedWords, loss_of, tokens
 from optimizers import OPTIMIZERS, assert_same_states
 from paths import SUPPORT
 from programs import run_program
-from tiers import compiled, context_of, let_steps_end, options_for
+from tiers import Placement, compiled, context_of, let_steps_end, options_for
 from torch import nn
 from torch.optim import Optimizer
 from training import accumulating_step, adamw, assert_same, plain_step
@@ -42,12 +43,23 @@ Compile = Callable[[nn.Module], nn.Module]
 Sides = list[tuple[nn.Module, Optimizer]]
 
 
-@pytest.fixture(scope="module", params=["host", pytest.param("device", marks=pytest.mark.slow)])
+DRIVE = ("nvme", "nvme", "nvme"), False
+PLACES: dict[str, tuple[Placement, bool]] = {
+    "drive": DRIVE,
+    "memory": (("device", "device", "nvme"), False),
+    "drive apart": (("nvme", "nvme", "nvme"), True),
+    "memory apart": (("device", "device", "host"), True),
+    "host apart": (("host", "host", "host"), True),
+}
+"""Tiers, and whether beside a device with memory of its own."""
+
+
+@pytest.fixture(scope="module", params=["drive", "memory", "memory apart", "host apart", more("drive apart")])
 def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Return what compiles a model with everything on a drive, on the host or beside a device with memory of its own."""
-    options = options_for(("nvme",) * 3, tmp_path_factory.mktemp("drive"), piece=128)
-    played = simulating(SimulatedDevice()) if request.param == "device" else contextlib.nullcontext()
-    with played:
+    """Return what compiles a model so that its steps are deferred."""
+    placement, apart = PLACES[request.param]
+    options = options_for(placement, tmp_path_factory.mktemp("drive"), piece=128)
+    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
         torch.compiler.reset()
         yield lambda model: compiled(model, options)
 
@@ -136,24 +148,29 @@ def test_a_forward_is_handed_what_is_updated(on_drive: Compile, monkeypatch: pyt
     """The step returns before its update; the forward begins before it, and reads nothing that the update has."""
     sides = both(on_drive, steps=1)
     model = sides[1][0]
-    really, asked = Updates.read, threading.Event()
+    asked = threading.Event()
 
-    def read(updates: Updates, *args: Any) -> Any:
-        arriving = really(updates, *args)
-        asked.set()
-        return arriving
+    def noting(really: Callable[..., Any]) -> Callable[..., Any]:
+        def read(updates: Updates, *args: Any) -> Any:
+            arriving = really(updates, *args)
+            asked.set()
+            return arriving
 
-    monkeypatch.setattr(Updates, "read", read)
+        return read
+
+    for name in ("read", "arrival", "begin_after"):
+        monkeypatch.setattr(Updates, name, noting(getattr(Updates, name)))
 
     def wait_for_the_forward() -> None:
         assert asked.wait(60)
 
     context_of(model).lanes.update.submit(wait_for_the_forward)
     step_on(sides, 1)
-    updates = next(p._zinf_unit for p in model.parameters()).updates  # type: ignore[union-attr,attr-defined]
+    unit = next(p._zinf_unit for p in model.parameters())  # type: ignore[union-attr,attr-defined]
+    updates = unit.updates
     assert updates._left
     step_on(sides, 2)
-    assert updates.spared_bytes
+    assert updates.spared_bytes or not unit.on_drive
     check(sides)
 
 
@@ -201,6 +218,17 @@ def change_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             parameter.mul_(0.5)
 
 
+def change_at_hand(model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def change_states(model: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+
 def compile_another(model: nn.Module, optimizer: Optimizer) -> None:
     other = nn.Sequential(nn.Linear(3, 3))
     other.compile(backend="zero_infinity_fx")
@@ -220,6 +248,8 @@ BETWEEN = [
     evaluate,
     save_and_load,
     change_parameters,
+    change_at_hand,
+    change_states,
     compile_another,
     other_parameters,
 ]
@@ -302,6 +332,44 @@ def test_two_optimizers_of_the_same_parameters(on_drive: Compile) -> None:
             loss_of(model(*tokens(number))).backward()
             optimizer.step()
             other.step()
+    check(sides)
+
+
+def test_who_has_an_alias_sees_the_step_at_once(on_drive: Compile) -> None:
+    """A tensor of the memory of a parameter, a gradient or a state: then nothing is left for later."""
+    sides = both(on_drive)
+    units = [p._zinf_unit for p in sides[1][0].parameters()]  # type: ignore[union-attr,attr-defined]
+    held: list[Callable[[nn.Parameter, Optimizer], torch.Tensor]] = [
+        lambda parameter, optimizer: parameter.detach(),
+        lambda parameter, optimizer: optimizer.state[parameter]["exp_avg"],
+    ]
+    held += [] if units[0].placement.grads != "device" else [lambda parameter, _: parameter.grad.view(-1)]  # type: ignore[union-attr]
+    for hold in held:
+        aliases = []
+        for model, optimizer in sides:
+            optimizer.zero_grad()
+            loss_of(model(*tokens(3))).backward()
+            aliases.append(hold(next(model.parameters()), optimizer))
+            optimizer.step()
+        assert_same("what was held", *aliases)
+        for alias in aliases:
+            alias.zero_()
+        del aliases, alias
+    check(sides)
+
+
+def test_gradients_of_two_steps_are_never_there_at_once(on_drive: Compile) -> None:
+    """A backward begins when those of the step before are applied, however long that takes."""
+    sides = both(on_drive, steps=1)
+    model = sides[1][0]
+    memory = context_of(model).memory
+    ledgers, kept = {memory.ledger, memory.host_ledger}, next(p._zinf_unit for p in model.parameters()).placement.grads  # type: ignore[union-attr,attr-defined]
+    before = [ledger.peak()["grads"] for ledger in ledgers]
+    for number in range(1, 4):
+        zinf_compile.synchronize()
+        delay(model)
+        step_on(sides, number)
+    assert [ledger.peak()["grads"] for ledger in ledgers] == before or not kept.in_memory
     check(sides)
 
 

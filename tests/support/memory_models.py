@@ -90,8 +90,8 @@ def check_against_ledgers(widths: Sequence[int], dtype: torch.dtype, options: Ma
                 for found, stays, more in zip(held("grads"), expected.gradients, beside, strict=True):
                     assert stays <= found <= stays + more  # the last one's buffer may be there until the next takes its place
         optimizer.step()
-        zinf_compile.synchronize()
         optimizer.zero_grad()
+    zinf_compile.synchronize()
     buffers = [states.transfers.buffers for states in record_of(optimizer).offloaded or []]
     topology = Topology(host_apart=len(ledgers) > 1)
     chunks = topology.counted(Sides(sum(b.device_bytes for b in buffers), sum(b.host_bytes for b in buffers)))

@@ -344,7 +344,8 @@ class GraphCompiler:
 
     def finish(self, program: Program, context: Context) -> Compiled:
         """Return the callable that AOTAutograd runs."""
-        checks = CallChecks(self._budget, context, makes_gradients=any(isinstance(step, Reduce) for step in program.steps))
+        makes_gradients = any(isinstance(step, Reduce) for step in program.steps)
+        checks = CallChecks(self._budget, context, makes_gradients=makes_gradients)
         bind = partial(
             Binder,
             context=context,
@@ -358,7 +359,7 @@ class GraphCompiler:
         self._binder = self._binder or live.binder  # of the forward, which is compiled first
         kept = None if self.planner is None else self.planner.scheduled(live)
         saved = SavedSpace(program, context, self.config.placement().nvme)
-        run = runner(live, context, saved, counts=checks.counts)
+        run = runner(live, context, saved, counts=checks.counts, makes_gradients=makes_gradients)
         run.budget, run.kept = self._budget, kept  # type: ignore[attr-defined]  # reservations, as long as the graph may run
         return run
 

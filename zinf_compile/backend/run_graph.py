@@ -18,7 +18,9 @@ from .saved_values import SavedSpace
 from .wrappers import wrapped_in
 
 
-def runner(live: LiveProgram, context: Context, saved: SavedSpace, *, counts: bool) -> Callable[[list[Any]], list[Any]]:
+def runner(
+    live: LiveProgram, context: Context, saved: SavedSpace, *, counts: bool, makes_gradients: bool
+) -> Callable[[list[Any]], list[Any]]:
     """Return what binds the arguments of a call and performs the program; `counts`: results are activations that count.
 
     The other ranks are told of an error, so that none waits for this one.
@@ -29,6 +31,7 @@ def runner(live: LiveProgram, context: Context, saved: SavedSpace, *, counts: bo
         if inside_ddp():  # wrapped after this graph was compiled
             raise wrapped_in(DistributedDataParallel)
         try:
+            context.memory.begin_graph(makes_gradients=makes_gradients)
             now, (space, lack_of_space) = live.program, saved.reserve()
             units = live.binder.bind(args, lacks_space=lack_of_space)
             given = storages_of(args) if counts else None

@@ -208,8 +208,7 @@ class _ParameterRange:
         """Refuse the parameter until all of it is replaced."""
         if not self._replaced:
             self._replaced = True
-            if self._unit.updates is not None:
-                self._unit.updates.replace(self._unit)
+            self._unit.begin_replacing()
             self._unit.changing()
             self._unit.spoil(_MIDDLE)
 

@@ -176,9 +176,7 @@ def _refused_after_an_error(
 def _load_model(files: CheckpointFiles, fitting: Fitting) -> None:
     sharded = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedParameter)}
     for tensor in sharded.values():
-        unit = tensor._zinf_unit
-        if unit.updates is not None:
-            unit.updates.replace(unit)
+        tensor._zinf_unit.begin_replacing()
     companions = {key: tensor for key, tensor in fitting.model.items() if isinstance(tensor, ShardedTensor)}
     fill_shards(
         [_parameter_to_fill(files, key, tensor._zinf_unit) for key, tensor in sharded.items()]

@@ -10,6 +10,7 @@ chunk_transfers — Transfers of chunks between memory and drives: states are re
 chunked_step — The chunked part of a step: updated in `step()`, or deferred to the next forward.
 chunks — Chunks: the pieces of an optimizer's parameters that are updated together, and the columns of each.
 closure_step — Steps whose closure partitions the model by its first compiled call: from then on the step runs on shards.
+deferrable — Which steps may be deferred to the next forward.
 deferred_step — Deferred steps: chunks updated by a worker thread during the next forward, bitwise equal to updating them in
     `step()`.
 elementwise_probe — Probes whether an optimizer updates element by element, by steps on small tensors: whole, and cut in
@@ -24,6 +25,7 @@ load_states — Reconciles stored states with `optimizer.state` between steps: n
     removed ones reset.
 offloaded_states — Chunked steps of parameters, gradients or states that live off the updating device: prefetch, update,
     write back.
+pending_states — States in memory while a deferred step has still to update them.
 precision — Keeps fp32 states of 16-bit parameters in fp32 where `load_state_dict` would round them.
 record — The package's state of each optimizer, from its first step to its collection: one `OptimizerRecord`.
 running_step — The current step of an optimizer: the stand-in on which its own `step` runs, with a shard in place of each
@@ -48,8 +50,8 @@ state_ranges — Any range of elements of this rank's shard of one state: read a
 state_table — Table of the states that the parameters of one optimizer have, and their entries in `optimizer.state`.
 states_to_come — The states that an optimizer is going to have of each parameter, known before its first step: what a
     save would find then.
-step_gradient — Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad`
-    don't reach it.
+step_gradient — Snapshot of a gradient at `optimizer.step()`: what a deferred step applies, whatever becomes of
+    `parameter.grad`.
 step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
 step_records — Records each step of an optimizer on the units that it updates, for the ranks to compare
     (`runtime/comm/steps_done.py`).

@@ -6,7 +6,7 @@ Called by `chunked_step` and `deferred_step`; knows no threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Generator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.chunk_columns import GRADIENT, VALUE
 from zinf_compile.ir.pieces import Piece
+from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import StagingBuffers
+from zinf_compile.runtime.units.pending_updates import Updates
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -44,6 +46,8 @@ class ChunkStep:
         """The optimizer's state for the parts."""
         self.scalar_states: dict[ShardedParameter, dict[str, Any]] = {}
         """States that aren't of a parameter's size, such as step counts; committed when the whole step is over."""
+        self._arriving: list[list[Pending]] = []
+        """For each part: the transfer of the updated values to where the shard lives, where that is memory elsewhere."""
         self._large: dict[ShardedParameter, Set[str]] = {}
         """Names of the states of a parameter's size."""
         for parameter, piece in chunk.pieces:
@@ -81,17 +85,19 @@ class ChunkStep:
             if part is not value:
                 value.copy_(part)
                 states[MASTER] = part
-            self._keep(parameter, piece, VALUE, value, staging)
+            pending = self._keep(parameter, piece, VALUE, value, staging)
+            self._arriving.append([] if pending is None or parameter._zinf_unit.on_drive else [pending])
             self._large[parameter] = {name for name, state in states.items() if self._is_large(name, state)}
             for name, state in states.items():
                 self._finish_state(parameter, piece, name, state, staging)
             self._owner.applied(parameter)
         self._owner.write(self._number, self._buffer)
 
-    def updated(self) -> Iterator[tuple[Unit, Piece, torch.Tensor]]:
-        """Yield unit, piece and updated value; valid until the next chunk is requested."""
-        for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
-            yield parameter._zinf_unit, piece, value
+    def report(self, updates: Updates[Unit]) -> None:
+        """Note what is updated, before the next chunk is requested."""
+        for parameter, (piece, value), arriving in zip(self.scalar_states, self._pieces, self._arriving, strict=True):
+            updates.updated(parameter._zinf_unit, piece.start, piece.end, value, arriving)
+        self._arriving = []
 
     def commit(self, optimizer: Optimizer) -> None:
         """Commit this chunk's states, after the whole step."""
@@ -139,10 +145,11 @@ class ChunkStep:
 
     def _keep(
         self, parameter: ShardedParameter, piece: Piece, name: str, value: torch.Tensor, staging: Mapping[str, StagingBuffers]
-    ) -> None:
+    ) -> Pending | None:
         pending = self._owner.keep_piece(parameter, piece, name, value, staging[name], self._optimizer)
         if pending is not None:
             self._buffer.under_way.append(pending)
+        return pending
 
 
 def chunk_steps(states: OffloadedStates, optimizer: Optimizer) -> Generator[ChunkStep]:

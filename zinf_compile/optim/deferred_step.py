@@ -4,9 +4,11 @@ Note: Deferred step
     `step()` updates one chunk, or those that can't be deferred, marks the parameters of the others as pending
     (`runtime/units/pending_updates.py`) and submits the chunks to the `update` lane. A read of a pending shard waits for its
     update, or receives the updated value from memory. The worker uses copies of the settings and snapshots of the gradients
-    (`step_gradient.py`), issues what it computes on a device on the stream that was current in `step()`, and commits all chunks
-    to `optimizer.state` together at the end. Readers of states call `finish_deferred` first. Readers of the step's results raise
-    its error; its parameters stay unusable until loaded.
+    (`step_gradient.py`), which nobody changes before they are applied. On a device it issues to a stream of its own, after what
+    was issued before `step()`. It commits all chunks to `optimizer.state` together at the end. Readers of states call
+    `finish_deferred` first. Readers of the step's results raise its error; its parameters stay unusable until loaded.
+    Gradients in memory are there beside the next forward; a backward waits until they are applied, and so does a graph that has
+    no room beside them (`runtime/memory/pending_gradients.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import StepFailedError
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.system.accelerator import current_stream
 from zinf_compile.runtime.units.pending_updates import Span, Updates
@@ -57,7 +60,8 @@ class DeferredStep:
         self._groups = list(optimizer.param_groups)
         self._step_one = step_one
         self._threads = torch.get_num_threads()
-        self._stream = current_stream(self._sources[0].context.device)
+        self._contexts = list(dict.fromkeys(source.context for source in self._sources))
+        self._before: torch.Event | None = None
         self.pending: Pending = Done()
         """Done when no thread works on the step."""
         self._updates: Updates[Unit] | None = None
@@ -75,18 +79,21 @@ class DeferredStep:
             spans[unit].append((piece.start, piece.end))
         self._due = []
         updates = self._updates = Updates(spans)
+        issued = current_stream(self._sources[0].context.device)
+        self._before = None if issued is None else issued.record_event()
         assert self._optimizer is not None, "it starts once"
         record = record_of(self._optimizer)
         record.mark_deferred()
-        if any(state for chunk in self.done for state in chunk.scalar_states.values()):
-            for source in self._sources:  # before the update: deleting an entry meanwhile then resets the state
-                source.add_entries(self._optimizer)
+        creates = any(state for chunk in self.done for state in chunk.scalar_states.values())
+        for source in self._sources:  # before the update: deleting an entry meanwhile then resets the state
+            source.leave_states(self._optimizer, creates=creates)
+        for context in self._contexts:
+            context.memory.pending_gradients.add(self)
         try:
             for unit in spans:
                 unit.updates = updates
             for chunk in self.done:
-                for unit, piece, value in chunk.updated():
-                    updates.updated(unit, piece.start, piece.end, value)
+                chunk.report(updates)
             record.deferred = self
             self.pending = self._sources[0].context.lanes.update.submit(self._run)
         except BaseException as error:  # an interrupt: nothing may wait for a step that never runs
@@ -96,6 +103,7 @@ class DeferredStep:
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
             self._chunks.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
+            self._let_go()
             raise
 
     def raise_failure(self) -> None:
@@ -106,8 +114,26 @@ class DeferredStep:
     def abandon(self) -> None:
         """Fail the pending updates, in a forked process: the worker thread doesn't exist there."""
         self.pending = Done()
+        self._let_go()
         if self._updates is not None:
             self._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+
+    def gradient_bytes(self) -> Sides:
+        """See `GradientHolder.gradient_bytes`."""
+        total = Sides(0, 0)
+        for gradient in [gradient for source in self._sources for gradient in list(source.gradients.values())]:
+            total = total.plus(gradient.bytes)
+        return self._contexts[0].link.topology.counted(total) if self._contexts else total
+
+    def settle(self) -> None:
+        """See `GradientHolder.settle`."""
+        if self._updates is not None:
+            self._updates.settle()
+
+    def _let_go(self) -> None:
+        for context in self._contexts:
+            context.memory.pending_gradients.remove(self)
+        self._contexts = []
 
     def _run(self) -> None:
         optimizer, updates = self._optimizer, self._updates
@@ -117,7 +143,7 @@ class DeferredStep:
         try:
             if torch.get_num_threads() != self._threads:  # part of the compute shape
                 torch.set_num_threads(self._threads)
-            with self._stream or contextlib.nullcontext():  # settings may be tensors that it computes
+            with self._beside_compute():
                 self._update(optimizer, record, updates)
         except BaseException as error:  # raised by readers of the parameters
             _log.debug("a step failed", exc_info=error)
@@ -129,7 +155,24 @@ class DeferredStep:
         finally:  # the optimizer's record refers to this object: break the cycle
             self._optimizer, self._snapshot = None, None
             self._chunks.close()
+            self._let_go()
             self._sources, self._groups, self.done = [], [], []
+
+    @contextlib.contextmanager
+    def _beside_compute(self) -> Iterator[None]:
+        """Context on a stream that comes after what was issued before `step()`, such as settings that are tensors."""
+        context = self._sources[0].context
+        stream = context.lanes.update_stream(context.device)
+        if stream is None:
+            yield
+            return
+        assert self._before is not None, "noted when the step began"
+        stream.wait_event(self._before)
+        with stream:
+            try:
+                yield
+            finally:
+                stream.synchronize()  # copies of settings are freed in the order of another stream
 
     def _update(self, optimizer: Optimizer, record: OptimizerRecord, updates: Updates[Unit]) -> None:
         settings: Settings = []
@@ -140,14 +183,16 @@ class DeferredStep:
             with compile_lock:  # while Dynamo compiles, `is_compiling()` is true in all threads, and optimizers branch on it
                 record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
                 settings += self._step_one(self._snapshot, chunk)
-            for unit, piece, value in chunk.updated():
-                updates.updated(unit, piece.start, piece.end, value)
+            chunk.report(updates)
             self.done.append(chunk)
         for chunk in self.done:
             chunk.commit(optimizer)
         _merge(self._groups, self._snapshot.param_groups, settings)
         for source in self._sources:
             source.finish(optimizer)
+        issued = current_stream(self._sources[0].context.device)
+        if issued is not None:
+            issued.synchronize()  # readers are no longer ordered after what is copied to the device
         updates.close()
         record.mark_whole()
 
@@ -162,6 +207,8 @@ def finish_deferred(optimizer: Optimizer, *, report: bool = True) -> None:
     if deferred is not None:
         deferred.pending.wait()  # an interrupt here keeps `record.deferred`
         record.deferred = None
+        for source in record.offloaded or []:
+            source.table.aside.put_back(optimizer)
         if report:
             deferred.raise_failure()
 
@@ -169,9 +216,9 @@ def finish_deferred(optimizer: Optimizer, *, report: bool = True) -> None:
 def synchronize() -> None:
     """Wait until the last step of every optimizer on this rank is complete.
 
-    With parameters, gradients and states on NVMe a step continues during the next forward. All readers of its results wait by
-    themselves: call this to time steps, or to get a step's error here. Raises `StepFailedError` for a step that failed, unless
-    that error was raised before.
+    Where the host updates what a device computes with, or drives are waited for, a step continues during the next forward. All
+    readers of its results wait by themselves: call this to time steps, or to get a step's error here. Raises `StepFailedError`
+    for a step that failed, unless that error was raised before.
     """
     for optimizer, record in all_records():
         if record.deferred is not None:

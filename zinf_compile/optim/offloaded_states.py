@@ -20,7 +20,7 @@ from zinf_compile.ir.chunk_columns import GRADIENT, VALUE, Column
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import CHUNK_BUFFERS, Sides
-from zinf_compile.ir.tiers import Placement, Tier, Topology
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.memory.aligned_buffers import zeros_on
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer, largest_buffer
@@ -33,10 +33,10 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept, part_of, plan_chunks
+from .deferrable import may_defer, may_wait
 from .load_states import reconcile
 from .record import record_of
 from .shard_state import kept_state, shard_state
-from .state_entry import states_of
 from .state_exchange import read_copy
 from .state_layout import note, noted
 from .state_table import StateTable
@@ -59,7 +59,7 @@ class OffloadedStates:
         self.context = context
         self.kept = dict(zip(parameters, kept, strict=True))
         self._route = UpdateRoute(context.link, update_on_device=placement.update_on_device, lane=lambda: context.lanes.swap)
-        self._forward = True
+        self._forward, self._finish = True, finish
         self._defers = may_defer(placement, kept, context.link.topology)
         self._first: list[int] = []
         self._ahead: set[int] = set()
@@ -87,7 +87,7 @@ class OffloadedStates:
         self.table = StateTable(
             self.kept,
             self.transfers,
-            by_entry=self._defers or on_drive,
+            by_entry=on_drive or (self._defers and not any(kept)),  # nothing in memory but step counts, say
             optimizer_name=type(optimizer).__name__,
             read_copy=read_copy,
             finish=finish,
@@ -113,10 +113,7 @@ class OffloadedStates:
         pieces = collections.Counter(p for chunk in self.chunks for p, _ in chunk.pieces)
         self.gradients = {p: StepGradient(p, pieces[p]) for p in self.kept if p.grad is not None}
         self.due = list(self.gradients)
-        known = all(p in self.table.entries or not self.kept[p] for p in self.due)
-        exposed = any(entry.copies for entry in self.table.entries.values())  # their aliases must show the update at once
-        waits = bool(self.due) and known and not exposed and all(grad.is_snapshot for grad in self.gradients.values())
-        self.deferrable = self._defers and waits
+        self.deferrable = self._defers and bool(self.due) and may_wait(optimizer, self.table, self.gradients)
 
     @property
     def chunks_due(self) -> int:
@@ -190,9 +187,11 @@ class OffloadedStates:
         """Discard the buffers of a failed step, after states were loaded."""
         self.transfers.buffers.begin()
 
-    def add_entries(self, optimizer: Optimizer) -> None:
-        """Add an entry to `optimizer.state` for each parameter of the step, filled by the remaining updates."""
-        for parameter in self.due if self.table.by_entry else ():
+    def leave_states(self, optimizer: Optimizer, *, creates: bool) -> None:
+        """Let `optimizer.state` wait for the remaining updates. `creates`: it gets an entry for each parameter on drives now."""
+        if not self.table.by_entry:
+            self.table.aside.take(optimizer, self.due, self._finish)
+        for parameter in self.due if self.table.by_entry and creates else ():
             self.table.entry_of(parameter, optimizer)
 
     def commit(self, parameter: ShardedParameter, optimizer: Optimizer, memory: Mapping[str, Any], stored: Set[str]) -> None:
@@ -207,8 +206,11 @@ class OffloadedStates:
             if memory or stored:
                 note(entry.memory, unit)
             return
-        given = states_of(optimizer, parameter) or {}
+        given = self.table.given(parameter, optimizer) or {}
         kept = {name: value for name, value in given.items() if name in self.kept[parameter]}
+        if parameter in self.table.aside:  # a worker has no other way to what is there by now
+            self.table.aside.set(parameter, noted({**kept, **memory}, unit))
+            return
         if kept or memory or self.kept[parameter]:
             optimizer.state[parameter] = {**kept, **memory}
         for name in [name for owner, name in self._making if owner is parameter]:
@@ -324,7 +326,7 @@ class OffloadedStates:
             )
         whole = self._making.get((parameter, name))
         if whole is None:
-            whole = shard_state(optimizer.state[parameter][name], unit, name, optimizer).view(-1)
+            whole = shard_state(self.table.given(parameter, optimizer)[name], unit, name, optimizer).view(-1)
         return Location(whole[start:end], on_device=self.tier == Tier.DEVICE)
 
     def _check_last_step(self, optimizer: Optimizer) -> None:
@@ -384,15 +386,6 @@ class OffloadedStates:
                 entry = self.table.entries.get(parameter)
                 for name, copy in entry.copies.items() if entry is not None else ():
                     self._route.copy_out(part_of(views[name], piece), copy.flat[piece.start : piece.end])
-
-
-def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
-    """Return whether updates of parameters and states at this placement may be deferred: all on drives.
-
-    User code may read values in memory through an alias made before the step, without waiting.
-    """
-    on_drives = not (placement.params.in_memory or placement.grads.in_memory or (placement.optimizer.in_memory and any(kept)))
-    return on_drives and not (topology.host_apart and placement.update_on_device)
 
 
 def _cut(staging: StagingBuffers, piece: Piece) -> StagingBuffers:

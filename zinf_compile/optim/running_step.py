@@ -54,6 +54,7 @@ class RunningStep:
 def make_running_step(optimizer: Optimizer, in_memory: Sequence[ShardedParameter], chunked: ChunkedStep | None) -> RunningStep:
     """Make the stand-in for the caller's own step."""
     for p in in_memory:
+        p._zinf_unit.wait_updated()  # another optimizer may still update it
         p._zinf_unit.changing()
     shards = {p: like_parameter(p._zinf_unit.shard, p._zinf_unit) for p in in_memory}
     members = {id(p): p for group in optimizer.param_groups for p in group["params"] if not isinstance(p, ShardedParameter)}

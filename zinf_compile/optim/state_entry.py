@@ -164,5 +164,6 @@ def states_of(optimizer: Optimizer, parameter: Any) -> Any:
 
 
 def in_memory(states: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return the states of a parameter that are in memory, without reading from drives."""
-    return states.memory if isinstance(states, StateEntry) else (states or {})
+    """Return the states of a parameter that are in memory, without reading from drives or waiting for a step."""
+    memory: Mapping[str, Any] | None = getattr(states, "memory", None) if isinstance(states, LazyDict) else states
+    return (states or {}) if memory is None else memory

@@ -13,7 +13,8 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept
-from .state_entry import StateEntry, in_memory, states_of
+from .pending_states import StatesAside
+from .state_entry import StateEntry, in_memory
 from .state_layout import without_note
 
 
@@ -44,6 +45,8 @@ class StateTable:
         """Entries of parameters that have states; equal to `optimizer.state` after `reconcile`."""
         self.for_state_dict: dict[ShardedParameter, dict[str, Any]] = {}
         """Plain dicts that replace the entries during `state_dict()`."""
+        self.aside = StatesAside()
+        """States in memory that a deferred step has still to update."""
         self._read_copy, self._finish = read_copy, finish
 
     @property
@@ -74,12 +77,16 @@ class StateTable:
         if self.by_entry:
             entry = self.entries.get(parameter)
             return entry.stored if entry is not None else frozenset()
-        given = states_of(optimizer, parameter) or {}
+        given = self.given(parameter, optimizer) or {}
         return {name for name in self.kept[parameter] if isinstance(given.get(name), torch.Tensor)}
+
+    def given(self, parameter: ShardedParameter, optimizer: Optimizer) -> Any:
+        """Return a parameter's states in memory for a step, None without any."""
+        return self.aside.get(parameter, optimizer)
 
     def other_states(self, parameter: ShardedParameter, optimizer: Optimizer) -> dict[str, Any] | None:
         """Return a parameter's states that don't pass through chunk buffers; None without any states."""
-        given = self.entries.get(parameter) if self.by_entry else states_of(optimizer, parameter)
+        given = self.entries.get(parameter) if self.by_entry else self.given(parameter, optimizer)
         if given is None:
             return None
         present = self.present(parameter, optimizer)

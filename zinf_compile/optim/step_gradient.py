@@ -1,11 +1,12 @@
-"""Snapshot of a gradient at `optimizer.step()`: a deferred step reads it, so later changes of `parameter.grad` don't reach it."""
+"""Snapshot of a gradient at `optimizer.step()`: what a deferred step applies, whatever becomes of `parameter.grad`."""
 
 from __future__ import annotations
 
 import torch
 from torch.optim import Optimizer
 
-from zinf_compile._torch import no_torch_function
+from zinf_compile._torch import no_torch_function, storage_owners
+from zinf_compile.ir.sizes import Sides
 from zinf_compile.sharded.gradient import ShardedGradient
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -17,9 +18,10 @@ class StepGradient:
 
     def __init__(self, parameter: ShardedParameter, pieces: int) -> None:
         grad = parameter.grad
+        self._is_own = isinstance(grad, ShardedGradient)
         offloaded = grad.offloaded if isinstance(grad, ShardedGradient) else None
-        self._parameter: ShardedParameter | None = parameter if offloaded is None else None
-        self._local: torch.Tensor | None = None
+        self._local = local_gradient(parameter) if offloaded is None else None
+        self._parameter = parameter
         self.offloaded = offloaded
         """The offloaded gradient; None if it is on the device."""
         self.changes = offloaded.noted() if offloaded is not None and offloaded.backing.resident is None else None
@@ -28,16 +30,32 @@ class StepGradient:
         """Pieces not applied yet."""
 
     @property
-    def is_snapshot(self) -> bool:
-        """Whether later changes of `parameter.grad` don't reach it."""
-        return self.changes is not None
+    def may_wait(self) -> bool:
+        """Whether it may be applied after `step()`: nobody changes it unseen meanwhile.
+
+        Changes of `parameter.grad` wait for the step, or are noted for a gradient on a drive and don't reach this one. What has
+        its memory otherwise must not exist: on a single rank views of a gradient share it.
+        """
+        if self.offloaded is not None:
+            return True
+        shard, unit = self.local(), self._parameter._zinf_unit
+        return self._is_own and (unit.shard_group.size > 1 or storage_owners(shard) == 1 + (shard._base is not None))
+
+    @property
+    def bytes(self) -> Sides:
+        """Bytes in memory, unless `parameter.grad` holds them as well."""
+        grad = self._parameter.grad
+        if self.offloaded is None:
+            local = self.local()
+            shared = isinstance(grad, ShardedGradient) and grad.shares(local)
+            return Sides(0 if shared else local.nbytes, 0)
+        resident = self.offloaded.backing.resident
+        shared = isinstance(grad, ShardedGradient) and grad.offloaded is self.offloaded
+        return Sides(0, 0 if resident is None or shared else resident.nbytes)
 
     def local(self) -> torch.Tensor:
-        """Return the shard of a gradient on the device; waits for its reduction."""
-        if self._local is None:
-            assert self._parameter is not None, "not an offloaded gradient"
-            self._local = local_gradient(self._parameter)
-        assert self._local is not None, "the parameter had a gradient at the snapshot"
+        """Return the shard of a gradient on the device."""
+        assert self._local is not None, "the parameter had a gradient at the snapshot, on the device"
         return self._local
 
 

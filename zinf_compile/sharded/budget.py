@@ -391,7 +391,7 @@ class GraphBudget:
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
-        return held_bytes(ledger, more, cap, self._context.memory.inflight_gradients)
+        return held_bytes(ledger, more, cap, self._context.memory)
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)

@@ -112,9 +112,7 @@ def check_states(context: Context, *, on_device: bool, states: int, slots: int, 
     if cap is None:
         return
     side = Tier.DEVICE if on_device else Tier.HOST
-    held = held_bytes(
-        ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory.inflight_gradients
-    )
+    held = held_bytes(ledger, slots + states + (claims.passing if on_device else claims.passing_host), cap, context.memory)
     passing = claims.passing if on_device else claims.passing_host  # perhaps less by now
     needed = held + slots + states + passing
     if needed > cap:
@@ -146,7 +144,7 @@ def lack_of_second_gradients(context: Context, units: Iterable[Unit | Tile]) -> 
     for side, ledger, cap, passing in sides:
         more = second[side]
         if more and cap is not None:
-            held = held_bytes(ledger, more + passing, cap, context.memory.inflight_gradients)
+            held = held_bytes(ledger, more + passing, cap, context.memory)
             works = claims.works(side, held, second=more)
             if not ledger.now()["states"]:  # no step was made yet
                 works = max(works, claims.planned(side))

@@ -10,8 +10,8 @@ import torch
 from zinf_compile.config import Config, parse_bytes
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
-from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.memory.ledger import Ledger
+from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.system.host_limits import ranks_of_node, usable_bytes
 
 _PROCESS = "what this process may use"
@@ -63,18 +63,21 @@ def find_caps(config: Config, context: Context, *, held: int) -> Caps:
     return Caps(usable_device + held, host, _PROCESS, host_source)
 
 
-def held_bytes(ledger: Ledger, more: int, cap: int, inflight: InflightLimit | None = None) -> int:
+def held_bytes(ledger: Ledger, more: int, cap: int, memory: Memory | None = None) -> int:
     """Return the bytes that an account holds, but for blocks that are staged, which are planned for.
 
-    Where `more` don't fit beside them, without models and graphs that nobody uses any more, and without full gradients that are
-    still `inflight`, whose room the transient memory includes.
+    Where `more` don't fit beside them, without models and graphs that nobody uses any more; and in a rank's `memory` without full
+    gradients in flight, whose room the transient memory includes, and those that a deferred step has still to apply: a graph that
+    has no room beside these waits.
     """
 
     def held() -> int:
         return ledger.total()[0] - ledger.now()["bounce"]
 
-    if held() + more > cap and inflight is not None:
-        inflight.drain(lambda: held() + more <= cap)
+    if held() + more > cap and memory is not None:
+        memory.inflight_gradients.drain(lambda: held() + more <= cap)
     if held() + more > cap:
         gc.collect()
+    if held() + more > cap and memory is not None and not memory.pending_gradients.wait():
+        return held() - memory.pending_gradients.bytes()[ledger is not memory.ledger]
     return held()

@@ -164,7 +164,7 @@ def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], ar
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
     more = max(beside + call.passing, call.saved + claims.passing if beside else 0) + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
-    held = held_bytes(memory.ledger, more + gradients, cap, memory.inflight_gradients) + gradients
+    held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
     beside = more - call.passing
     return Lack(
         needed=held + more,

@@ -76,9 +76,13 @@ class ShardedGradient(torch.Tensor):
         return offloaded if offloaded is not None and offloaded.backing.resident is not None else None
 
     def local(self) -> torch.Tensor:
-        """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `offloaded`."""
+        """Return this rank's shard, flat, with its padding; waits for the reduction. A copy, where the shard is `offloaded`.
+
+        A deferred step that has still to apply it is waited for: the caller may change what it gets.
+        """
         self._pending.wait()
         if not isinstance(self._shard, OffloadedGradient):
+            self._unit.settle_update()
             return self._shard
         with self._unit.context.lanes.meter.waiting():
             return self._shard.load()
@@ -115,6 +119,10 @@ class ShardedGradient(torch.Tensor):
             return tile.part(self.local())
         with tile.context.lanes.meter.waiting():
             return offloaded.load_part(tile)
+
+    def shares(self, shard: torch.Tensor) -> bool:
+        """Say whether this is its shard."""
+        return self._shard is shard
 
     def alias(self) -> ShardedGradient:
         """Return another tensor object with the same shard."""

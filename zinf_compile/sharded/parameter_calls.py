@@ -120,6 +120,8 @@ def _on_whole(
     changed = [p for p in changed_parameters(name, args, kwargs) if isinstance(p, ShardedParameter)]
     values: dict[ShardedParameter, torch.Tensor] = {}
     for parameter in changed:
+        if func is torch.Tensor.copy_:  # all of it: a step that failed to update it need not be told
+            parameter._zinf_unit.begin_replacing()
         parameter._zinf_unit.changing()
     for parameter in parameters:
         with no_torch_function():

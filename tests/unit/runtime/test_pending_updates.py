@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from zinf_compile.runtime.memory.aligned_buffers import BufferPool
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.nvme_shards import NvmeShards, ShardSpec
-from zinf_compile.runtime.units.pending_updates import Updates
+from zinf_compile.runtime.units.pending_updates import Updates, begin_after_landing
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -122,3 +123,93 @@ def test_a_failure_is_no_matter_once_all_is_replaced(units: list[Any]) -> None:
     for unit in units:
         updates.replace(unit)
     updates.wait()
+
+
+class InMemory:
+    """A unit whose shard is in memory."""
+
+    backing = None
+
+
+class Copy:
+    """A copy that counts who was ordered after it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_a_reader_of_memory_comes_after_the_update_of_its_part_and_its_copies() -> None:
+    unit, copy = InMemory(), Copy()
+    updates: Updates[Any] = Updates({unit: SPANS})
+    updates.updated(unit, *SPANS[1], torch.ones(1024), [copy])
+    updates.wait(unit, *SPANS[1])
+    part = updates.arrival(unit, *SPANS[1])
+    assert part is not None
+    part.wait()
+    assert copy.waits == 2
+    whole, over = updates.arrival(unit), threading.Event()
+    assert whole is not None
+    waiting = threading.Thread(target=lambda: (whole.wait(), over.set()))
+    waiting.start()
+    updates.updated(unit, *SPANS[0], torch.ones(1024))
+    assert not over.wait(0.05)
+    updates.updated(unit, *SPANS[2], torch.ones(452))
+    waiting.join()
+    assert copy.waits == 3
+    updates.close()
+    assert updates.arrival(unit) is None, "copies are over by then"
+
+
+def test_a_transfer_begins_when_what_it_reads_is_updated() -> None:
+    unit, copy, begun = InMemory(), Copy(), list[str]()
+    updates: Updates[Any] = Updates({unit: SPANS})
+
+    def begin(name: str) -> Copy:
+        begun.append(name)
+        return copy
+
+    first, last = (
+        updates.begin_after(unit, *SPANS[number], functools.partial(begin, name)) for number, name in ((0, "first"), (2, "last"))
+    )
+    assert not begun
+    updates.updated(unit, *SPANS[2], torch.ones(452))
+    assert begun == ["last"]
+    updates.begin_after(unit, *SPANS[2], lambda: begin("at once")).wait()
+    assert begun == ["last", "at once"]
+    last.wait()
+    updates.fail(lambda: StepFailedError("broken"))
+    with pytest.raises(StepFailedError, match="broken"):
+        first.wait()
+    assert begun == ["last", "at once"]
+
+
+def test_a_transfer_that_does_not_begin_fails_for_who_waits(units: list[Any]) -> None:
+    """And not for the step. Here it comes after what an update hands over."""
+    updates = Updates({units[0]: SPANS})
+    landing = updates.read(units[0], torch.zeros(2500))
+
+    def begin() -> Any:
+        raise OSError("no link")
+
+    begun = begin_after_landing(landing, begin)
+    update(updates, units[0], *SPANS)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no link"):
+            begun.wait()
+    updates.wait()
+    begun = begin_after_landing(landing, Copy)
+    begun.wait()
+    updates.close()
+
+
+def test_who_needs_neither_values_nor_states_is_told_of_no_failure() -> None:
+    unit = InMemory()
+    updates: Updates[Any] = Updates({unit: SPANS})
+    updates.fail(lambda: StepFailedError("broken"))
+    updates.settle(unit)
+    updates.settle()
+    with pytest.raises(StepFailedError, match="broken"):
+        updates.wait(unit)

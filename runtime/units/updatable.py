@@ -1,0 +1,74 @@
+"""What a step has still to do to a unit, and whether the unit's values are all of one step."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zinf_compile.errors import StepFailedError
+
+if TYPE_CHECKING:
+    from zinf_compile.runtime.context import Context
+    from zinf_compile.runtime.lanes.lanes import Pending
+
+    from .pending_updates import Updates
+
+
+class Updatable:
+    """The part of a `Unit` that knows this. A change that ends in its middle marks the values incomplete until all are new."""
+
+    context: Context
+    parameter: weakref.ref[torch.Tensor]
+    updates: Updates[Any] | None
+
+    @property
+    def at_hand(self) -> bool:
+        """See `Unit.at_hand`."""
+        raise NotImplementedError
+
+    def wait_updated(self) -> None:
+        """Wait until no step has to update the shard; raise where one failed."""
+        if self.updates is not None:
+            self.updates.wait(self)
+
+    def updated(self, first: int = 0, last: int | None = None) -> Pending | None:
+        """Return what readers of elements [first, last) in memory come after: a step that may still update them, if any."""
+        return None if self.updates is None else self.updates.arrival(self, first, last)
+
+    def begin_updated(self, begin: Callable[[], Pending], first: int = 0, last: int = sys.maxsize) -> Pending:
+        """Begin a transfer that reads elements [first, last) in memory once they are updated; return what to wait for."""
+        return begin() if self.updates is None else self.updates.begin_after(self, first, last, begin)
+
+    def settle_update(self) -> None:
+        """Wait until no step updates the shard, nor reads its gradient, any more; a step that failed is told to others."""
+        if self.updates is not None:
+            self.updates.settle(self)
+
+    def begin_replacing(self) -> None:
+        """Call before all values are replaced: waits as `settle_update`, and a failed step no longer counts for them."""
+        if self.updates is not None:
+            self.updates.replace(self)
+
+    def spoil(self, why: str) -> None:
+        """Mark the values incomplete: a change ended in its middle. Until they are replaced, nothing may compute with them."""
+        parameter = self.parameter()
+        self.context.spoiled[self] = why, None if parameter is None else parameter._version
+
+    def restored(self) -> None:
+        """Mark the values complete: they were replaced."""
+        self.context.spoiled.pop(self, None)
+
+    def check_whole(self) -> None:
+        """Raise `StepFailedError` where a change of the shard ended in its middle and its values were not replaced since."""
+        why, version = self.context.spoiled.get(self, ("", None))
+        parameter = self.parameter()
+        if why and self.at_hand and parameter is not None and parameter._version != version:
+            self.restored()  # it was written to like any tensor
+        elif why:
+            if self.updates is not None:
+                self.updates.tell()
+            raise StepFailedError(why)
