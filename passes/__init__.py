@@ -54,16 +54,12 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], None]
 Limits = Callable[[fx.Graph], tuple[int, int]]
 
-IN_PLACE = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
+IN_PLACE: tuple[Pass, ...] = accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place
 """The last passes: the products of tiles into memory that is there."""
 
 LOOK_AHEAD = 1
 """Groups gathered ahead of the one in use. Measured (benchmarks/prefetch.py, two gloo ranks on two cores, 124M and 11M GPTs):
 none ahead costs 2 %, two or three gain nothing that can be told from noise."""
-
-
-IN_PLACE: tuple[Pass, ...] = (accumulate_in_place, write_tiles_in_place, reduce_tiles_in_place)
-"""The last passes of a schedule."""
 
 
 def inference_passes(
@@ -136,7 +132,11 @@ def graph_passes(
     `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
     `hops` are the tiers from one to the device, which saved values pass that leave it between forward and backward.
     """
-    last = *IN_PLACE, partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops)
+    last: tuple[Pass, ...] = (
+        *IN_PLACE,
+        partial(offload_saved_values, hops=hops),
+        partial(fetch_saved_values, hops=hops),
+    )
     if plan is not None:
         return (*region_passes(bucket_bytes=bucket_bytes), *planned_passes(params=params, grads=grads, plan=plan, hops=hops))
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)

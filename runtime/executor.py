@@ -76,8 +76,7 @@ def execute(
     `space`: where saved values go that leave for a drive.
     """
     context.lanes.meter.begin()
-    recording = context.lanes.meter.recorder
-    recorder = None if recording is None else recording.graph(program)
+    recorder = None if (recording := context.lanes.meter.recorder) is None else recording.graph(program)
     run = Run(program, units, context, args, space)
     args.clear()
     registers = run.registers

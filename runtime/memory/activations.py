@@ -6,6 +6,7 @@ The memory is PyTorch's. A call of a graph adds its record; what was dropped mea
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,7 +23,7 @@ class Activations:
     def add(self, outputs: Iterable[object], device: torch.device, *, given: frozenset[int] = frozenset()) -> None:
         """Count a graph's outputs on a device, without the storages that were `given` to it."""
         for value in outputs:
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == device.type:
+            if _is_plain(value) and value.device.type == device.type:
                 storage = value.untyped_storage()
                 size = storage.nbytes()
                 if size and storage._cdata not in given:
@@ -38,4 +39,8 @@ class Activations:
 
 def storages_of(values: Iterable[object]) -> frozenset[int]:
     """Return the identities of the storages of tensors among `values`; hollow parameters have none that counts."""
-    return frozenset(value.untyped_storage()._cdata for value in values if type(value) in (torch.Tensor, torch.nn.Parameter))
+    return frozenset(value.untyped_storage()._cdata for value in values if _is_plain(value))
+
+
+def _is_plain(value: object) -> TypeGuard[torch.Tensor]:
+    return type(value) in (torch.Tensor, torch.nn.Parameter)

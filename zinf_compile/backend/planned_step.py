@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.optim.offloaded_states import may_defer
+from zinf_compile.optim.deferrable import may_defer
 from zinf_compile.passes.analysis.step_problem import Pair, problem_of_runs, unit_members
 from zinf_compile.passes.analysis.step_regions import find_regions
 from zinf_compile.plan.acted import Part, acted_plan

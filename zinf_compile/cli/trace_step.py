@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile.backend.graph_compiler import NOTHING
 from zinf_compile.config import Config
-from zinf_compile.ir.program import Program
+from zinf_compile.ir.program import NOTHING, Program
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_problem import Pair
 
