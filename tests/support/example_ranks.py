@@ -6,7 +6,6 @@ import os
 import runpy
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -42,10 +41,8 @@ def _main(program: Path, arguments: Sequence[str], rank: int, ranks: int, port: 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
     torch._inductor.config.compile_threads = 1  # read from the environment before
     sys.argv = [str(program), *arguments]
-    code = 0
     try:
         runpy.run_path(str(program), run_name="__main__")
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end_as_a_program(code)
+    except BaseException as error:
+        end_as_a_program(error)
+    end_as_a_program()

@@ -31,10 +31,13 @@ def start_forked(target: Callable[..., Any], *args: Any) -> Any:
     return process
 
 
-def end_as_a_program(code: int) -> NoReturn:
-    """End this process as an interpreter ends: what is registered for the exit is called, threads and modules are let go of.
+def end_as_a_program(error: BaseException | None = None) -> NoReturn:
+    """End this process as an interpreter ends, after an error if there is one, which `multiprocessing` never does.
 
-    `multiprocessing` ends those that it forks at once.
+    The error is printed and noted, what is registered for the exit is called, threads and modules are let go of.
     """
-    ctypes.pythonapi.Py_Exit(code)
+    if error is not None:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+    ctypes.pythonapi.Py_Exit(int(error is not None))
     raise AssertionError

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import traceback
 import types
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -75,10 +74,8 @@ def _main(source: str, arguments: Sequence[str], environment: Mapping[str, str],
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
     sys.argv = ["-c", *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    code = 0
     try:
         exec(compile(source, "<string>", "exec"), vars(sys.modules["__main__"]))
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end_as_a_program(code)
+    except BaseException as error:
+        end_as_a_program(error)
+    end_as_a_program()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -28,7 +29,10 @@ class Ending:
 
 
 def endings_of(function: Callable[..., None], size: int, *args: Any) -> list[Ending]:
-    """Run `function(rank, size, *args)` as the main program of `size` processes, with gloo; return how they ended."""
+    """Run `function(rank, size, *args)` as the main program of `size` processes, with gloo; return how they ended.
+
+    What they write to standard error is written to that of this process.
+    """
     with tempfile.TemporaryDirectory() as folder:
         workers = [start_forked(_main, function, rank, size, folder, args) for rank in range(size)]
         deadline = time.monotonic() + DEADLINE_S
@@ -37,12 +41,15 @@ def endings_of(function: Callable[..., None], size: int, *args: Any) -> list[End
             worker.join(timeout=max(0.0, deadline - time.monotonic()))
             code = worker.exitcode
             worker.kill()
+            sys.stderr.flush()
+            os.write(2, (Path(folder) / f"output of rank {rank}").read_bytes())
             error = Path(folder) / f"error of rank {rank}"
             endings.append(Ending(code, error.read_text() if error.exists() else ""))
     return endings
 
 
 def _main(function: Callable[..., None], rank: int, size: int, folder: str, args: tuple[Any, ...]) -> NoReturn:
+    os.dup2(os.open(Path(folder) / f"output of rank {rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -51,5 +58,5 @@ def _main(function: Callable[..., None], rank: int, size: int, folder: str, args
         function(rank, size, *args)
     except BaseException as error:
         (Path(folder) / f"error of rank {rank}").write_text(f"{type(error).__name__}: {error}")
-        end_as_a_program(1)
-    end_as_a_program(0)
+        end_as_a_program(error)
+    end_as_a_program()
