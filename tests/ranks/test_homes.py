@@ -26,6 +26,5 @@ def test_bits_of_drawn_mixtures(apart: bool, tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("given", [{}, more({"planner": "cached_prefetch"})])
 def test_homes_that_follow_from_caps(given: dict[str, Any], tmp_path: Path) -> None:
-    several, one = run_ranks(train_within, 2, str(tmp_path), (34_000, 1 << 20), given)[0]
-    assert several > 1
-    assert one == 1
+    *kinds, one = run_ranks(train_within, 2, str(tmp_path), (700_000, 1_000_000, 4 << 20), given)[0]
+    assert max(kinds) > 1 == one

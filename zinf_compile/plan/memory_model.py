@@ -221,14 +221,19 @@ def _chunk(trained: Sequence[ParameterSlot], placements: Placements, *, size: in
     by_placement: dict[Placement, list[ParameterSlot]] = {}
     for slot in trained:
         by_placement.setdefault(placements.own.get(slot.index, placements.rest), []).append(slot)
-    largest, sides = 0, Sides(0, 0)
-    for placement, alike in by_placement.items():
-        numel, count = _chunk_of(alike, placement, size=size, topology=topology)
-        largest, sides = max(largest, numel), sides.plus(count)
+    found = [_chunk_of(alike, placement, size=size, topology=topology) for placement, alike in by_placement.items()]
+    largest = max((numel for numel, _ in found), default=0)
+    if len(found) > 1:  # what is planned for one is what all keep to
+        found = [_chunk_of(each, at, size=size, topology=topology, chunk_numel=largest) for at, each in by_placement.items()]
+    sides = Sides(0, 0)
+    for _, count in found:
+        sides = sides.plus(count)
     return largest, sides
 
 
-def _chunk_of(trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology) -> tuple[int, Sides]:
+def _chunk_of(
+    trained: Sequence[ParameterSlot], placement: Placement, *, size: int, topology: Topology, chunk_numel: int | None = None
+) -> tuple[int, Sides]:
     tiers = StepTiers(
         params=placement.params,
         grads=placement.grads,
@@ -247,7 +252,9 @@ def _chunk_of(trained: Sequence[ParameterSlot], placement: Placement, *, size: i
     for columns, alike in itertools.groupby(trained, key=columns_of):
         parts = [_parts_numel(slot, size) for slot in alike]
         cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
-        for chunk in cut_chunks([sum(each) for each in parts], piece_numel=placement.piece_numel, cuts=cuts):
+        for chunk in cut_chunks(
+            [sum(each) for each in parts], piece_numel=placement.piece_numel, chunk_numel=chunk_numel or None, cuts=cuts
+        ):
             count = buffer_bytes(columns, chunk_end(chunk))
             largest = max(largest, chunk_end(chunk))
             sides = Sides(max(sides.device, count.device), max(sides.host, count.host))
