@@ -64,7 +64,9 @@ def build(name: str) -> Any:
     class T5(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = transformers.T5ForConditionalGeneration(transformers.T5Config(dropout_rate=0.0, use_cache=False))
+            self.model = transformers.T5ForConditionalGeneration(
+                transformers.T5Config(dropout_rate=0.0, use_cache=False, decoder_start_token_id=0)
+            )
 
         def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
             return self.model(input_ids=tokens, labels=targets).loss
