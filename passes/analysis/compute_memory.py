@@ -108,7 +108,7 @@ class _Account:
         for node in self._nodes:
             self._enter(node, shared)
         output = self._nodes[-1]
-        given = [n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []  # type: ignore[union-attr]
+        given = [n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []
         returned = given if self._results is None else given[: self._results]
         end = len(self._nodes) - 1
         for node in given:

@@ -192,7 +192,7 @@ class GraphBudget:
         topology = context.link.topology
         cap = self.caps.device if topology.host_apart else min(self.caps.device, self.caps.host)
         chunk, most, added = model.chunk.device, transient.least.device, model.added_by_steps.device
-        added -= model.gradients.device if self.compute.is_forward else 0  # none are made beside earlier ones
+        second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         here = model.resident.device + chunk + most
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
@@ -214,14 +214,14 @@ class GraphBudget:
                 "back and blocks in flight to a drive",
                 fixed=least - most,
                 least=least,
-                added_by_steps=added,
+                added_by_steps=added - second,
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self._placement, topology=topology, side=Tier.DEVICE, several=gathered > 0),
             )
         )
-        return _Side(cap, max(0, cap - least - added), least + added)
+        return _Side(cap, max(0, cap - least - added), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self._context, self.model, self.caps.host
