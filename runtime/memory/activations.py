@@ -6,7 +6,7 @@ The memory is PyTorch's. A call of a graph adds its record; what was dropped mea
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +20,7 @@ class Activations:
         self.peak = 0
         """The most that was held when a graph returned."""
 
-    def add(self, outputs: Iterable[object], device: torch.device, *, given: frozenset[int] = frozenset()) -> None:
+    def add(self, outputs: Iterable[Any], device: torch.device, *, given: frozenset[int] = frozenset()) -> None:
         """Count a graph's outputs on a device, without the storages that were `given` to it."""
         for value in outputs:
             if _is_plain(value) and value.device.type == device.type:
@@ -37,7 +37,7 @@ class Activations:
         return sum(size for key, (_, size) in self._kept.items() if key not in given)
 
 
-def storages_of(values: Iterable[object]) -> frozenset[int]:
+def storages_of(values: Iterable[Any]) -> frozenset[int]:
     """Return the identities of the storages of tensors among `values`; hollow parameters have none that counts."""
     return frozenset(value.untyped_storage()._cdata for value in values if _is_plain(value))
 

@@ -1,6 +1,6 @@
 """`device_memory` is the whole memory, on the CPU: what PyTorch's allocator held at the peak of a step, by its own events, and
-what was held when the step began, beside the cap. Those events lack what worker threads free, so states are in memory; with
-states elsewhere tests/device measures the same."""
+what was held when the step began, beside the cap. Those events lack what worker threads free: so states are in memory here, and
+tests/device measures the same with states elsewhere."""
 
 from __future__ import annotations
 

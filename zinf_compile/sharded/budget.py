@@ -281,7 +281,7 @@ class GraphBudget:
         topology = context.link.topology
         cap = self.device_cap
         chunk, added = model.chunk.device, model.added_by_steps.device
-        added -= model.gradients.device if self.compute.is_forward else 0  # none are made beside earlier ones
+        second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
         most = max(transient.least.device, self._later.device)
         here = model.resident.device + chunk + most + self._promised.device
         least = here + self._held(context.memory.ledger, here, cap)
@@ -304,7 +304,7 @@ class GraphBudget:
                 "back and blocks in flight to a drive",
                 fixed=least - most,
                 least=least,
-                added_by_steps=added,
+                added_by_steps=added - second,
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
@@ -312,7 +312,7 @@ class GraphBudget:
                 strict=self._strict,
             )
         )
-        return _Side(cap, max(0, cap - least - added), least + added)
+        return _Side(cap, max(0, cap - least - added), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self._context, self.model, self.caps.host
