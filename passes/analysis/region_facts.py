@@ -42,9 +42,13 @@ def shape_of(node: fx.Node) -> tuple[object, ...]:
     return (str(tuple(value.shape)), value.dtype) if isinstance(value, torch.Tensor) else ()
 
 
-def type_of(value: torch.Tensor | Sequence[torch.Tensor | None]) -> torch.dtype:
-    """Return the data type of an operator's result, or of the first of several."""
-    return next(t.dtype for t in ((value,) if isinstance(value, torch.Tensor) else value) if t is not None)
+def type_of(node: fx.Node) -> torch.dtype:
+    """Return the data type of an operator's result, or of the first of several; of its first input where it writes in place."""
+    for value in (node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)):
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                return each.dtype
+    raise AssertionError(f"{node} has neither results nor inputs that are tensors")
 
 
 def blocks_of(nodes: Sequence[fx.Node]) -> list[str]:

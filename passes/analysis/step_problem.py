@@ -131,7 +131,7 @@ def _seconds(nodes: Sequence[fx.Node], moved: int, facts: StepFacts) -> float:
     computing = 0.0
     for node in nodes:
         if operations := operations_of(node):
-            computing += operations / facts.flops_per_second(type_of(node.meta["val"]))
+            computing += operations / facts.flops_per_second(type_of(node))
     return facts.launch_seconds + max(computing, moved / facts.bytes_per_second)
 
 

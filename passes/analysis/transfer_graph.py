@@ -73,7 +73,7 @@ def build_transfer_graph(graph: fx.Graph, *, world_size: int) -> nx.DiGraph:
         operations: dict[str, int] = {}
         for node in nodes:
             if done := operations_of(node):
-                dtype = str(type_of(node.meta["val"])).removeprefix("torch.")
+                dtype = str(type_of(node)).removeprefix("torch.")
                 operations[dtype] = operations.get(dtype, 0) + done
         found.add_node(name, label=f"{name}: {count}", bytes=bytes_of_region(nodes, owners), operations=operations)
     _check_acyclic(found)

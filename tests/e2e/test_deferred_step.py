@@ -46,7 +46,6 @@ Sides = list[tuple[nn.Module, Optimizer]]
 DRIVE = ("nvme", "nvme", "nvme"), False
 PLACES: dict[str, tuple[Placement, bool]] = {
     "drive": DRIVE,
-    "memory": (("device", "device", "nvme"), False),
     "drive apart": (("nvme", "nvme", "nvme"), True),
     "memory apart": (("device", "device", "host"), True),
     "host apart": (("host", "host", "host"), True),
@@ -54,7 +53,7 @@ PLACES: dict[str, tuple[Placement, bool]] = {
 """Tiers, and whether beside a device with memory of its own."""
 
 
-@pytest.fixture(scope="module", params=["drive", "memory", "memory apart", "host apart", more("drive apart")])
+@pytest.fixture(scope="module", params=["drive", "memory apart", "host apart", more("drive apart")])
 def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model so that its steps are deferred."""
     placement, apart = PLACES[request.param]

@@ -104,7 +104,7 @@ def test_kinds_of_steps(step: Step, drive: Path) -> None:
     train_both(CASES["tied"], compiled=on_drive(drive), step=step, steps=4)
 
 
-def test_chunks_are_read_in_the_order_of_the_forward_into_room_for_three(drive: Path, stores: list[OffloadedStates]) -> None:
+def test_most_chunks_are_read_and_the_last_ones_first(drive: Path, stores: list[OffloadedStates]) -> None:
     sides, models = both(TiedWords, adamw, drive)
     for number in range(2):
         train_step_on(sides, models, plain_step, tokens(number), number)
@@ -120,14 +120,10 @@ def test_chunks_are_read_in_the_order_of_the_forward_into_room_for_three(drive: 
     states.transfers.store.read = read  # type: ignore[method-assign,assignment]
     count = len(states.chunks)
     assert count > 5
-    zinf_compile.synchronize()
     for number in range(2, 4):
         reads.clear()
         train_step_on(sides, models, plain_step, tokens(number), number)
-        zinf_compile.synchronize()
-        read_chunks = list(dict.fromkeys(int(key.rpartition(" ")[2].rstrip(")")) for key in reads))
-        assert len(reads) == 2 * count
-        assert read_chunks == [*range(2, count), 0, 1], "the first ones were read during the backward, for this step"
+        assert len(reads) == 2 * (count - 3), "three chunks of the last step are still in memory"
     assert states.transfers.buffers.host_bytes == 3 * 2 * 4096 * 4, "three chunks of two states, of the least size"
     held = zinf_compile.memory(models[1])["now"]["states"]
     sides.clear()
@@ -222,9 +218,8 @@ def test_a_flipped_bit_ends_the_step_and_says_what_is_left(drive: Path, stores: 
     saved = copy.deepcopy((zinf_compile.full_state_dict(model), optimizer.state_dict()))
     stores[0].transfers.drain()
     failing(stores[0], 3)
-    plain_step(model, optimizer, tokens(2))
     with pytest.raises(StepFailedError, match=r"some parameters and states are updated.*Load a checkpoint.*exp_avg of .*chunk 3"):
-        zinf_compile.synchronize()
+        plain_step(model, optimizer, tokens(2))
     with pytest.raises(StepFailedError, match="ended in the middle"):
         plain_step(model, optimizer, tokens(2))
     zinf_compile.load_full_state_dict(model, saved[0])
@@ -281,6 +276,7 @@ def test_states_beyond_a_declared_cap_are_not_brought_together(own_memory: bool,
         optimizer = adamw(model.parameters())
         loss_of(model(*tokens(0))).backward()
         optimizer.step()
+        gc.collect()  # models of other tests, which a lack of memory would let go
         context = next(iter(model.parameters()))._zinf_unit.context  # type: ignore[attr-defined]
         states, held = 2 * sum(p.numel() * 4 for p in model.parameters()), context.memory.host_ledger.total()[0]
         optimizer.state_dict()

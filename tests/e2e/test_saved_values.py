@@ -272,7 +272,9 @@ def test_a_model_partitioned_before(tmp_path: Path) -> None:
     options = {"compute": "fx", "activations": "nvme", "nvme": str(tmp_path)}
     call: Any = torch.compile(model, backend="zero_infinity", options=options)
     call(torch.randn(512, 64)).sum().backward()
-    assert zinf_compile.stats(model)["links"]["host to nvme"]["bytes"] == 512 * 64 * 4
+    written = zinf_compile.stats(model)["links"]["host to nvme"]["bytes"]
+    call(torch.randn(512, 64)).sum().backward()
+    assert zinf_compile.stats(model)["links"]["host to nvme"]["bytes"] - written == 512 * 64 * 4
     assert zinf_compile.stats(model)["memory"]["device"]["now"]["activations"] == 0
 
 

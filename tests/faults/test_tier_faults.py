@@ -228,7 +228,6 @@ def test_any_transfer_may_fail(
     assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
 
-@at_once
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("placement", [("device", "device", "nvme"), ("host", "host", "nvme"), ("nvme", "device", "device")])
 def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way: str, tmp_path: Path) -> None:
@@ -262,7 +261,6 @@ def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way
     assert said.count("nothing is updated yet") == (0 if way == "write" else said.index("ended in the middle"))
 
 
-@at_once
 def test_an_error_of_another_kind_says_it_too(drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, optimizer, eager, other = trained = twins(drive, ("device", "device", "nvme"))
     for model in (ours, eager):

@@ -66,6 +66,8 @@ def flip(store: Store, prefix: str) -> Callable[[], None]:
 class _Failed:
     """A request that ends as one does on a failing drive."""
 
+    times = None
+
     def wait(self) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "nameless")
 

@@ -199,7 +199,7 @@ class Needed:
         self.params, self.grads, self.states = placement
         self.unified, self.piece = unified, piece
         self.on_device = (update or ("device" if self.states == "device" else "host")) == "device"
-        self.late = "nvme" in placement if unified else not self.on_device
+        self.late = set(placement) == {"nvme"} if unified else not self.on_device
         """A step may still be under way when the next forward begins."""
         self.element = dtype.itemsize
         self.state = torch.float32.itemsize if master else self.element

@@ -19,12 +19,13 @@ from .watched_states import unshared
 def may_defer(placement: Placement, kept: Sequence[Kept], topology: Topology) -> bool:
     """Return whether updates of parameters and states at this placement may be deferred: compute has something else to do.
 
-    Beside a device with memory of its own, where the host updates. Where the device is the CPU, where drives are waited for.
+    Beside a device with memory of its own, where the host updates. Where the device is the CPU, where all is on drives: otherwise
+    the update and the forward would only compete for the same cores and memory.
     """
     if topology.host_apart:
         return not placement.update_on_device
     tiers = [placement.params, placement.grads, *([placement.optimizer] if any(kept) else [])]
-    return not all(tier.in_memory for tier in tiers)
+    return not any(tier.in_memory for tier in tiers)
 
 
 def may_wait(optimizer: Optimizer, table: StateTable, gradients: Mapping[ShardedParameter, StepGradient]) -> bool:
