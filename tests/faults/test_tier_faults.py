@@ -228,6 +228,7 @@ def test_any_transfer_may_fail(
     assert failed > (10 if way == "write" and error is KeyboardInterrupt else 20), "most writes are not the main thread's"
 
 
+@at_once
 @pytest.mark.parametrize("way", ["read", "write"])
 @pytest.mark.parametrize("placement", [("device", "device", "nvme"), ("host", "host", "nvme"), ("nvme", "device", "device")])
 def test_whatever_fails_in_a_step_it_says_what_is_done(placement: Placement, way: str, tmp_path: Path) -> None:
