@@ -19,7 +19,10 @@ import zinf_compile
 from zinf_compile.errors import BudgetError
 from zinf_compile.sharded.parameter import ShardedParameter
 
-ALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {**MODELS, "t5": (lambda: WithLoss(t5()), lambda: causal(0))}
+ALL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    **MODELS,
+    "t5": (lambda: WithLoss(t5()), lambda: causal(0, length=64)),
+}
 
 
 def train(name: str, options: dict[str, Any], *, compute: str = "fx") -> int:
