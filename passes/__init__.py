@@ -19,7 +19,7 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.activations.fetch_saved_values import fetch_saved_values
 from zinf_compile.passes.activations.offload_saved_values import offload_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
-from zinf_compile.passes.graph.node_facts import Counts, counts_all, tile_of
+from zinf_compile.passes.graph.node_facts import Counts, counts_all, leaving, returning, tile_of
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
 from zinf_compile.passes.joint.insert_reduce_scatters import insert_reduce_scatters
 from zinf_compile.passes.joint.recompute_unit_views import recompute_unit_views
@@ -167,15 +167,24 @@ def planned_passes(
     )
 
 
-def as_performed(graph: fx.Graph) -> fx.Graph:
-    """Return a graph in the middle of `graph_passes` with the products of tiles in place, as it will compute in the end.
+def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()) -> fx.Graph:
+    """Return a graph in the middle of `graph_passes` as it will compute in the end: tiles in place, saved values moved.
 
-    Its transfers are just in time.
+    Its transfers of units are just in time. `hops`: as that of `graph_passes`.
     """
-    if not any(tile_of(node) for node in graph.nodes if node.op == "placeholder"):
+    owner = graph.owning_module
+    moves = isinstance(owner, fx.GraphModule) and bool(leaving(owner) or returning(owner))
+    if not moves and not any(tile_of(node) for node in graph.nodes if node.op == "placeholder"):
         return graph
-    gm = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy.deepcopy(graph))
-    for step in IN_PLACE:
+    gm = fx.GraphModule(owner or torch.nn.Module(), copy.deepcopy(graph))
+    if moves:
+        gm.meta.update(owner.meta)  # type: ignore[union-attr]
+    last: tuple[Pass, ...] = (
+        *IN_PLACE,
+        partial(offload_saved_values, hops=hops),
+        partial(fetch_saved_values, hops=hops),
+    )
+    for step in last:
         gm = step(gm)
     return gm.graph
 

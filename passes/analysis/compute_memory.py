@@ -18,11 +18,12 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.formats import format_of
-from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.ir.op_spec import SCHEDULE_OPS, moves_values
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
+from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
-from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, starts_region
+from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, starts_region, values_behind
 from zinf_compile.plan.compute_memory import ComputeMemory
 
 ROUNDING = {"cpu": 64}
@@ -187,11 +188,27 @@ class _Account:
                 self._memories[node] = tuple(dict.fromkeys(m for s in sources for m in self._memories.get(s, ())))
                 if len(sources) > 1:  # some of them, or memory of its own
                     self._make(node)
+            elif moves_values(node.target):
+                self._enter_moving(node)
             elif node.target not in SCHEDULE_OPS or node.target is ops.gather_rows:
                 self._make(node)
         last = max((self._place[user] for user in node.users), default=place)
         for memory in self._memories.get(node, ()):
             self._dies[memory] = max(self._dies[memory], last)
+
+    def _enter_moving(self, node: fx.Node) -> None:
+        """Saved values are on the device until the wait for their first hop away, and from the start of their last hop back."""
+        values = node.args[0]
+        if node.target is ops.swap_values_out and not isinstance(values, fx.Node):
+            moved = values_behind(node)
+            self._memories[node] = tuple(dict.fromkeys(m for value in moved for m in self._memories.get(value, ())))
+        elif node.target is ops.swap_values_in and node.args[2] == Tier.DEVICE:
+            memory = (node, 0)
+            self._bytes[memory] = sum(round_up(_extent_bytes(tensor), self._align) for tensor in _tensors(values_behind(node)))
+            self._born[memory] = self._dies[memory] = self._place[node]
+            self._memories[node] = (memory,)
+        elif node.target is ops.wait_value and isinstance(values, fx.Node) and values.target is ops.swap_values_in:
+            self._memories[node] = self._memories[values]
 
     def _make(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -207,8 +224,8 @@ class _Account:
             self._memories[node] = (*self._memories.get(node, ()), *made)
 
     def _enter_placeholder(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
-        if slot_of(node) is not None:
-            return
+        if slot_of(node) is not None or (node.users and all(user.target is ops.swap_values_in for user in node.users)):
+            return  # hollow: a parameter, or a value that is elsewhere
         self._make(node)
         if (node, 0) not in self._bytes:
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +93,28 @@ def test_without_the_option_nothing_of_it_counts() -> None:
     memory = parameter._zinf_unit.context.memory
     assert memory.reservations.compute == 0
     assert memory.activations.held() == 0
+
+
+def test_saved_values_that_leave_count_while_they_move(tmp_path: Path) -> None:
+    """Eight activations of 4 MiB: on a drive the cap is lower by most of them, but for what is on its way."""
+    ALL["deep"] = (Deep, lambda: (torch.ones(16384, 64),))
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    kept = least_for("deep", words)
+    moved = least_for("deep", {**words, "activations": "nvme", "nvme": str(tmp_path)})
+    assert kept - moved >= 3 << 22
+    train("deep", {**words, "activations": "nvme", "nvme": str(tmp_path), "device_memory": moved})
+    with pytest.raises(BudgetError):
+        train("deep", {**words, "activations": "nvme", "nvme": str(tmp_path), "device_memory": moved - 1})
+
+
+class Deep(nn.Module):
+    """Eight layers, each with a result that its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()

@@ -105,8 +105,8 @@ class GraphBudget:
         self.compute = GraphCompute(
             config,
             context.device,
-            outside=outside_bytes(config, context, inputs)
-            + rounding_bytes(config, slots, self._placements, context.link.topology),
+            topology := context.link.topology,
+            outside=outside_bytes(config, context, inputs) + rounding_bytes(config, slots, self._placements, topology),
             gradient_stays=self._gradient_stays,
         )
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []

@@ -37,11 +37,17 @@ class GraphCompute:
     """
 
     def __init__(
-        self, config: Config, device: torch.device, *, outside: int, gradient_stays: Callable[[ParameterSlot], bool]
+        self,
+        config: Config,
+        device: torch.device,
+        topology: Topology,
+        *,
+        outside: int,
+        gradient_stays: Callable[[ParameterSlot], bool],
     ) -> None:
         self.counts = config.device_memory is not None
         self._by_operator = config.compute == "fx"
-        self._device = device
+        self._device, self._topology = device, topology
         self.outside = outside
         self._gradient_stays = gradient_stays
         self._is_backward = False
@@ -63,7 +69,7 @@ class GraphCompute:
         """Return the memory of a graph's compute."""
         if not self.counts:
             return NO_COMPUTE
-        found, values = self._measure(as_performed(graph), self._forward if self._is_backward else None, self._results)
+        found, values = self._measure(self._as_performed(graph), self._forward if self._is_backward else None, self._results)
         if not self._is_backward:
             self._forward, self.saved = values, found.saved
         return found
@@ -75,11 +81,14 @@ class GraphCompute:
         found, values = [], None
         for graph in graphs:
             if graph not in self._performed:
-                self._performed[graph] = as_performed(graph)
+                self._performed[graph] = self._as_performed(graph)
             one, made = self._measure(self._performed[graph], values, results if values is None else None)
             values = values or made
             found.append(one)
         return found
+
+    def _as_performed(self, graph: fx.Graph) -> fx.Graph:
+        return as_performed(graph, hops=self._topology.hops)
 
     def _measure(
         self, graph: fx.Graph, forward: ForwardValues | None, results: int | None
