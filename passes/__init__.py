@@ -132,11 +132,6 @@ def graph_passes(
     `plan` takes the same graph and plans it: then all that moves does so where the plan says, and `limits` are not asked.
     `hops` are the tiers from one to the device, which saved values pass that leave it between forward and backward.
     """
-    last: tuple[Pass, ...] = (
-        *IN_PLACE,
-        partial(offload_saved_values, hops=hops),
-        partial(fetch_saved_values, hops=hops),
-    )
     if plan is not None:
         return (*region_passes(bucket_bytes=bucket_bytes), *planned_passes(params=params, grads=grads, plan=plan, hops=hops))
     default = (BUCKETS_GATHERED * bucket_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
@@ -147,7 +142,7 @@ def graph_passes(
         merge_gathers,
         partial(insert_swaps, params=params, grads=grads),
         partial(prefetch_swaps, look_ahead=LOOK_AHEAD, limit_bytes=lambda graph: decided(graph)[1], counts=counts),
-        *last,
+        *_last_passes(hops),
     )
 
 
@@ -161,10 +156,12 @@ def planned_passes(
         partial(start_gathers, plan=once),
         partial(insert_swaps, params=params, grads=grads),
         partial(start_swaps, plan=once),
-        *IN_PLACE,
-        partial(offload_saved_values, hops=hops),
-        partial(fetch_saved_values, hops=hops),
+        *_last_passes(hops),
     )
+
+
+def _last_passes(hops: Callable[[Tier], Sequence[str]]) -> tuple[Pass, ...]:
+    return (*IN_PLACE, partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops))
 
 
 def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()) -> fx.Graph:
@@ -179,12 +176,7 @@ def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lam
     gm = fx.GraphModule(owner or torch.nn.Module(), copy.deepcopy(graph))
     if moves:
         gm.meta.update(owner.meta)  # type: ignore[union-attr]
-    last: tuple[Pass, ...] = (
-        *IN_PLACE,
-        partial(offload_saved_values, hops=hops),
-        partial(fetch_saved_values, hops=hops),
-    )
-    for step in last:
+    for step in _last_passes(hops):
         gm = step(gm)
     return gm.graph
 
