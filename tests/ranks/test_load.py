@@ -90,7 +90,7 @@ def test_plain_pytorch_and_back(place: str, tmp_path: Path) -> None:
     (values, states), _ = run_ranks(loaded, 2, str(tmp_path / "plain"), options)[0]
     torch.testing.assert_close(dict(values), dict(model.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(states["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
-    values, states = run_ranks(saved, 2, str(tmp_path / "ranks"), options)[0]
+    (values, states), _ = run_ranks(saved, 2, str(tmp_path / "ranks"), options)[0]
     zinf_compile.load(tmp_path / "ranks", model, optimizer)
     torch.testing.assert_close(dict(model.state_dict()), dict(values), rtol=0, atol=0)
     torch.testing.assert_close(optimizer.state_dict()["state"], states["state"], rtol=0, atol=0)
@@ -100,7 +100,7 @@ def test_plain_pytorch_and_back(place: str, tmp_path: Path) -> None:
 
 
 def test_four_ranks_to_two(tmp_path: Path) -> None:
-    found = run_ranks(saved, 4, str(tmp_path / "saved"), {**away(tmp_path), "tile": 2048})[0]
+    found, _ = run_ranks(saved, 4, str(tmp_path / "saved"), {**away(tmp_path), "tile": 2048})[0]
     after, _ = run_ranks(loaded, 2, str(tmp_path / "saved"), {"timeout_s": 60})[0]
     torch.testing.assert_close(after, found, rtol=0, atol=0)
 
@@ -108,7 +108,7 @@ def test_four_ranks_to_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("before", "after", "place"), [(2, 3, "drive"), (3, 2, "memory")])
 def test_a_model_on_meta(before: int, after: int, place: str, tmp_path: Path) -> None:
     options = {"timeout_s": 60} if place == "memory" else {**away(tmp_path), "tile": 2048}
-    found = run_ranks(saved, before, str(tmp_path / "saved"), {"timeout_s": 60})[0]
+    found, _ = run_ranks(saved, before, str(tmp_path / "saved"), {"timeout_s": 60})[0]
     expected = run_ranks(loaded, after, str(tmp_path / "saved"), options)[0]
     results = run_ranks(onto_meta, after, str(tmp_path / "saved"), options)
     torch.testing.assert_close(results[0][0], found, rtol=0, atol=0)

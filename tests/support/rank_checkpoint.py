@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,18 +68,18 @@ def full(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
 
 
 def saved(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
-    """Train, save; return the whole states."""
+    """Train, save; return the whole states as they were, and the losses of the next steps."""
     options = {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
     torch.compiler.reset()
     compiled, model, optimizer = build(options)
     train(compiled, optimizer, range(3))
     found = full(model, optimizer)
     save(folder, model, optimizer, extra={"step": 3, "names": ("a", torch.arange(3))}, wait=True)
-    return found
+    return found, train(compiled, optimizer, range(3, 5))
 
 
 def loaded(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
-    """Load onto a model that has taken one other step; return the whole states, then what a step makes of them."""
+    """Load onto a model that has taken one other step; return the whole states, and the losses of the next steps."""
     options = {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
     torch.compiler.reset()
     compiled, model, optimizer = build(options)
@@ -86,3 +88,41 @@ def loaded(rank: int, size: int, folder: str, options: dict[str, Any]) -> Any:
     assert extra["step"] == 3
     assert torch.equal(extra["names"][1], torch.arange(3))
     return full(model, optimizer), train(compiled, optimizer, range(3, 5))
+
+
+def bounded(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Save and load what is on a drive; return how far each made the process grow, and bytes saved and received by this rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6)))
+    options = {**options, "process_group": dist.new_group(list(range(size)))} if size > 1 else options
+    compiled = torch.compile(model, backend=BACKEND, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled(torch.ones(2, 2048)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_compile.synchronize()
+    before = received(model)
+    grown = [
+        growth(lambda: save(folder, model, optimizer, wait=True)),
+        growth(lambda: load(folder, model, optimizer)),
+    ]
+    own = sum(path.stat().st_size for path in Path(folder).glob(f"*/rank-{rank:05}-*"))
+    return grown[0], grown[1], own, received(model) - before
+
+
+def received(model: nn.Module) -> int:
+    """Return the bytes that this rank has received of units from others."""
+    return int(zinf_compile.stats(model)["links"]["from ranks"]["bytes"])
+
+
+def growth(act: Callable[[], object]) -> int:
+    """Return how far the memory of this process grows meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is forgotten
+    before = status("VmRSS")
+    act()
+    return status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    """Return a number of /proc/self/status, in bytes."""
+    return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
