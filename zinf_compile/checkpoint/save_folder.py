@@ -110,7 +110,8 @@ class SaveFolder:
             sync_folder(path.parent)
         found = self.folder.stat()
         key = found.st_dev, found.st_ino
-        _locks[key] = _locks.pop(key) if key in _locks else _Lock(self.folder, self._advice)  # the newest comes last
+        lock = _locks.pop(key) if key in _locks else _Lock(self.folder, self._advice)
+        _locks[key] = lock  # at the end
         _locks.forget_older()
         self.remove_partial()
 
