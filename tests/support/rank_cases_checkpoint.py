@@ -177,7 +177,7 @@ def account_of_memory(ranks: Ranks) -> None:
         optimizer.step()
         now = zinf_compile.memory(model)["now"]
         held = {"params": 4 * shards, "grads": 4 * shards, "states": 8 * shards}
-        assert now == {**held, "gathered": 0, "staging": 0, "bounce": 0}, now
+        assert now == {**held, "gathered": 0, "activations": 0, "staging": 0, "bounce": 0}, now
         optimizer.zero_grad()
         assert zinf_compile.memory(model)["now"]["grads"] == 0
     whole = 4 * sum(p.numel() for p in model.parameters())
