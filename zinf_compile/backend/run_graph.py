@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def runner(
 
     The other ranks are told of an error, so that none waits for this one.
     """
-    ranks = context.ranks  # a closed context has none
+    ranks = weakref.ref(context.ranks)  # a closed context lets go of them, and a compiled model may outlive it
 
     def run(args: list[Any]) -> list[Any]:
         if inside_ddp():  # wrapped after this graph was compiled
@@ -40,7 +41,8 @@ def runner(
                 context.memory.activations.add(results, context.device, given=given)
             return results
         except BaseException as error:
-            ranks.tell(error)
+            if (others := ranks()) is not None:
+                others.tell(error)
             raise
 
     run._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd that `run` takes a list and empties it
