@@ -32,7 +32,7 @@ def follow_units(config: Config, given: Collection[str], inputs: Sequence[Any]) 
     for field in dataclasses.fields(Placement):
         for unit in units if field.name in given and field.name not in free else ():
             found = getattr(unit.placement, field.name)
-            if field.name == "nvme" and not found:  # no state is there; saved values may be
+            if found == ():  # no folders: no state is on a drive, saved values may be
                 continue
             if found != getattr(wanted, field.name) and not _reduces_alike(unit, wanted, field.name):
                 raise _contradiction(unit, field.name, getattr(config, field.name), found)

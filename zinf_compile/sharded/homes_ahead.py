@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zinf_compile.config import Config
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier
@@ -100,8 +101,8 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
     units, pieces = [], []
     for number, slot in enumerate(slots):
         name, numel, back = str(slot.index), shard_numel(slot.numel, size), 2 * len(slots) - 1 - number
-        values, gradient = slot.format.bytes(numel), rest.reduce_dtype_of(slot.dtype).itemsize * numel
-        states = sum(dtype.itemsize * numel for dtype in adam_states(rest, slot.dtype).values())
+        values, gradient = slot.format.bytes(numel), format_of(rest.reduce_dtype_of(slot.dtype)).bytes(numel)
+        states = sum(format_of(dtype).bytes(numel) for dtype in adam_states(rest, slot.dtype).values())
         trained = slot.requires_grad
         units.append(
             Unit(

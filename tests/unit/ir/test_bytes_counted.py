@@ -11,6 +11,10 @@ from paths import ROOT
 
 NO_STATES = {
     "ir/formats.py": "counts them",
+    "ir/value_spans.py": "places saved values within a memory",
+    "passes/analysis/saved_memories.py": "places saved values within a memory",
+    "runtime/transfer/saved_value.py": "places saved values within a memory",
+    "runtime/transfer/value_memory.py": "places saved values within a memory",
     "checkpoint/file_layout.py": "orders the tensors of a file",
     "checkpoint/foreign.py": "bounds what it takes out of a file",
     "checkpoint/parts_writer.py": "finds elements within a file",
