@@ -18,7 +18,7 @@ from torch import nn
 from twin_models import Twins
 
 import zinf_compile
-from zinf_compile.backend import graph_compiler
+from zinf_compile.backend import run_graph
 from zinf_compile.optim.deferred_step import DeferredStep
 
 OFF_DEVICE = {name: PLACEMENTS[name] for name in ("host", "drive")}
@@ -34,15 +34,15 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Options:
 def test_schedules_of_backwards_run_there(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """So does the first backward, which is compiled where it runs, and with the threads and modes of who asked for it."""
     seen: list[tuple[str, bool, int, bool, bool]] = []
-    execute = graph_compiler.execute
+    execute = run_graph.execute
 
-    def noted(program: Any, *others: Any) -> Any:
+    def noted(program: Any, *others: Any, **rest: Any) -> Any:
         here = threading.current_thread() is threading.main_thread()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         seen.append((program.name, here, torch.get_num_threads(), *modes))
-        return execute(program, *others)
+        return execute(program, *others, **rest)
 
-    monkeypatch.setattr(graph_compiler, "execute", noted)
+    monkeypatch.setattr(run_graph, "execute", noted)
     training = Training("late", options)
     for step in range(2):
         training.step(training.batches(step, 1))

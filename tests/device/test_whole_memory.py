@@ -20,6 +20,8 @@ from compute_models import MODELS
 import zinf_compile
 from zinf_compile.errors import BudgetError
 
+NEAR = dict.fromkeys(("params", "grads", "optimizer"), "device")
+
 
 class Run:
     """A model on the device, compiled under a cap; `step` takes one of two micro-batches."""
@@ -33,7 +35,7 @@ class Run:
         self.model = model.to("late")
         self.batch = tuple(part.to("late") for part in batch)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
-        self.call: Any = torch.compile(self.model, backend="zero_infinity", options={"compute": "fx", **options})
+        self.call: Any = torch.compile(self.model, backend="zero_infinity", options={"compute": "fx", **NEAR, **options})
 
     def step(self) -> None:
         for _ in range(2):
@@ -73,7 +75,7 @@ def test_the_whole_memory_is_within_the_cap_and_near_it(name: str) -> None:
         Run(name, {"device_memory": least - 1}).peak()
 
 
-HOST = dict.fromkeys(("params", "grads", "optimizer"), "host")
+HOST = dict.fromkeys(NEAR, "host")
 DRIVE = dict.fromkeys(("params", "grads", "optimizer"), "nvme")
 
 
