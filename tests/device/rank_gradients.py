@@ -24,13 +24,13 @@ faulthandler.dump_traceback_later(250, exit=True)
 def losses(device: str, placement: dict[str, str]) -> list[torch.Tensor]:
     store = dist.FileStore(f"{_STORE}-{device}-{len(placement)}", _SIZE)
     dist.init_process_group("late" if device == "late" else "gloo", rank=_RANK, world_size=_SIZE, store=store)
-    found = train(device, placement, micro_batches=2).losses
+    trained = train(device, placement, micro_batches=2)  # held: what gathers keep goes with the last unit
     if device == "late":
         (context,) = all_contexts()
         assert context.memory.gather_memory.held_bytes() > 0
         assert late.defects() == [], late.defects()
     dist.destroy_process_group()
-    return found
+    return trained.losses
 
 
 for placement in ({"grads": "host"}, {"params": "host", "grads": "host", "optimizer": "host"}):
