@@ -17,6 +17,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "memory": {},
     "states on a drive": {"optimizer": "nvme"},
     "all on a drive, in tiles": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "tile": 2048},
+    "in memory, in the same tiles": {"tile": 2048},
     "in memory, in other tiles": {"tile": 1024},
 }
 
@@ -24,7 +25,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def placed(place: str, folder: Path) -> dict[str, Any]:
     """Return the options of a place."""
     options = PLACES[place]
-    return {**options, "nvme": str(folder), "timeout_s": 60} if "nvme" in options.values() else {"timeout_s": 60}
+    return {**options, "timeout_s": 60} | ({"nvme": str(folder)} if "nvme" in options.values() else {})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def placed(place: str, folder: Path) -> dict[str, Any]:
         ((2, "memory"), (1, "all on a drive, in tiles")),
         ((1, "all on a drive, in tiles"), (3, "states on a drive")),
         ((3, "all on a drive, in tiles"), (2, "memory")),
+        ((1, "all on a drive, in tiles"), (1, "in memory, in the same tiles")),
         ((2, "memory"), (2, "states on a drive")),
         ((2, "all on a drive, in tiles"), (2, "in memory, in other tiles")),
     ],
