@@ -120,11 +120,11 @@ def test_a_process_ends_with_a_drive_that_does_not_answer(name: str, tmp_path: P
 
 def test_a_forward_names_the_parameter_and_the_folder(tmp_path: Path) -> None:
     model = Mlp()
-    options = {"params": "nvme", "nvme": str(tmp_path), "compute": "fx", "timeout_s": 1.0}
+    options = {"params": "nvme", "nvme": str(tmp_path), "compute": "fx", "timeout_s": 5.0}
     model.compile(backend="zero_infinity", options=options)
     expected = model(*(inputs := vectors(0))).detach()
     engine = context_of(model).engine
-    assert engine.timeout_s == 1.0
+    assert engine.timeout_s == 5.0
     drive = StuckNative(engine)
     with pytest.warns(StoreWarning, match="has not answered"), pytest.raises(StoreError, match=r"parameter \w+\.") as raised:
         model(*inputs)
