@@ -9,7 +9,7 @@ import pytest
 import torch
 from places import on
 from rank_late import LONGEST_S, check
-from tier_features import FEATURES, Compile
+from tier_features import FEATURES, Compile, several_graphs
 from tiers import compiled, options_for
 
 pytestmark = [
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 REFUSED = {"several graphs: checkpoint"}
-"""PyTorch traces the random numbers of a checkpointed function for its own devices alone. [torch 2.13]"""
+"""PyTorch traces the random numbers of a checkpointed function for its own devices alone. [torch 2.13] Without them, below."""
 
 
 @pytest.fixture(scope="module", params=["host", pytest.param("nvme", marks=pytest.mark.thorough)])
@@ -40,3 +40,7 @@ def _on_device() -> Iterator[None]:
 @pytest.mark.parametrize("feature", sorted(FEATURES.keys() - REFUSED))
 def test_feature(feature: str, away: Compile) -> None:
     FEATURES[feature](away)
+
+
+def test_a_checkpointed_function_that_draws_nothing(away: Compile) -> None:
+    several_graphs("checkpoint_without_dropout", away)

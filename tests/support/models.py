@@ -213,17 +213,20 @@ class Dropped(nn.Module):
 
 
 class Checkpointed(Blocks):
-    """Recomputes its blocks, dropout included, in the backward."""
+    """Recomputes its blocks, dropout included where there is any, in the backward."""
 
-    def __init__(self, *, reentrant: bool) -> None:
+    def __init__(self, *, reentrant: bool, rate: float = 0.2) -> None:
         super().__init__()
-        self.reentrant = reentrant
+        self.reentrant, self.rate = reentrant, rate
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = checkpoint(lambda x, block=block: F.dropout(block(x), 0.2), x, use_reentrant=self.reentrant)
+            x = checkpoint(self._run, block, x, use_reentrant=self.reentrant, preserve_rng_state=self.rate > 0)
         return F.mse_loss(self.last(x), y)
+
+    def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(block(x), self.rate) if self.rate else block(x)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
@@ -271,6 +274,7 @@ CASES: dict[str, Case] = {
     "mutated_buffers": Case(MutatedBuffers, vectors),
     "dropout": Case(Dropped, vectors),
     "checkpoint": Case(lambda: Checkpointed(reentrant=False), vectors),
+    "checkpoint_without_dropout": Case(lambda: Checkpointed(reentrant=False, rate=0.0), vectors),
     "checkpoint_reentrant": Case(lambda: Checkpointed(reentrant=True), vectors),
     "blocks": Case(Blocks, vectors),
     "breaks_between_blocks": Case(lambda: Blocks(broken_between=True), vectors),
