@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.ir.formats import as_plain, format_of
 from zinf_compile.optim.record import all_records
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.storage.engine import crc32c
@@ -188,7 +189,7 @@ def description(contents: RankContents, size: int) -> dict[str, Any]:
         "format": "zinf_compile checkpoint",
         "version": 1,
         "mesh": [{"axis": "shard", "size": size}],
-        "tensors": {k: {"shape": t.shape, "dtype": str(t.dtype).removeprefix("torch.")} for k, t in contents.tensors.items()},
+        "tensors": {key: {"shape": t.shape, **as_plain(format_of(t.dtype))} for key, t in contents.tensors.items()},
         "settings": contents.settings,
     }
 

@@ -131,6 +131,12 @@ def _tensor(path: Path, key: str, described: Any) -> Saved:
         _refuse(path, f"{_short(key)} has the shape {_short(shape)}")
     if not isinstance(name, str) or name not in _DTYPES:
         _refuse(path, f"{_short(key)} is of type {_short(name)}; accepted: {', '.join(_DTYPES)}")
+    block, scales = described.get("block", 1), described.get("scales")
+    if block != 1 or scales is not None:
+        raise CheckpointError(
+            f"{path}: {_short(key)} is kept in blocks of {_short(block)} elements with scales of type {_short(scales)}; "
+            "accepted: elements that are their own values. Load it with the version of zinf_compile that saved it"
+        )
     found = Saved(tuple(shape), _DTYPES[name])
     if format_of(found.dtype).bytes(found.numel) > _MOST_BYTES:
         _refuse(path, f"{_short(key)} has the shape {_short(shape)}, which no memory holds")

@@ -53,6 +53,12 @@ def format_of(dtype: torch.dtype) -> StateFormat:
     return StateFormat(dtype)
 
 
+def as_plain(stored: StateFormat) -> dict[str, str | int | None]:
+    """Return a format as values of JSON: the names of its data types without `torch.`, and the elements of a block."""
+    dtype, scales = (None if each is None else str(each).removeprefix("torch.") for each in (stored.dtype, stored.scales))
+    return {"dtype": dtype, "block": stored.block, "scales": scales}
+
+
 def is_narrower(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Say whether elements of one type take fewer bytes than those of another."""
     return format_of(dtype).bytes(1) < format_of(other).bytes(1)

@@ -220,6 +220,16 @@ def test_a_later_version(saved: Path) -> None:
     refused(saved, "is of version 2; accepted: 1. Load it with the version")
 
 
+def test_values_kept_with_scales(saved: Path) -> None:
+    path = saved / "manifest.json"
+    scale = json.loads(path.read_text())["tensors"]["model.scale"]
+    assert scale == {"shape": [], "dtype": "float32", "block": 1, "scales": None}
+    edit(path, lambda content: content["tensors"]["model.scale"].update(block=64, scales="float32"))
+    refused(saved, "'model.scale' is kept in blocks of 64 elements with scales of type 'float32'; accepted: elements that are")
+    edit(path, lambda content: [content["tensors"]["model.scale"].pop(name) for name in ("block", "scales")])
+    zinf_compile.load(saved, *trained(1))  # as the first version wrote it
+
+
 def test_parts_that_overlap_or_are_missing(saved: Path) -> None:
     path = saved / "rank-00000.json"
 
