@@ -59,12 +59,13 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, float, str]]:
             f"`save` keeps the loop waiting / step, {name}", loop["save"] / loop["step"], GOALS["waits"],
             f"{1e3 * loop['save']:.0f} ms, {loop['step']:.2f} s",
         ))  # fmt: skip
+        both = loop["beside"] + loop["rest"]  # `step`, too, is until nothing of it is left to do
         if kind == "layers":
-            both, limit = loop["beside"] + loop["rest"], max(loop["step"], loop["drive"])
+            limit = max(loop["step"], loop["drive"])
             what = f"step and save, {name} / the larger of the step and fio's time for the bytes of both"
         else:
-            both, limit = loop["beside"], loop["step"]
-            what = "step beside a save / step, a GPT of 354M at 1,024 tokens"
+            limit = loop["step"]
+            what = "step and save, a GPT of 354M at 1,024 tokens / step"
         rows.append((what, both / limit, GOALS[f"beside {name}"], f"{both:.2f} s, {limit:.2f} s"))
     return rows
 
@@ -73,7 +74,8 @@ def report(result: dict[str, Any]) -> str:
     """Return the table of a run."""
     rows = [[what, f"{value:.2f}", f"{goal:.2f}", text] for what, value, goal, text in ratios(result)]
     table = tabulate(rows, headers=["ratio", "measured", "at most", "medians"], tablefmt="github", disable_numparse=True)
-    return f"Medians of {result['rounds']} rounds, on {result['threads']} threads, {result['fio']}:\n\n{table}"
+    gpt = f" ({len(result['gpt']['seconds']['step'])} with the GPT)" if "gpt" in result else ""
+    return f"Medians of {result['rounds']} rounds{gpt}, on {result['threads']} threads, {result['fio']}:\n\n{table}"
 
 
 def _median(values: list[float]) -> float:
