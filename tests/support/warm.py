@@ -10,8 +10,8 @@ import torch  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
 import torch.distributed  # noqa: E402
 import torch.testing  # noqa: E402
-from guard_timing import without_guard_timing  # noqa: E402
 from heap import settle  # noqa: E402
+from quick_compile import compile_quickly  # noqa: E402
 from torch import nn  # noqa: E402
 
 import zinf_compile  # noqa: E402
@@ -28,7 +28,7 @@ def _train() -> None:
     zinf_compile.reset()
 
 
-without_guard_timing()
+compile_quickly()
 torch.set_num_threads(1)
 with torch.random.fork_rng(devices=[]):
     _train()
