@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zinf_compile._torch import BoxedCodeGen
+from zinf_compile._torch import BoxedCodeGen, is_boxed
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
 from zinf_compile.ir.program import Program, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
@@ -43,7 +43,8 @@ _Segment = list[fx.Node]
 """Consecutive operators that become one step."""
 
 RegionCompiler = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
-"""Compiles a region. The result takes a list of values, empties it and returns a tuple. Placeholders carry fake values."""
+"""Compiles a region. The result takes a list of values, empties it and returns a tuple, as the region's own code does.
+Placeholders carry fake values."""
 
 
 def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
@@ -51,8 +52,9 @@ def run_by_operator(region: fx.GraphModule) -> Callable[[list[Any]], Sequence[An
 
     It keeps the generated code, and the graph only where the region reads constants.
     """
-    region.graph.set_codegen(BoxedCodeGen())
-    region.recompile()
+    if not is_boxed(region.graph):
+        region.graph.set_codegen(BoxedCodeGen())
+        region.recompile()
     if any(node.op == "get_attr" for node in region.graph.nodes):
         forward: Callable[[list[Any]], Sequence[Any]] = region.forward
         return forward
@@ -264,6 +266,7 @@ def _region_graph(gm: fx.GraphModule, nodes: _Segment, inputs: list[fx.Node], ou
                 copies[source] = graph.get_attr(str(source.target))
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
+    graph.set_codegen(BoxedCodeGen())  # or its code is generated twice where it runs by operator
     return fx.GraphModule(gm, graph)
 
 

@@ -17,9 +17,9 @@ gc.disable()  # while tests and what they import are read: nothing of it ever go
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from guard_timing import without_guard_timing  # noqa: E402
 from heap import collect_less, settle  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from quick_compile import compile_quickly  # noqa: E402
 
 from zinf_compile.runtime import context  # noqa: E402
 
@@ -34,7 +34,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY"):  # Inductor's cache would run code the
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
         f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     )
-without_guard_timing()
+compile_quickly()
 logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
 
 
@@ -74,7 +74,8 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     elif keeper:
         gc.collect()  # the account of memory is kept, too: what an earlier test left leaves it now, not at any moment
     request.session.stash[_KEEPER] = keeper
-    torch.manual_seed(0)
+    seeding = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seeding(0)  # without a device the former formats the stack for each kind that there could be, a millisecond a test
     yield
     if not keeper:
         torch.compiler.reset()

@@ -61,6 +61,11 @@ BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 """Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
 
 
+def is_boxed(graph: torch.fx.Graph) -> bool:
+    """Return whether a graph's code is `BoxedCodeGen`'s: there is no other way to ask."""
+    return isinstance(graph._codegen, BoxedCodeGen)
+
+
 def raise_through_dynamo(error: Exception) -> Exception:
     """Return `error` as an instance of its own class that Dynamo raises to the user as it is, not as BackendCompilerFailed."""
     kind = type(error)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import CodeGen
 
 from zinf_compile._torch import (
     caches_compiled_regions,
@@ -66,6 +67,8 @@ class SharedRegion:
     def compile(self, *, alone: bool = False) -> Compiled:
         """Compile the graph through Inductor; `alone`: in a forked worker."""
         assert self.graph is not None
+        self.graph.graph.set_codegen(CodeGen())  # Inductor is given code that takes values one by one
+        self.graph.recompile()
         compiled: Compiled = compile_with_inductor(
             self.graph,
             backward=self.backward,
