@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.ir.op_spec import SCHEDULE_OPS, has_unit
 from zinf_compile.passes.graph.node_facts import (
     fake_value,
     module_of,
@@ -62,6 +62,9 @@ def _entries(gm: fx.GraphModule, world_size: int) -> Iterator[Entry]:
             if values := values_behind(node):
                 key = (str(node.target), *map(shape_of, values), *_tiers(node))
                 yield Entry(line, key=key, names=tuple(filter(None, map(module_of, values))))
+                continue
+            if not has_unit(node.target):
+                yield Entry(line, key=(str(node.target),))
                 continue
             unit = slot_behind(node)
             yield Entry(line, key=(str(node.target), unit.shape, unit.dtype, *_tiers(node)), names=(unit.name,))
