@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx
 
-from zinf_compile._torch import describe_saved, outside_tracing
+from zinf_compile._torch import describe_saved
 from zinf_compile.ir import ops
-from zinf_compile.ir.random_states import state_of
 from zinf_compile.passes.analysis.saved_memories import returned
 from zinf_compile.passes.graph.build_nodes import new_node
 from zinf_compile.passes.graph.node_facts import fake_mode_of
@@ -47,12 +46,7 @@ def carry_values(
     numbers: list[fx.Node] = []
     for device in devices:
         with graph.inserting_before(first):
-            state = graph.create_node("call_function", ops.random_state, (device,), name="random")
-        with outside_tracing():
-            size = state_of(device).numel()
-        with mode:
-            state.meta["val"] = torch.empty(size, dtype=torch.uint8)
-        tensors.append(state)
+            tensors.append(new_node(graph, mode, ops.random_state, (device,), {}, "random"))
     states = [node.name for node in tensors]
     for name in values:
         carried[name] = name

@@ -23,7 +23,7 @@ def remake_saved_values(gm: fx.GraphModule) -> fx.GraphModule:
         before:  g = all_gather(u);  f = wait(g);  a = mm(x, f);  release(f)
                  h = all_gather(w);  v = wait(h);  b = mul(a, r);  c = mm(b, v);  release(v);  return (c,)
         after:   g = all_gather(u);  f = wait(g);  a = mm(x, f);  release(f)
-                 h = all_gather(w);  v = wait(h);  k = all_gather(b);  q = wait(k)
+                 h = all_gather(w);  v = wait(h);  k = all_gather(z, 0);  q = wait(k)
                  m = addmm(q, x, v);  p = relu(m);  release(q)
                  b = mul(a, p);  c = mm(b, v);  release(v);  return (c,)
 

@@ -55,6 +55,8 @@ class OpSpec:
     volume: Volume = Volume.NOTHING
     collective: bool = False
     """All ranks take part, in the same order."""
+    fake: Callable[..., Any] | None = None
+    """Its result on fake tensors, where the kernel can't make that."""
     has_unit: bool = True
     """It moves a unit, or leads to one."""
 
@@ -73,6 +75,8 @@ def define(spec: OpSpec) -> torch._ops.OpOverload:
     """Add a row to the table, and return its operator, `zinf::name`."""
     _library.define(f"{spec.name}{spec.schema}")
     _library.impl(spec.name, spec.kernel, "CompositeExplicitAutograd")
+    if spec.fake is not None:
+        torch.library.register_fake(f"zinf::{spec.name}", spec.fake, lib=_library)
     operator: torch._ops.OpOverload = getattr(torch.ops.zinf, spec.name).default
     SPECS[operator] = spec
     _positions[operator] = {argument.name: place for place, argument in enumerate(operator._schema.arguments)}

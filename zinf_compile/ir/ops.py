@@ -57,7 +57,7 @@ import torch
 from zinf_compile.ir.tiers import Tier
 
 from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
-from .random_states import set_state_of, state_of
+from .random_states import ACCELERATOR_STATE_BYTES, STATE_BYTES, set_state_of, state_of
 from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
 from .value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
@@ -142,6 +142,10 @@ def _set_random_state(state: torch.Tensor, device: str) -> torch.Tensor:
     before = state_of(device)
     set_state_of(device, state)
     return before
+
+
+def _some_state(device: str) -> torch.Tensor:
+    return torch.empty(STATE_BYTES if torch.device(device).type == "cpu" else ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
 
 
 def _read_or_copied(src: str, dst: str) -> str:
@@ -243,13 +247,21 @@ copy_value = define(
     OpSpec(name="copy_value", schema="(Tensor value) -> Tensor", kernel=_copy_value, step=CopyValue.of, has_unit=False)
 )
 random_state = define(
-    OpSpec(name="random_state", schema="(str device) -> Tensor", kernel=_random_state, step=RandomState.of, has_unit=False)
+    OpSpec(
+        name="random_state",
+        schema="(str device) -> Tensor",
+        kernel=_random_state,
+        fake=_some_state,
+        step=RandomState.of,
+        has_unit=False,
+    )
 )
 set_random_state = define(
     OpSpec(
         name="set_random_state",
         schema="(Tensor state, str device) -> Tensor",
         kernel=_set_random_state,
+        fake=lambda state, device: torch.empty_like(state),
         step=SetRandomState.of,
         has_unit=False,
     )

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+STATE_BYTES = 5056
+"""Of the CPU's generator."""
+
+ACCELERATOR_STATE_BYTES = 16
+"""Of an accelerator's."""
+
 
 def state_of(device: str) -> torch.Tensor:
     """Return the state of a device's default generator."""
