@@ -22,7 +22,7 @@ def drop_saved_values(gm: fx.GraphModule) -> fx.GraphModule:
                  h = all_gather(u);  f = wait(h);  b = mm(r, f);  d = rand_like(b);  release(f)
                  k = all_gather(z);  q = wait(k);  c = mm(d, q);  release(q);  return (c, s, x, r)
         after:   g = all_gather(w);  v = wait(g);  a = mm(x, v);  r = relu(a);  release(v);  s = random_state("cpu")
-                 h = all_gather(u);  f = wait(h);  b = mm(r, f);  t = drop_value(r);  d = rand_like(b);  release(f)
+                 h = all_gather(u);  f = wait(h);  b = mm(r, f);  d = rand_like(b);  t = drop_value(r);  release(f)
                  k = all_gather(z);  q = wait(k);  c = mm(d, q);  release(q);  return (c, s, x, t)
 
     A value goes behind the compute that reads its memory last. No compute is cut, and none gives other results than before.
