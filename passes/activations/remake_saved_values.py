@@ -94,7 +94,7 @@ class _Remaking:
         for source in inputs:
             if source not in known:
                 known[source] = made[source] if source in made else self._inputs[self._remade.carried[source.name]]
-        states = self._remade.states.get(nodes[0].name, {})
+        states = next((self._remade.states[node.name] for node in nodes if node.name in self._remade.states), {})
         with self._graph.inserting_before(before):
             later = {device: self._set_state(self._inputs[name], device) for device, name in states.items()}
             for node in nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -29,7 +29,9 @@ _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, *_SUMS})
 class ForwardCompute:
     """The compute of a forward whose gathers are just in time, by what is compiled as one."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, *, known: Collection[str] | None = None) -> None:
+        """`known`: the values that a backward can have, by name; None: all."""
+        self._known = known
         self.nodes: Sequence[Sequence[fx.Node]] = Stretches(graph).nodes
         self._sizes = SizeInputs([node for node in graph.nodes if node.op == "placeholder"])
         self._stretch_of = {node: number for number, nodes in enumerate(self.nodes) for node in nodes}
@@ -58,19 +60,23 @@ class ForwardCompute:
         beside = {self._stretch_of.get(node) for node in inputs} | {number}
         if beside & self._of_tiles or not all(map(_may_be_carried, inputs)):
             return False
+        values = {node.name for node in inputs if node.target is not ops.wait}
+        if self._known is not None and not values <= set(self._known):
+            return False
         return all(map(_repeats, self.nodes[number]))
 
 
-def random_devices(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """Return the devices whose default generators these operators may draw from."""
+def random_devices(nodes: Iterable[fx.Node]) -> tuple[str, tuple[str, ...]]:
+    """Return the first of these operators that may draw random numbers, and the devices whose generators they all draw from."""
     found: dict[str, None] = {}
-    for node in nodes:
-        if _draws(node):
-            value = node.meta.get("val")
-            for each in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(each, torch.Tensor):
-                    found[str(each.device)] = None
-    return tuple(found)
+    first = ""
+    for node in filter(_draws, nodes):
+        first = first or node.name
+        value = node.meta.get("val")
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                found[str(each.device)] = None
+    return first, tuple(found)
 
 
 def memories_of(nodes: Iterable[fx.Node]) -> Mapping[str, str]:
@@ -98,7 +104,15 @@ def _may_be_carried(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    places = {argument.name: place for place, argument in enumerate(target._schema.arguments)}
+    place = places.get("dropout_p")  # of attention, which draws nothing without
+    if place is None:
+        return True
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return given != 0.0
 
 
 def _repeats(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from zinf_compile.passes.graph.node_facts import (
     starts_region,
     values_behind,
 )
+from zinf_compile.passes.graph.remade import runs_again
 
 from .fold_blocks import Entry, fold
 from .print_graph import graph_text_line, with_sizes
@@ -76,7 +77,7 @@ def _region(number: int, nodes: Sequence[fx.Node]) -> Entry:
     kinds = [kind_of(node) for node in nodes if kind_of(node) != "getitem"]
     what = ", ".join(kinds) if len(kinds) <= _NAMED else f"{len(kinds)} operators"
     where = blocks_of(nodes)
-    line = f"region {number}: {what}" + (f" of {_listed(where)}" if where else "")
+    line = f"region {number}: {what}" + (f" of {_listed(where)}" if where else "") + (" again" if runs_again(nodes[-1]) else "")
     operations = sum(map(operations_of, nodes))
     if operations >= _PREFIXES[-1][0]:
         scale, unit = next(pair for pair in _PREFIXES if operations >= pair[0])

@@ -35,7 +35,7 @@ class Remade:
     carried: Mapping[str, str]
     """By the name of a value of the forward that blocks read: the backward's placeholder that has it."""
     states: Mapping[str, Mapping[str, str]]
-    """By the name of the first operator of compute that draws random numbers: by device, the name of the generator's state."""
+    """By the name of the first operator that draws in its compute: by device, the name of the generator's state."""
 
     @property
     def dropped(self) -> frozenset[str]:

@@ -41,7 +41,7 @@ def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *,
     if word != RECOMPUTE:
         return
     source = _just_in_time(forward, bucket_bytes)
-    compute = ForwardCompute(source.graph)
+    compute = ForwardCompute(source.graph, known={node.name for node in forward.graph.nodes})
     described = compute.describe()
     remake = choose_remake(described, _saved(forward, backward, bucket_bytes, own_outputs), memories_of(source.graph.nodes))
     if not remake.blocks:
@@ -51,7 +51,8 @@ def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *,
     gathered = {node for number in numbers for node in compute.inputs_of(number) if node.target is ops.wait}
     wanted = inputs | {_unit_behind(full).name for full in gathered} | remake.kept
     copies = _held_by_callers(forward.graph, backward.graph, wanted, own_outputs)
-    draws = [(compute.nodes[number][0].name, device) for number in numbers for device in random_devices(compute.nodes[number])]
+    found = (random_devices(compute.nodes[number]) for number in numbers)
+    draws = [(name, device) for name, devices in found for device in devices]
     order = [node.name for node in forward.graph.nodes if node.name in wanted]
     carried, states = carry_values(
         forward,
