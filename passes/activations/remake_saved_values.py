@@ -148,7 +148,7 @@ class _Remaking:
             assert operator.attrgetter(name)(self._gm) is value, f"two constants are called {name}"
         except AttributeError:
             setattr(self._gm, name, value)
-        node = self._graph.get_attr(name)
+        node = self._graph.create_node("get_attr", name)
         node.meta = dict(source.meta)
         return node
 
