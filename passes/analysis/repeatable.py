@@ -10,6 +10,7 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.forward_compute import Compute
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.ir.random_states import has_state
 from zinf_compile.passes.graph.boundary import SizeInputs, boundary_of
 from zinf_compile.passes.graph.node_facts import slot_behind, tile_of
 
@@ -63,7 +64,8 @@ class ForwardCompute:
         values = {node.name for node in inputs if node.target is not ops.wait}
         if self._known is not None and not values <= set(self._known):
             return False
-        return all(map(_repeats, self.nodes[number]))
+        _, drawn_on = random_devices(self.nodes[number])
+        return all(map(_repeats, self.nodes[number])) and all(map(has_state, drawn_on))
 
 
 def random_devices(nodes: Iterable[fx.Node]) -> tuple[str, tuple[str, ...]]:

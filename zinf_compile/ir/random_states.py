@@ -11,6 +11,12 @@ ACCELERATOR_STATE_BYTES = 16
 """Of an accelerator's."""
 
 
+def has_state(device: str) -> bool:
+    """Return whether the state of a device's default generator can be read and set."""
+    kind = torch.device(device)
+    return kind.type == "cpu" or hasattr(torch.get_device_module(kind), "set_rng_state")
+
+
 def state_of(device: str) -> torch.Tensor:
     """Return the state of a device's default generator."""
     kind = torch.device(device)
