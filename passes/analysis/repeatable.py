@@ -114,7 +114,7 @@ def _draws(node: fx.Node) -> bool:
     if place is None:
         return True
     given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return given != 0.0
+    return bool(given != 0.0)
 
 
 def _repeats(node: fx.Node) -> bool:
