@@ -140,14 +140,10 @@ class _Remaking:
         return node
 
     def _constant(self, source: fx.Node) -> fx.Node:
-        """Return a constant of the forward's, which the backward's module has by the same name or takes over."""
+        """Return a constant of the forward's. Both modules have those of the joint graph by the same names, where they use them."""
         name = str(source.target)
-        owner = self._remade.forward.owning_module
-        value = operator.attrgetter(name)(owner)
-        try:
-            assert operator.attrgetter(name)(self._gm) is value, f"two constants are called {name}"
-        except AttributeError:
-            setattr(self._gm, name, value)
+        if not hasattr(self._gm, name):
+            setattr(self._gm, name, operator.attrgetter(name)(self._remade.forward.owning_module))
         node = self._graph.create_node("get_attr", name)
         node.meta = dict(source.meta)
         return node

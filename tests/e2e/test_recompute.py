@@ -261,6 +261,31 @@ def test_an_input_that_the_loop_refills_before_the_backward(pair: Twins) -> None
     same(twins(Shifted), act)
 
 
+def test_a_large_buffer_is_read_again_and_may_not_change() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(600, 512))
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x + self.table[:4, :8])
+            return x.square().mean()
+
+    def act(twin: Twin) -> torch.Tensor:
+        loss = twin.call(torch.ones(4, 8))
+        loss.backward()
+        return loss
+
+    pair = twins(Table)
+    same(pair, act)
+    loss = pair[1].call(torch.ones(4, 8))
+    pair[1].model.table.zero_()  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 class Checkpointed(nn.Module):
     """Blocks of which some are checkpointed by the user, and a graph break."""
 
