@@ -140,7 +140,7 @@ class _Remaking:
         return node
 
     def _constant(self, source: fx.Node) -> fx.Node:
-        """Return a constant of the forward's. Both modules have those of the joint graph by the same names, where they use them."""
+        """Return a constant of the forward's. Both modules have those of the joint graph by the same names, if they use them."""
         name = str(source.target)
         if not hasattr(self._gm, name):
             setattr(self._gm, name, operator.attrgetter(name)(self._remade.forward.owning_module))

@@ -17,10 +17,11 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.saved_memory import RECOMPUTE
 from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.activations.carry_values import carry_values
+from zinf_compile.passes.analysis.region_facts import bytes_of_value
 from zinf_compile.passes.analysis.repeatable import ForwardCompute, memories_of, random_devices
 from zinf_compile.passes.analysis.saved_memories import find_memories, memory_of, returned
 from zinf_compile.passes.analysis.stretches import Stretches
-from zinf_compile.passes.graph.node_facts import buffer_of, hinted_numel, positions, slot_of
+from zinf_compile.passes.graph.node_facts import buffer_of, positions, slot_of
 from zinf_compile.passes.graph.remade import Remade, RemadeBlock, mark_remade, runs_again
 from zinf_compile.passes.lower import RegionCompiler
 from zinf_compile.plan.recompute import choose_remake
@@ -114,8 +115,8 @@ def _held_by_callers(forward: fx.Graph, backward: fx.Graph, names: Iterable[str]
         memory = memory_of(node)
         if node.op == "placeholder":
             changes = aot_index(node) in mutated
-            size = hinted_numel(node.meta["val"]) * node.meta["val"].element_size()
-            checked = name in known or (buffer_of(node) is not None and size > LEAST_BUFFER_BYTES)
+            large = bytes_of_value(node.meta["val"]) > LEAST_BUFFER_BYTES
+            checked = name in known or (buffer_of(node) is not None and large)
             if changes or not checked:
                 found.add(name)
         elif memory is None or memory.op == "placeholder" or memory in results:
