@@ -16,8 +16,10 @@ from torch import fx
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.activations.drop_saved_values import drop_saved_values
 from zinf_compile.passes.activations.fetch_saved_values import fetch_saved_values
 from zinf_compile.passes.activations.offload_saved_values import offload_saved_values
+from zinf_compile.passes.activations.remake_saved_values import remake_saved_values
 from zinf_compile.passes.analysis.planned_graph import Planner
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, leaving, returning, tile_of
 from zinf_compile.passes.joint.decompose_kept_ops import decompose_kept_ops
@@ -111,6 +113,8 @@ def region_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
         partial(group_units, bucket_bytes=bucket_bytes),
         insert_releases,
         partial(align_regions, region_bytes=bucket_bytes),
+        drop_saved_values,
+        remake_saved_values,
     )
 
 

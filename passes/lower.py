@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen, is_boxed
-from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, position_of
+from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, has_unit, position_of
 from zinf_compile.ir.program import Program, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
 from zinf_compile.passes.analysis.region_facts import place_of
 from zinf_compile.passes.graph.alias import alias_closure, aliased_inputs
+from zinf_compile.passes.graph.boundary import SizeInputs, boundary_of
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     buffer_of,
@@ -32,12 +32,11 @@ from zinf_compile.passes.graph.node_facts import (
     slot_behind,
     slot_of,
     starts_region,
-    symbols_of,
-    symbols_read_off,
     tile_of,
     values_behind,
     wire_type,
 )
+from zinf_compile.passes.graph.remade import runs_again
 
 _Segment = list[fx.Node]
 """Consecutive operators that become one step."""
@@ -68,19 +67,20 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
     for node in placeholders:
         register[node] = len(register)
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    aliases, sizes = _GradAliases(gm.graph), _Sizes(placeholders)
+    aliases, sizes = _GradAliases(gm.graph), SizeInputs(placeholders)
     steps: list[Step] = []
     marks = 0
     for spec, nodes in _segments(gm.graph):
         if spec is None:
-            inputs, outputs = _boundary(nodes)
+            inputs, outputs = boundary_of(nodes)
             inputs += sizes.missing(inputs)
             for node in outputs:
                 register[node] = len(register)
             marks += sum(map(starts_region, nodes))
             fn = compile_region(_region_graph(gm, nodes, inputs, outputs))
             reads, writes = tuple(register[n] for n in inputs), tuple(register[n] for n in outputs)
-            steps.append(Region(fn, reads, writes, max(0, marks - 1), place_of(nodes)))
+            name_ = place_of(nodes) + (" again" if runs_again(nodes[0]) else "")
+            steps.append(Region(fn, reads, writes, max(0, marks - 1), name_))
             continue
         for node in nodes:
             if _gives_result(node):
@@ -189,7 +189,7 @@ def _issued(node: fx.Node, register: Mapping[fx.Node, int], aliases: _GradAliase
     given.update(zip(given, node.args, strict=False), **node.kwargs)
     args = {name: _with_registers(value, register) for name, value in given.items()}
     values = values_behind(node)
-    dtype = fake_value(values[0]).dtype if values else wire_type(node)
+    dtype = wire_type(node) if has_unit(node.target) else fake_value(values[0] if values else node).dtype
     return Issued(args, register.get(node, -1), dtype, partial(aliases.of, node))
 
 
@@ -224,34 +224,6 @@ class _GradAliases:
         if root.op != "call_function" or self._last[root] == self._end:
             return GradAlias.CALLER
         return GradAlias.NOBODY if self._last[root] <= self._positions[reduction] else GradAlias.GRAPH
-
-
-class _Sizes:
-    """Placeholders that carry the graph's symbols. A region whose input has size `s - 2` also needs `s` as an input."""
-
-    def __init__(self, placeholders: list[fx.Node]) -> None:
-        self._numbers = {symbol: node for node in placeholders if not _is_tensor(node) for symbol in symbols_read_off(node)}
-
-    def missing(self, inputs: list[fx.Node]) -> list[fx.Node]:
-        """Return the placeholders of the symbols that a region's inputs depend on and don't carry themselves."""
-        needed = {symbol for node in inputs for symbol in symbols_of(node)}
-        needed -= {symbol for node in inputs for symbol in symbols_read_off(node)}
-        return [self._numbers[symbol] for symbol in sorted(needed & self._numbers.keys(), key=str)]
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _boundary(nodes: _Segment) -> tuple[list[fx.Node], list[fx.Node]]:
-    inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source not in inside and source.op != "get_attr":
-                inputs[source] = None
-    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    return list(inputs), outputs
 
 
 def _region_graph(gm: fx.GraphModule, nodes: _Segment, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:

@@ -8,7 +8,7 @@ from torch import fx
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
 from zinf_compile.ir.formats import is_narrower
-from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, moves_values
+from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, SPECS, moves_values
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import METADATA_OPS, alias_closure, aliased_inputs
 from zinf_compile.passes.graph.node_facts import (
@@ -26,6 +26,7 @@ from zinf_compile.passes.graph.node_facts import (
     values_behind,
     wire_type,
 )
+from zinf_compile.passes.graph.remade import is_dropped, runs_again
 
 
 def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None = None) -> fx.GraphModule:
@@ -39,6 +40,8 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     - The hops of a swap are contiguous: to the device for shards, from the device for gradients.
     - Saved values leave a forward from the device, not changed any more, and only as stand-ins; a backward reads them after the
       last hop to the device.
+    - What stands for a value that was dropped is read by nothing. A generator's state that is set for compute to run again is set
+      back behind it, before it is set another time.
     - Members of a group are adjacent. Those of a collective have one data type.
     - A gather converts a unit to a narrower data type only.
     - Bytes gathered and not yet released stay within `limit_bytes`.
@@ -64,6 +67,14 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
             _check_swap_out(node, broken)
         elif moves_values(node.target):
             _check_values(node, place, broken)
+        elif node.target is ops.drop_value:
+            _check_unchanged(node.args[0], node, place, broken)
+            _check_leaves_graph(node, broken)
+        elif node.target is ops.copy_value:
+            _check_leaves_graph(node, broken)
+        elif node.op == "placeholder" and is_dropped(node) and complete:
+            broken += [f"{user.name} reads {node.name}, which the forward has dropped" for user in node.users]
+    _check_random_states(gm.graph, broken)
     _check_groups(gm.graph, broken)
     if complete:
         _check_hollow(gm.graph, broken)
@@ -193,6 +204,25 @@ def _check_values(node: fx.Node, place: dict[fx.Node, int], broken: list[str]) -
         broken.append(
             f"the handle {node.name} must be used by swaps and waits of values, found: {', '.join(others) or 'nothing'}"
         )
+
+
+def _check_leaves_graph(node: fx.Node, broken: list[str]) -> None:
+    broken += [f"{user.name} reads {node.name}, which may only leave the graph" for user in node.users if user.op != "output"]
+
+
+def _check_random_states(graph: fx.Graph, broken: list[str]) -> None:
+    """Check that each state that is set is followed by the one before it, and that compute in between is what runs again."""
+    before: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is ops.set_random_state:
+            first = before.pop(node.args[1], None)
+            if first is None:
+                before[node.args[1]] = node
+            elif node.args[0] is not first:
+                broken.append(f"{node.name} sets another state than {first.name}, which was the one before")
+        elif before and node.op == "call_function" and node.target not in SCHEDULE_OPS and not runs_again(node):
+            broken.append(f"{node.name} runs while the state of a random generator is that of the forward")
+    broken += [f"{node.name} sets a state, and nothing sets back the one before" for node in before.values()]
 
 
 def _check_unchanged(value: fx.Node, leaving: fx.Node, place: dict[fx.Node, int], broken: list[str]) -> None:

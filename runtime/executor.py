@@ -11,55 +11,33 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.ir.value_steps import SwapValuesIn, SwapValuesOut, WaitValue
+from zinf_compile.ir.value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.lanes.link_meter import moving
+from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.storage.value_space import ValueSpace
-from zinf_compile.runtime.transfer import swap_values
-from zinf_compile.runtime.transfer.swap_values import LeavingValues, ReturningValues
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.swap import SwapHandle, bring, is_small, swap_in, swap_in_together, swap_out
-from zinf_compile.runtime.units.tiled_gradient import TileGradients
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
 from .handles import GatherHandle, ReduceHandle, Reduction
+from .run import Run
+from .value_steps import (
+    perform_copy,
+    perform_drop,
+    perform_random_state,
+    perform_set_random_state,
+    perform_swap_values_in,
+    perform_swap_values_out,
+    perform_wait_value,
+)
 
 GradientMaker = Callable[[Unit, torch.Tensor | OffloadedGradient, Pending], torch.Tensor]
 
 _DONE = Done()
-
-
-class Run:
-    """One execution of a program: its registers, the units that fill its slots, and the gradients that are reduced in tiles."""
-
-    __slots__ = ("context", "program", "registers", "space", "tiled", "units")
-
-    def __init__(
-        self,
-        program: Program,
-        units: Mapping[int, Unit | Tile],
-        context: Context,
-        args: list[Any],
-        space: ValueSpace | None = None,
-    ) -> None:
-        self.program = program
-        self.units = units
-        self.context = context
-        self.registers: list[Any] = [*args, *[None] * (program.registers - len(args))]
-        for register, value in program.constants.items():
-            self.registers[register] = value
-        self.space = space
-        """Where saved values go that leave for a drive."""
-        self.tiled: dict[Unit, TileGradients] = {}
-
-    def gradient_of(self, tile: Tile) -> TileGradients:
-        """Return the gradient of all tiles of a unit."""
-        if tile.unit not in self.tiled:
-            self.tiled[tile.unit] = TileGradients(tile.unit)
-        return self.tiled[tile.unit]
 
 
 def execute(
@@ -80,6 +58,18 @@ def execute(
     run = Run(program, units, context, args, space)
     args.clear()
     registers = run.registers
+    try:
+        _perform(run, recorder)
+    except BaseException:
+        run.put_random_states_back()
+        raise
+    if recorder is not None:
+        recorder.over()
+    return [None if r is None else _result(registers, r, make_gradient) for r in program.outputs]
+
+
+def _perform(run: Run, recorder: GraphRecorder | None) -> None:
+    program, registers = run.program, run.registers
     for step, frees in zip(program.steps, program.frees, strict=True):
         if isinstance(step, Region):
             values = [registers[r] for r in step.inputs]
@@ -93,9 +83,6 @@ def execute(
             recorder.perform(PERFORM[type(step)], step, run)
         for r in frees:
             registers[r] = None
-    if recorder is not None:
-        recorder.over()
-    return [None if r is None else _result(registers, r, make_gradient) for r in program.outputs]
 
 
 def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradient: GradientMaker) -> Any:
@@ -182,29 +169,6 @@ def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
         grad = _hop_out(grad, dst)
     grad.at_home = bool(path)
     return grad
-
-
-def _swap_values_out(step: SwapValuesOut, run: Run) -> None:
-    values = [run.registers[register] for register in step.values]
-    if isinstance(values[0], LeavingValues):
-        run.registers[step.out] = swap_values.swap_on(values[0], step.dst, run.context, run.space)
-    else:
-        run.registers[step.out] = swap_values.swap_out(values, step.dst, run.context, run.space, run.program.name)
-
-
-def _swap_values_in(step: SwapValuesIn, run: Run) -> None:
-    values = [run.registers[register] for register in step.values]
-    if isinstance(values[0], ReturningValues):
-        run.registers[step.out] = swap_values.swap_further(values[0], run.context)
-    else:
-        run.registers[step.out] = swap_values.swap_in(values, step.dst, run.context)
-
-
-def _wait_value(step: WaitValue, run: Run) -> None:
-    handle: LeavingValues | ReturningValues = run.registers[step.handle]
-    with run.context.lanes.waiting(), run.context.lanes.meter.waiting():
-        handle.wait()
-    run.registers[step.out] = handle.value(step.number)
 
 
 def _gather(step: Gather, run: Run) -> None:
@@ -389,10 +353,14 @@ PERFORM: dict[type, Callable[[Any, Run], None]] = {
     SwapOut: _swap_out,
     Gather: _gather,
     GatherRows: _gather_rows,
-    SwapValuesIn: _swap_values_in,
-    SwapValuesOut: _swap_values_out,
+    SwapValuesIn: perform_swap_values_in,
+    SwapValuesOut: perform_swap_values_out,
     Wait: _wait,
-    WaitValue: _wait_value,
+    WaitValue: perform_wait_value,
+    DropValue: perform_drop,
+    CopyValue: perform_copy,
+    RandomState: perform_random_state,
+    SetRandomState: perform_set_random_state,
     Release: _release,
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,

@@ -21,11 +21,7 @@ from torch._dynamo.convert_frame import compile_lock as compile_lock  # held whi
 from torch._dynamo.eval_frame import skip_code  # torch.compiler.disable also bars a function from being inlined
 from torch._dynamo.exc import ShortenTraceback  # the only errors Dynamo passes on from a backend without wrapping them
 from torch._functorch import config as functorch_config  # two switches that aren't public
-from torch._functorch._aot_autograd.descriptors import (  # identity of graph inputs and outputs, without parsing names
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-)
+from torch._functorch._aot_autograd import descriptors  # identity of graph inputs and outputs, without parsing names
 from torch._guards import (  # whether a compilation is a function's first; AOTAutograd's metadata; a context per region
     CompileContext,
     TracingContext,
@@ -128,7 +124,7 @@ def storage_owners(tensor: torch.Tensor) -> int:
 def aot_index(node: torch.fx.Node) -> int | None:
     """Return the index of the captured graph's input that an AOT placeholder stands for."""
     description = node.meta.get("desc")
-    return description.idx if isinstance(description, PlainAOTInput) else None
+    return description.idx if isinstance(description, descriptors.PlainAOTInput) else None
 
 
 def gradient_outputs(output: torch.fx.Node) -> dict[int, int]:
@@ -136,17 +132,24 @@ def gradient_outputs(output: torch.fx.Node) -> dict[int, int]:
     return {
         position: description.grad_of.idx
         for position, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
+        if isinstance(description, descriptors.GradAOTOutput) and isinstance(description.grad_of, descriptors.PlainAOTInput)
     }
 
 
 def mutated_inputs(output: torch.fx.Node) -> dict[int, int]:
     """Return {position among the outputs: index of the captured graph's input that is overwritten with it}."""
     return {
-        position: description.mutated_input.idx
-        for position, description in enumerate(output.meta.get("desc") or ())
-        if isinstance(description, InputMutationAOTOutput) and isinstance(description.mutated_input, PlainAOTInput)
+        position: each.mutated_input.idx
+        for position, each in enumerate(output.meta.get("desc") or ())
+        if isinstance(each, descriptors.InputMutationAOTOutput) and isinstance(each.mutated_input, descriptors.PlainAOTInput)
     }
+
+
+def describe_saved(output: torch.fx.Node, own: int) -> None:
+    """Describe all outputs of a forward behind the user's `own` as saved, where outputs are described."""
+    if known := output.meta.get("desc"):
+        count = len(output.args[0]) - own  # type: ignore[arg-type]
+        output.meta["desc"] = [*known[:own], *map(descriptors.SavedForBackwardsAOTOutput, range(count))]
 
 
 def captured_name(placeholder: torch.fx.Node) -> str:

@@ -17,6 +17,7 @@ from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
+from zinf_compile.ir.saved_memory import RECOMPUTE
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
@@ -120,9 +121,9 @@ class Config:
     time."""
 
     activations: str = "keep"
-    """Place of the values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a
-    model on the CPU) or `"nvme"` (the drive of option `nvme`). They leave behind their last use in the forward and are back
-    before their first use in the backward. Numbers are the same for any place."""
+    """Values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a model on the
+    CPU) or `"nvme"` (the drive of option `nvme`), until the backward; `"recompute"`: dropped, and made again in the backward,
+    block by block, by the forward's own compute. Numbers are the same for any word."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
@@ -267,7 +268,7 @@ class Config:
 
     def saved_values(self) -> Tier:
         """Return the tier of saved values."""
-        return Tier.DEVICE if self.activations == "keep" else Tier(self.activations)
+        return Tier.DEVICE if self.activations in ("keep", RECOMPUTE) else Tier(self.activations)
 
     def checkpoint_folder(self) -> CheckpointFolder | None:
         """Return the folder that was announced for checkpoints."""
@@ -355,7 +356,7 @@ class Config:
         for option in KINDS:
             if (word := getattr(self, option)) not in (words := (AUTO, *all_tiers())):
                 raise OptionError(f"option {option}={word!r} is not known; accepted: {', '.join(map(repr, words))}")
-        if (word := self.activations) not in (words := ("keep", *(tier for tier in all_tiers() if tier != Tier.DEVICE))):
+        if (word := self.activations) not in (words := ("keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))):
             raise OptionError(f"option activations={word!r} is not known; accepted: {', '.join(map(repr, words))}")
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")

@@ -10,10 +10,9 @@ from torch import fx
 from zinf_compile.ir import ops
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_regions import transfers_before
+from zinf_compile.passes.analysis.stretches import Stretches
 from zinf_compile.passes.graph.build_nodes import new_node
 from zinf_compile.passes.graph.node_facts import fake_mode_of, positions, returning
-
-from ._stretches import Stretches
 
 
 def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[str]]) -> fx.GraphModule:

@@ -10,11 +10,13 @@ memory_needs — Minimum device memory of a graph's schedule. The backend calls 
 planned_graph — A plan as passes look things up in it: by the parameters and regions of one graph.
 print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
 region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
+repeatable — Compute of a forward that can run a second time with the same results, and what it reads.
 saved_memories — Memory that a forward makes and its backward reads, which may leave the device in between.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.
 step_facts — What `step_problem` must know beside the graphs.
 step_problem — The problem of a step from its graphs, which planners solve.
 step_regions — Regions of a graph by number, as problems and plans refer to them.
+stretches — The compute of a scheduled graph between two transfers, as it is compiled.
 summary — Summary of a scheduled graph: one line per transfer, one per region of compute. `zinf dump` prints it.
 traffic — Bytes that a scheduled graph moves over each link, and holds at its peak, per rank. Dumps and planning call it.
 transfer_graph — Dependencies of a schedule as a networkx graph: nodes are transfers, waits, releases and regions of

@@ -24,6 +24,7 @@ from zinf_compile.ir.sizes import round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
 from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, starts_region, values_behind
+from zinf_compile.passes.graph.remade import is_dropped
 from zinf_compile.plan.compute_memory import ComputeMemory
 
 ROUNDING = {"cpu": 64}
@@ -33,6 +34,9 @@ DEVICE_ROUNDING = 512
 """Of accelerators' allocators."""
 
 aten = torch.ops.aten
+
+_MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state})
+"""Operators of the schedule whose results are memory of compute's."""
 
 CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 
@@ -190,7 +194,7 @@ class _Account:
                     self._make(node)
             elif moves_values(node.target):
                 self._enter_moving(node)
-            elif node.target not in SCHEDULE_OPS or node.target is ops.gather_rows:
+            elif node.target not in SCHEDULE_OPS or node.target in _MAKING:
                 self._make(node)
         last = max((self._place[user] for user in node.users), default=place)
         for memory in self._memories.get(node, ()):
@@ -224,8 +228,12 @@ class _Account:
             self._memories[node] = (*self._memories.get(node, ()), *made)
 
     def _enter_placeholder(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
-        if slot_of(node) is not None or (node.users and all(user.target is ops.swap_values_in for user in node.users)):
-            return  # hollow: a parameter, or a value that is elsewhere
+        if (
+            slot_of(node) is not None
+            or is_dropped(node)
+            or (node.users and all(user.target is ops.swap_values_in for user in node.users))
+        ):
+            return  # hollow: a parameter, or a value that is elsewhere, or is made again
         self._make(node)
         if (node, 0) not in self._bytes:
             return

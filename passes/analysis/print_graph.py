@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, position_of
+from zinf_compile.ir.op_spec import LONE_GROUP, SCHEDULE_OPS, has_unit, position_of
 from zinf_compile.passes.graph.node_facts import (
     argument_of,
     display_name,
@@ -56,6 +56,8 @@ def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:
         number = argument_of(node, "number")
         names = ", ".join(value.name for value in ([values[number]] if isinstance(number, int) else values))
         return f"{line:<60}  # {names} {bytes_together(values):,} B"
+    if not has_unit(node.target):
+        return line
     unit = slot_behind(node)
     size = f"{bytes_moved(node, world_size=world_size) if is_swap(node) else wire_bytes(node):,}"
     if node.target is ops.gather_rows:

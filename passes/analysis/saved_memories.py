@@ -15,16 +15,18 @@ from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.value_spans import ValueForm, span_of
 from zinf_compile.passes.graph.alias import aliased_inputs
 from zinf_compile.passes.graph.node_facts import symbols_of
+from zinf_compile.passes.graph.remade import is_dropped
 
 
 def find_memories(forward: fx.Graph, backward: fx.Graph, *, own_outputs: int) -> tuple[SavedMemory, ...]:
     """Return the memory that a forward saves, in the order in which it is made.
 
     `own_outputs` are the forward's outputs for the user, which are first. Memory of those, and of the graph's inputs, is left
-    out: the user has it anyway, and may write to it. So are numbers, and values of which it isn't known what they are views of.
+    out: the user has it anyway, and may write to it. So are numbers, values of which it isn't known what they are views of, and
+    those that were dropped.
     """
     outputs = returned(forward)
-    placeholders = {node.name for node in backward.nodes if node.op == "placeholder"}
+    placeholders = {node.name for node in backward.nodes if node.op == "placeholder" and not is_dropped(node)}
     held = {memory_of(node) for node in outputs[:own_outputs] if isinstance(node, fx.Node)}
     found: dict[fx.Node, list[int]] = {}
     for position, node in enumerate(outputs[own_outputs:], own_outputs):

@@ -100,7 +100,7 @@ def region_starts(graph: fx.Graph) -> Sequence[fx.Node]:
 def transfers_before(start: fx.Node, kinds: Collection[object]) -> fx.Node:
     """Return the first of the transfers right before a region that is of one of these kinds, or what the region begins with."""
     found = place = start
-    while place.prev.op == "get_attr" or place.prev.target in (ops.swap_in, ops.all_gather, ops.wait):
+    while place.prev.op == "get_attr" or place.prev.target in (ops.swap_in, ops.all_gather, ops.wait, ops.set_random_state):
         place = place.prev
         if place.target in kinds:
             found = place

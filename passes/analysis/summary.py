@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from zinf_compile.ir import ops
-from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.ir.op_spec import SCHEDULE_OPS, has_unit
 from zinf_compile.passes.graph.node_facts import (
     fake_value,
     module_of,
@@ -21,6 +21,7 @@ from zinf_compile.passes.graph.node_facts import (
     starts_region,
     values_behind,
 )
+from zinf_compile.passes.graph.remade import runs_again
 
 from .fold_blocks import Entry, fold
 from .print_graph import graph_text_line, with_sizes
@@ -63,6 +64,9 @@ def _entries(gm: fx.GraphModule, world_size: int) -> Iterator[Entry]:
                 key = (str(node.target), *map(shape_of, values), *_tiers(node))
                 yield Entry(line, key=key, names=tuple(filter(None, map(module_of, values))))
                 continue
+            if not has_unit(node.target):
+                yield Entry(line, key=(str(node.target),))
+                continue
             unit = slot_behind(node)
             yield Entry(line, key=(str(node.target), unit.shape, unit.dtype, *_tiers(node)), names=(unit.name,))
         else:
@@ -73,7 +77,7 @@ def _region(number: int, nodes: Sequence[fx.Node]) -> Entry:
     kinds = [kind_of(node) for node in nodes if kind_of(node) != "getitem"]
     what = ", ".join(kinds) if len(kinds) <= _NAMED else f"{len(kinds)} operators"
     where = blocks_of(nodes)
-    line = f"region {number}: {what}" + (f" of {_listed(where)}" if where else "")
+    line = f"region {number}: {what}" + (f" of {_listed(where)}" if where else "") + (" again" if runs_again(nodes[-1]) else "")
     operations = sum(map(operations_of, nodes))
     if operations >= _PREFIXES[-1][0]:
         scale, unit = next(pair for pair in _PREFIXES if operations >= pair[0])

@@ -14,7 +14,7 @@ from torch import fx
 
 from zinf_compile.errors import IllegalGraphError
 from zinf_compile.ir import ops
-from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE
+from zinf_compile.ir.op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, SCHEDULE_OPS, WRITE, has_unit
 from zinf_compile.passes.graph.node_facts import group_of, slot_behind, starts_region, values_behind
 
 from .region_facts import bytes_of_region, operations_of, owners_of, type_of
@@ -148,6 +148,9 @@ def _describe(facts: dict[str, Any], node: fx.Node, *, world_size: int) -> None:
     if values := values_behind(node):
         what = str(node.target).split(".")[1] if facts["lane"] == COMPUTE else facts["lane"]
         facts["label"] = f"{what} {', '.join(value.name for value in values)}"
+        return
+    if not has_unit(node.target):
+        facts["label"] = str(node.target).split(".")[1]
         return
     operator = facts["lane"] if is_swap(node) else str(node.target).split(".")[1]
     facts["label"] = f"{facts['label']}\n{slot_behind(node).name}" if facts["label"] else f"{operator} {slot_behind(node).name}"

@@ -1,7 +1,10 @@
 """Helpers that all passes share: node metadata, aliasing, new nodes, concatenations. They import no pass.
 
 alias — Aliasing of values and the one definition of element-wise, both read from operator schemas and tags.
+boundary — Inputs and outputs of compute between two transfers, as it is compiled.
 build_nodes — Insertion of operators into a traced graph, each with the fake value of its result.
 concat — Parts of a concatenation.
-node_facts — Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone.
+node_facts — Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone, and in
+    `remade`.
+remade — What is dropped in a forward and made again in its backward, as both graphs carry it.
 """

@@ -177,7 +177,9 @@ def slot_behind(node: fx.Node) -> ParameterSlot:
 
 
 def values_behind(node: fx.Node) -> list[fx.Node]:
-    """Return the saved values that an operator moves or waits for; empty for one that moves a unit, and for compute."""
+    """Return the saved values that an operator is about; empty for one that moves a unit, and for compute."""
+    if position_of(node.target, "value") is not None:
+        return list(node.all_input_nodes)
     if not moves_values(node.target):
         return []
     values: object = node.args[0]

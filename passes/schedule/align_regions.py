@@ -11,6 +11,7 @@ from zinf_compile.passes.graph.node_facts import mark_region, slot_behind, wire_
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
 _AT_END = frozenset({ops.release, ops.reduce_scatter})
+_NO_COMPUTE = frozenset({ops.random_state, ops.copy_value})
 
 
 def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
@@ -52,7 +53,7 @@ def align_regions(gm: fx.GraphModule, *, region_bytes: int) -> fx.GraphModule:
 
 
 def _align(region: list[fx.Node]) -> None:
-    compute = [node for node in region if node.target not in _AT_START and node.target not in _AT_END]
+    compute = [node for node in region if node.target not in _AT_START | _AT_END | _NO_COMPUTE]
     if not compute:
         return
     mark_region(next((node for node in compute if node.op == "call_function"), compute[0]))

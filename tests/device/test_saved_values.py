@@ -77,6 +77,18 @@ def _let_copies_go(model: nn.Module) -> None:
     link.to_host(there, host, None).wait()
 
 
+def test_values_that_are_made_again() -> None:
+    expected, _ = _train("cpu", {})
+    with late.delays(0.0003, seed=7, chance=0.3):
+        losses, model = _train("late", {"activations": "recompute", "params": "host"})
+        found = [loss.cpu() for loss in losses]
+    torch.accelerator.synchronize()
+    _let_copies_go(model)
+    assert all(map(torch.equal, found, expected))
+    assert not late.defects()
+    assert late.counters()["unordered accesses"] == 0
+
+
 @pytest.mark.parametrize("options", OFFLOADED.values(), ids=OFFLOADED)
 def test_the_bits_of_the_cpu(options: dict[str, Any], tmp_path: Path) -> None:
     expected, _ = _train("cpu", {})

@@ -107,6 +107,30 @@ def test_saved_values_that_leave_count_while_they_move(tmp_path: Path) -> None:
         train("deep", {**words, "activations": "nvme", "nvme": str(tmp_path), "device_memory": moved - 1})
 
 
+def test_values_that_are_made_again_take_block_inputs_and_one_block() -> None:
+    """Eight blocks: an input of 1 MiB each, and 8 MiB inside, of which those of seven are never there together."""
+    ALL["stack"] = (Stack, lambda: (torch.ones(4096, 64),))
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    kept = least_for("stack", words)
+    remade = least_for("stack", {**words, "activations": "recompute"})
+    assert kept - remade >= 6 * (8 << 20)
+    held = train("stack", {**words, "activations": "recompute", "device_memory": remade})
+    assert 0.9 * remade <= held <= remade
+
+
+class Stack(nn.Module):
+    """Equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
 class Deep(nn.Module):
     """Eight layers, each with a result that its backward reads."""
 

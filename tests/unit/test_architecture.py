@@ -64,7 +64,9 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("close_context",),
         ("transfer",),
         ("units",),
-        ("handles", "executor"),
+        ("handles", "run"),
+        ("value_steps",),
+        ("executor",),
     ),
     "passes": (("graph",), ("analysis", "verify"), ("joint", "schedule", "tiling", "loss", "activations"), ("lower",), ("",)),
 }

@@ -43,6 +43,7 @@ def train_without_fallback(
     chunk_loss: bool = False,
     chunk_bytes: int | None = None,
     tile: int | None = None,
+    activations: str = "keep",
 ) -> float:
     """Train a model and its twin; loss, parameters, gradients and buffers are equal after each step.
 
@@ -57,7 +58,7 @@ def train_without_fallback(
         reference.compile(backend="aot_eager")
     expected = train(reference, case, optimizer)
     torch.compiler.reset()
-    options = {"compute": compute, "chunk_loss": chunk_loss, "tile": tile}
+    options = {"compute": compute, "chunk_loss": chunk_loss, "tile": tile, "activations": activations}
     options |= {"compute_shape": {"chunk_bytes": chunk_bytes}} if chunk_bytes is not None else {}
     ours.compile(backend=BACKEND, options=options, fullgraph=fullgraph)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), mock.patch.object(parameter_calls, "_Whole", _Refused):

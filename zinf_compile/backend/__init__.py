@@ -18,6 +18,7 @@ placement_of_inputs — Placement of a graph whose parameters are partitioned al
     defaults.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 planned_step — The problem and the plan of a step that was recorded.
+remake — Decides which saved values are dropped and made again in the backward, and lets both graphs carry that.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
 run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.

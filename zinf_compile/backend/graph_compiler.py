@@ -60,6 +60,7 @@ from .kept_graphs import LiveProgram
 from .placement_of_inputs import follow_units, follows_cap, placements_of, refuse_closed
 from .plan_graphs import GraphPlanner
 from .regions import InductorRegions, decompositions, prepare
+from .remake import ForwardRegions, plan_remade
 from .replan import replanner_of
 from .run_graph import runner
 from .saved_values import SavedSpace, plan_saved, refuse_activation_budget
@@ -120,7 +121,7 @@ class GraphCompiler:
         self.planner: GraphPlanner | None = None
         self._rules: dict[Any, Any] = {}
         """Decompositions of operators that AOTAutograd keeps for `chunk_loss` to match."""
-        self._regions = InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
+        self._forward_regions, self._regions = ForwardRegions(), InductorRegions(mode=config.mode, on_refusal=config.on_refusal)
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         """Return the callable that Dynamo runs in place of the captured graph."""
@@ -270,6 +271,7 @@ class GraphCompiler:
         for what in skipped_notes(joint):
             if what not in skipped_notes(forward):
                 note_skipped(forward, what)
+        plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=kwargs["num_fwd_outputs"])
         self._decide_homes(forward, backward)
         plan_saved(forward, backward, self.choose_homes, own_outputs=kwargs["num_fwd_outputs"], budget=self._budget)
         return forward, backward
@@ -289,10 +291,10 @@ class GraphCompiler:
         """Insert the schedule into a graph and lower it."""
         run_passes(graph, self.graph_passes(kind))
         verify(graph)
-        inductor = self.config.compute == "inductor"
-        compile_region: RegionCompiler = (
-            partial(self._regions.collect, backward=kind == "backward") if inductor else run_by_operator
-        )
+        compile_region: RegionCompiler = run_by_operator
+        if self.config.compute == "inductor":
+            compile_region = partial(self._regions.collect, backward=kind == "backward")
+        compile_region = self._forward_regions.of(kind, compile_region)
         kept = None if self.planner is None else self.planner.kept
         if kept is not None:
             compile_region = kept.noting(compile_region)

@@ -159,6 +159,7 @@ class HomePlanner:
 def _just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.Graph:
     """Return the graph with gathers just in time, a copy: the compiler goes on with the original."""
     copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
     return run_passes(copied, region_passes(bucket_bytes=bucket_bytes)).graph
 
 

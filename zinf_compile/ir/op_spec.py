@@ -43,7 +43,7 @@ class OpSpec:
     name: str
     schema: str
     """Arguments and result. An argument `unit` is the hollow parameter, `src` and `dst` are tiers, `group` numbers transfers
-    that are issued together. Without a `unit`, the first argument leads to it; where that is `values`, no unit is moved."""
+    that are issued together. Without a `unit`, the first argument leads to it."""
     kernel: Callable[..., Any]
     """The operator's result on one process, where a shard is the whole unit."""
     step: Callable[[Sequence[Issued]], Step] | None = None
@@ -55,6 +55,10 @@ class OpSpec:
     volume: Volume = Volume.NOTHING
     collective: bool = False
     """All ranks take part, in the same order."""
+    fake: Callable[..., Any] | None = None
+    """Its result on fake tensors, where the kernel can't make that."""
+    has_unit: bool = True
+    """It moves a unit, or leads to one."""
 
 
 SPECS: dict[object, OpSpec] = {}
@@ -71,6 +75,8 @@ def define(spec: OpSpec) -> torch._ops.OpOverload:
     """Add a row to the table, and return its operator, `zinf::name`."""
     _library.define(f"{spec.name}{spec.schema}")
     _library.impl(spec.name, spec.kernel, "CompositeExplicitAutograd")
+    if spec.fake is not None:
+        torch.library.register_fake(f"zinf::{spec.name}", spec.fake, lib=_library)
     operator: torch._ops.OpOverload = getattr(torch.ops.zinf, spec.name).default
     SPECS[operator] = spec
     _positions[operator] = {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
@@ -87,6 +93,11 @@ def position_of(operator: object, argument: str) -> int | None:
 def moves_values(operator: object) -> bool:
     """Return whether the operator moves values that compute has made, or waits for them: no unit is behind it."""
     return position_of(operator, "values") is not None
+
+
+def has_unit(operator: object) -> bool:
+    """Return whether an operator of the table moves a unit, or leads to one; other operators of the table are about values."""
+    return SPECS[operator].has_unit
 
 
 def unit_position(operator: object) -> int:

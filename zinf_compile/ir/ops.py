@@ -12,6 +12,10 @@
 | `zinf::swap_values_out(values, src, dst)` | moves the memory behind saved values by one hop; starts it, as a handle    |
 | `zinf::swap_values_in(values, src, dst)`  | the same towards the device                                                |
 | `zinf::wait_value(values, number)`        | one of them, once its memory has moved: there, or a stand-in for it        |
+| `zinf::drop_value(value)`                 | this graph lets a saved value go; a stand-in for it, without memory        |
+| `zinf::copy_value(value)`                 | a copy of a value that the caller may write to                             |
+| `zinf::random_state(device)`              | the state of the device's default random generator                         |
+| `zinf::set_random_state(state, device)`   | sets that state; the one before                                            |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
@@ -29,6 +33,9 @@ can.
 Saved values are what a forward keeps for its backward. Those that are views of one memory move together: a handle is the list of
 them. In a forward `wait_value` returns a `SavedValue`, which has the value's metadata and no bytes; the backward gets that as its
 input, and has the value itself from its own `wait_value`.
+
+A saved value that is dropped is made again: the backward runs the forward's own regions a second time, in front of the one that
+reads it. A region that draws random numbers finds the generator's state as it was in the forward, and leaves it as it found it.
 
 A gather is a transfer between ranks, a swap one of a rank's own shard: with N ranks 1/N of the unit. With parameters on a drive,
 two hops from the device, the middle of a forward is, with one group of layers in each stage:
@@ -50,9 +57,10 @@ import torch
 from zinf_compile.ir.tiers import Tier
 
 from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
+from .random_states import ACCELERATOR_STATE_BYTES, STATE_BYTES, set_state_of, state_of
 from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
-from .value_steps import SwapValuesIn, SwapValuesOut, WaitValue
+from .value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
 
 
 def _swap_in(unit: torch.Tensor, src: str, dst: str, group: int = LONE_GROUP) -> torch.Tensor:
@@ -120,6 +128,24 @@ def _in_own_memory(value: torch.Tensor) -> torch.Tensor:
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     span = value.as_strided((last + 1,), (1,))
     return span.clone().as_strided(value.shape, value.stride())
+
+
+def _copy_value(value: torch.Tensor) -> torch.Tensor:
+    return _in_own_memory(value)
+
+
+def _random_state(device: str) -> torch.Tensor:
+    return state_of(device)
+
+
+def _set_random_state(state: torch.Tensor, device: str) -> torch.Tensor:
+    before = state_of(device)
+    set_state_of(device, state)
+    return before
+
+
+def _some_state(device: str) -> torch.Tensor:
+    return torch.empty(STATE_BYTES if torch.device(device).type == "cpu" else ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
 
 
 def _read_or_copied(src: str, dst: str) -> str:
@@ -191,6 +217,7 @@ swap_values_out = define(
         step=SwapValuesOut.of,
         lane=_written_or_copied,
         volume=Volume.VALUES,
+        has_unit=False,
     )
 )
 swap_values_in = define(
@@ -201,10 +228,43 @@ swap_values_in = define(
         step=SwapValuesIn.of,
         lane=_read_or_copied,
         volume=Volume.VALUES,
+        has_unit=False,
     )
 )
 wait_value = define(
-    OpSpec(name="wait_value", schema="(Tensor[] values, int number) -> Tensor", kernel=_wait_value, step=WaitValue.of)
+    OpSpec(
+        name="wait_value",
+        schema="(Tensor[] values, int number) -> Tensor",
+        kernel=_wait_value,
+        step=WaitValue.of,
+        has_unit=False,
+    )
+)
+drop_value = define(
+    OpSpec(name="drop_value", schema="(Tensor value) -> Tensor", kernel=_copy_value, step=DropValue.of, has_unit=False)
+)
+copy_value = define(
+    OpSpec(name="copy_value", schema="(Tensor value) -> Tensor", kernel=_copy_value, step=CopyValue.of, has_unit=False)
+)
+random_state = define(
+    OpSpec(
+        name="random_state",
+        schema="(str device) -> Tensor",
+        kernel=_random_state,
+        fake=_some_state,
+        step=RandomState.of,
+        has_unit=False,
+    )
+)
+set_random_state = define(
+    OpSpec(
+        name="set_random_state",
+        schema="(Tensor state, str device) -> Tensor",
+        kernel=_set_random_state,
+        fake=lambda state, device: torch.empty_like(state),
+        step=SetRandomState.of,
+        has_unit=False,
+    )
 )
 wait = define(OpSpec(name="wait", schema="(Tensor handle) -> Tensor", kernel=_wait, step=Wait.of))
 release = define(OpSpec(name="release", schema="(Tensor full) -> ()", kernel=_release, step=Release.of))

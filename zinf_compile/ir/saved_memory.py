@@ -6,6 +6,9 @@ import dataclasses
 
 from .tiers import Tier
 
+RECOMPUTE = "recompute"
+"""Word for saved values that are dropped and made again in the backward, beside the tiers where they may live."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedMemory:

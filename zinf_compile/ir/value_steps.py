@@ -1,4 +1,7 @@
-"""Steps that move values which a forward saves for its backward, made of the operators of `ops` as those of `steps`."""
+"""Steps of values which a forward saves for its backward: moved, dropped and copied, and of the states of random generators.
+
+Made of the operators of `ops`, as those of `steps`.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,95 @@ class WaitValue:
     @property
     def reads(self) -> tuple[int, ...]:
         return (self.handle,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DropValue:
+    """Let a saved value go; what the forward returns in its place holds no memory."""
+
+    value: int
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> DropValue:
+        """Make one step of one value."""
+        (only,) = issued
+        return cls(only.args["value"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.value,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyValue:
+    """Copy a value that the caller may write to before the backward."""
+
+    value: int
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> CopyValue:
+        """Make one step of one value."""
+        (only,) = issued
+        return cls(only.args["value"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.value,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RandomState:
+    """Record the state of a device's default random generator."""
+
+    device: str
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> RandomState:
+        """Make one step of one generator."""
+        (only,) = issued
+        return cls(only.args["device"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetRandomState:
+    """Set the state of a device's default random generator, and return the one before."""
+
+    state: int
+    device: str
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> SetRandomState:
+        """Make one step of one generator."""
+        (only,) = issued
+        return cls(only.args["state"], only.args["device"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.state,)
 
     @property
     def writes(self) -> tuple[int, ...]:

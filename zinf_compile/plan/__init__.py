@@ -24,6 +24,7 @@ problem — What happens between two `optimizer.step()`: the problem that a plan
 problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
+recompute — Which saved values are dropped and made again in the backward, and what they are made from.
 rough_links — Links at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.

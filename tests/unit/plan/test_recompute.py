@@ -1,0 +1,71 @@
+"""Which saved values are made again, by structure alone."""
+
+from __future__ import annotations
+
+from zinf_compile.ir.forward_compute import Compute, Remake
+from zinf_compile.plan.recompute import choose_remake
+
+
+def block(name: str, number: int, *, repeatable: bool = True) -> Compute:
+    """Return compute that reads `x{n}`, and makes `x{n + 1}` and `h{n}`, of which `v{n}` is a view."""
+    reads = frozenset({f"x{number}"} if number else ())
+    makes = frozenset({f"x{number + 1}", f"h{number}", f"v{number}"})
+    return Compute(unit=f"{name}.w", reads=reads, makes=makes, repeatable=repeatable)
+
+
+def saved_of(count: int) -> dict[str, int]:
+    """Return what `count` blocks save, which the backward reads in the opposite order."""
+    return {f"{kind}{number}": count - number for number in range(count) for kind in "hvx" if kind != "x" or number}
+
+
+MEMORY = {f"v{number}": f"h{number}" for number in range(9)}
+
+
+def chosen(*blocks: Compute) -> Remake:
+    return choose_remake(blocks, saved_of(len(blocks)), MEMORY)
+
+
+def test_block_inputs_are_kept_and_all_else_of_each_block_but_the_last_is_made_again() -> None:
+    found = chosen(*(block(f"layers.{number}", number) for number in range(4)))
+    assert found.blocks == ((0,), (1,), (2,))
+    assert found.kept == {"x1", "x2"}
+    assert found.dropped == {"h0", "v0", "h1", "v1", "h2", "v2"}
+
+
+def test_what_is_not_repeatable_is_kept() -> None:
+    found = chosen(*(block(f"layers.{number}", number, repeatable=number != 1) for number in range(4)))
+    assert found.blocks == ((0,), (2,))
+    assert found.dropped == {"h0", "v0", "h2", "v2"}
+
+
+def test_a_value_whose_memory_is_kept_stays() -> None:
+    reads_a_view = Compute(unit="layers.1.w", reads=frozenset({"x1", "v0"}), makes=frozenset({"x2", "h1"}))
+    blocks = [block("layers.0", 0), reads_a_view, block("layers.2", 2), block("layers.3", 3)]
+    found = chosen(*blocks)
+    assert found.blocks == ((1,), (2,)), "what the first block makes is kept, so it isn't made again"
+    assert found.kept == {"x1", "v0", "x2"}
+
+
+def test_blocks_have_as_many_numbers_in_their_names_as_keep_the_fewest_values() -> None:
+    """Layers of one product each save nothing but each other's inputs; the block around them does."""
+    names = ["0.layers.0.a.0", "0.layers.0.a.1", "0.layers.1.a.0", "0.layers.1.a.1", "0.layers.2.a.0", "0.layers.2.a.1"]
+    lone = [
+        Compute(unit=f"{name}.w", reads=frozenset({f"x{n}"} if n else ()), makes=frozenset({f"x{n + 1}"}))
+        for n, name in enumerate(names)
+    ]
+    found = choose_remake(lone, {f"x{n}": 6 - n for n in range(1, 6)}, {})
+    assert found.blocks == ((0, 1), (2, 3))
+    assert found.kept == {"x2"}
+    assert found.dropped == {"x1", "x3"}
+
+
+def test_what_the_backward_reads_before_later_blocks_is_kept() -> None:
+    """Else its block would run again, and be there, from the backward's begin on."""
+    blocks = [block(f"layers.{number}", number) for number in range(4)]
+    found = choose_remake(blocks, {**saved_of(4), "h0": 0, "x1": 0}, MEMORY)
+    assert found.blocks == ((1,), (2,))
+
+
+def test_nothing_to_drop() -> None:
+    assert chosen(block("layers.0", 0)) == Remake()
+    assert choose_remake([], {}, {}) == Remake()

@@ -1,0 +1,147 @@
+"""Decides, right after the cut, which saved values are dropped and made again in the backward, and lets both graphs carry that.
+
+Called by `graph_compiler`, with option activations="recompute"; `plan/recompute` chooses, the passes of `passes/activations` act.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zinf_compile._torch import aot_index, mutated_inputs
+from zinf_compile.ir import ops
+from zinf_compile.ir.saved_memory import RECOMPUTE
+from zinf_compile.passes import region_passes, run_passes
+from zinf_compile.passes.activations.carry_values import carry_values
+from zinf_compile.passes.analysis.region_facts import bytes_of_value
+from zinf_compile.passes.analysis.repeatable import ForwardCompute, memories_of, random_devices
+from zinf_compile.passes.analysis.saved_memories import find_memories, memory_of, returned
+from zinf_compile.passes.analysis.stretches import Stretches
+from zinf_compile.passes.graph.node_facts import buffer_of, positions, slot_of
+from zinf_compile.passes.graph.remade import Remade, RemadeBlock, mark_remade, runs_again
+from zinf_compile.passes.lower import RegionCompiler
+from zinf_compile.plan.recompute import choose_remake
+
+from .regions import structure
+
+Function = Callable[[list[Any]], Sequence[Any]]
+
+LEAST_BUFFER_BYTES = 1 << 20
+"""Buffers of the model of more aren't copied: where one changes before the backward, PyTorch raises its error."""
+
+
+def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *, bucket_bytes: int, own_outputs: int) -> None:
+    """Choose what is dropped, let the backward have what it is made from, and mark it in both graphs.
+
+    Nothing where `word`, the option's, isn't that for it. `own_outputs` of the forward are the user's.
+    """
+    if word != RECOMPUTE:
+        return
+    source = _just_in_time(forward, bucket_bytes)
+    compute = ForwardCompute(source.graph, known={node.name for node in forward.graph.nodes})
+    described = compute.describe()
+    remake = choose_remake(described, _saved(forward, backward, bucket_bytes, own_outputs), memories_of(source.graph.nodes))
+    if not remake.blocks:
+        return
+    numbers = [number for block in remake.blocks for number in block]
+    inputs = {node.name for number in numbers for node in compute.inputs_of(number) if node.op == "placeholder"}
+    gathered = {node for number in numbers for node in compute.inputs_of(number) if node.target is ops.wait}
+    wanted = inputs | {_unit_behind(full).name for full in gathered} | remake.kept
+    copies = _held_by_callers(forward.graph, backward.graph, wanted, own_outputs)
+    found = (random_devices(compute.nodes[number]) for number in numbers)
+    draws = [(name, device) for name, devices in found for device in devices]
+    order = [node.name for node in forward.graph.nodes if node.name in wanted]
+    carried, states = carry_values(
+        forward,
+        backward=backward,
+        own_outputs=own_outputs,
+        values=[name for name in order if name not in copies],
+        copies=[name for name in order if name in copies],
+        devices=[device for _, device in draws],
+    )
+    named: dict[str, dict[str, str]] = {}
+    for (name, device), state in zip(draws, states, strict=True):
+        named.setdefault(name, {})[device] = state
+    blocks = tuple(
+        RemadeBlock(
+            compute=tuple(tuple(compute.nodes[number]) for number in block),
+            dropped=tuple(node.name for number in block for node in compute.nodes[number] if node.name in remake.dropped),
+        )
+        for block in remake.blocks
+    )
+    mark_remade(forward, backward, Remade(forward=source.graph, blocks=blocks, carried=carried, states=named))
+
+
+def _just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes))
+
+
+def _saved(forward: fx.GraphModule, backward: fx.GraphModule, bucket_bytes: int, own_outputs: int) -> dict[str, int]:
+    """Return the saved values that may be dropped, with the compute of the backward that reads them first."""
+    scheduled = _just_in_time(backward, bucket_bytes).graph
+    stretches, place = Stretches(scheduled), positions(scheduled)
+    found: dict[str, int] = {}
+    by_name = {node.name: node for node in scheduled.nodes if node.op == "placeholder"}
+    for memory in find_memories(forward.graph, backward.graph, own_outputs=own_outputs):
+        for name in memory.inputs:
+            if by_name[name].users:
+                found[name] = stretches.of(min(by_name[name].users, key=place.__getitem__))
+    return found
+
+
+def _unit_behind(full: fx.Node) -> fx.Node:
+    """Return the parameter whose gathered values a node has."""
+    (gather,) = full.all_input_nodes
+    return gather.all_input_nodes[0]
+
+
+def _held_by_callers(forward: fx.Graph, backward: fx.Graph, names: Iterable[str], own_outputs: int) -> set[str]:
+    """Return those values that the caller may write to unseen before the backward: inputs and results, and views of them."""
+    output = forward.output_node()
+    mutated = set(mutated_inputs(output).values())
+    results = {memory_of(node) for node in returned(forward)[:own_outputs] if isinstance(node, fx.Node)}
+    known = {node.name for node in backward.nodes if node.op == "placeholder"}
+    by_name = {node.name: node for node in forward.nodes}
+    found = set()
+    for name in names:
+        node = by_name[name]
+        if slot_of(node) is not None or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        memory = memory_of(node)
+        if node.op == "placeholder":
+            changes = aot_index(node) in mutated
+            large = bytes_of_value(node.meta["val"]) > LEAST_BUFFER_BYTES
+            checked = name in known or (buffer_of(node) is not None and large)
+            if changes or not checked:
+                found.add(name)
+        elif memory is None or memory.op == "placeholder" or memory in results:
+            found.add(name)
+    return found
+
+
+class ForwardRegions:
+    """The compiled regions of a forward, which its backward runs again."""
+
+    def __init__(self) -> None:
+        self._functions: dict[Hashable, Function] = {}
+
+    def of(self, kind: str, compile_region: RegionCompiler) -> RegionCompiler:
+        """Return a compiler of a graph's regions; those of a backward that run again are the forward's, compiled already."""
+
+        def compile_and_note(region: fx.GraphModule) -> Function:
+            found = self._functions[structure(region)] = compile_region(region)
+            return found
+
+        def compile_or_find(region: fx.GraphModule) -> Function:
+            if not any(runs_again(node) for node in region.graph.nodes if node.op == "call_function"):
+                return compile_region(region)
+            found = self._functions.get(structure(region))
+            assert found is not None, "a region that runs again is one of its forward's"
+            return found
+
+        return {"forward": compile_and_note, "backward": compile_or_find}.get(kind, compile_region)
