@@ -4,4 +4,7 @@ alias — Aliasing of values and the one definition of element-wise, both read f
 build_nodes — Insertion of operators into a traced graph, each with the fake value of its result.
 concat — Parts of a concatenation.
 node_facts — Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone.
+region_structure — A key of a graph's structure: regions with equal keys compile as one.
+token_loop — The operator that computes a slice of tokens at a time: its target is the loop itself, with the slice's operators as
+    a graph.
 """

@@ -14,7 +14,7 @@ from models import CASES, tokens, vectors
 from torch import fx, nn
 from tracing import compiled, traced
 
-from zinf_compile.backend.regions import structure
+from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import trace
 from zinf_compile.ir.program import Program

@@ -322,6 +322,8 @@ class GraphCompiler:
             "worth": choices.chunks if together and choices is not None else self._is_worth,
             "rows": None if choices is None else choices.rows,
             "rules": self._rules,
+            "token_tile": self.shape.token_tile,
+            "small": choices is not None and choices.several,
         }
 
     def _decide(self, graph: fx.GraphModule) -> None:
