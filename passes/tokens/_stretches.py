@@ -108,6 +108,7 @@ class _Finder:
         """Return the stretch; None if there is nothing to gain."""
         self._grow()
         self._inside |= self._between(self._inside)
+        self._inside |= self._kept_for_backward(self._inside)
         self._trim()
         if not self._is_worth():
             return None
@@ -126,7 +127,7 @@ class _Finder:
         waiting = [self._product]
         while waiting:
             node = waiting.pop()
-            fresh = [user for user in node.users if not is_backward(user)] if self._is_inner(node) else []
+            fresh = [user for user in node.users if not is_backward(user)] if self._is_inner(node) or _has_parts(node) else []
             fresh += [s for s in self._op(node).rows if not is_backward(s) and (self._is_inner(s) or _has_parts(s))]
             fresh = [each for each in dict.fromkeys(fresh) if each not in self._inside]
             self._inside.update(fresh)
@@ -194,7 +195,7 @@ class _Finder:
                 (source,) = live
                 if is_cast(source) and (op := self._ops.of(source)) and self._row_bytes(op.rows[0]) <= self._row_bytes(source):
                     pulled.add(source)
-                pulled |= {user for node in pulled if _has_parts(node) for user in node.users}
+                pulled |= self._kept_for_backward(pulled)
                 inside = self._inside | pulled
                 alone = all(is_backward(user) or user in inside for node in pulled for user in node.users)
                 return pulled if alone else set()
@@ -206,6 +207,18 @@ class _Finder:
             pulled.add(node)
             live = (live - {node}) | set(op.rows)
         return set()
+
+    def _kept_for_backward(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return row operators of the forward that read some nodes, and that the backward alone reads."""
+        found: set[fx.Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            for user in waiting.pop().users:
+                op = None if is_backward(user) or user in found else self._ops.of(user)
+                if op is not None and not op.sums and all(map(is_backward, user.users)):
+                    found.add(user)
+                    waiting.append(user)
+        return found
 
     def _backward(self, inner: set[fx.Node]) -> set[fx.Node]:
         found: set[fx.Node] = set()

@@ -17,6 +17,8 @@ from ._stretches import LeftWholeError, Stretch, Stretches
 ROWS = 64
 """Slices are multiples of this many tokens, unless fewer fit."""
 
+aten = torch.ops.aten
+
 _log = logging.getLogger("zinf_compile")
 
 
@@ -36,6 +38,7 @@ def tile_tokens(gm: fx.GraphModule, *, tile_bytes: int | None = None, small: boo
     """
     if tile_bytes is None:
         return gm
+    _read_sizes_early(gm.graph)
     found = Stretches(gm.graph)
     maker = LoopMaker()
     for stretch in found.find():
@@ -57,6 +60,24 @@ def choose_tile(row_bytes: int, tile_bytes: int) -> int:
     """Return the tokens of a slice whose widest value has `row_bytes` for each."""
     rows = max(1, tile_bytes // row_bytes)
     return rows // ROWS * ROWS or rows
+
+
+def _read_sizes_early(graph: fx.Graph) -> None:
+    """Read sizes known at run time only off the first value that has them, so that none is read off a value inside a stretch."""
+    known: dict[object, tuple[fx.Node, int | None]] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            source, dim = known.setdefault(value.node.expr, (node, None))
+            if node.target is aten.sym_size.int and source is not node:
+                if dim is None:
+                    node.replace_all_uses_with(source)
+                else:
+                    node.args = (source, dim)
+        elif isinstance(value, torch.Tensor) and not (node.op == "placeholder" and is_backward(node)):
+            for dim, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    known.setdefault(size.node.expr, (node, dim))
 
 
 def _rewrite(graph: fx.Graph, stretch: Stretch, maker: LoopMaker, tile: int) -> None:

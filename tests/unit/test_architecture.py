@@ -66,7 +66,13 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("units",),
         ("handles", "executor"),
     ),
-    "passes": (("graph",), ("analysis", "verify"), ("joint", "schedule", "tiling", "loss", "tokens", "activations"), ("lower",), ("",)),
+    "passes": (
+        ("graph",),
+        ("analysis", "verify"),
+        ("joint", "schedule", "tiling", "loss", "tokens", "activations"),
+        ("lower",),
+        ("",),
+    ),
 }
 """Folders within these, from the bottom: each may import those beside it and below."""
 
