@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,6 +72,11 @@ class TokenLoop:
     def body(self) -> fx.GraphModule:
         """Return the graph of a whole slice."""
         return next(iter(self.bodies.values()))
+
+    def tokens(self, inputs: Sequence[torch.Tensor]) -> int:
+        """Return the number of tokens of traced inputs, dynamic sizes as traced."""
+        sizes = inputs[0].shape[: self.rows[0].lead]
+        return math.prod(int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in sizes)
 
     def __str__(self) -> str:
         """Return a text that is equal for loops of equal structure."""
