@@ -242,7 +242,28 @@ class _Finder:
                 add(s for s in self._op(node).rows if is_backward(s) and (self._is_inner_gradient(s) or _has_parts(s)))
             if found:
                 add(self._between(found))
+            if found and not waiting:
+                add(self._norm_backward(found))
         return found
+
+    def _norm_backward(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """Return the operators behind a stretch, up to the gradient of a norm's input; empty if they return more than that."""
+        pulled: set[fx.Node] = set()
+        for _ in range(_MOST_STEPS):
+            behind: dict[fx.Node, set[fx.Node]] = {}
+            for node in inside | pulled:
+                others = {reader for reader in self._readers(node) if reader not in inside and reader not in pulled}
+                if others and not self._op(node).sums:
+                    behind[node] = others
+            if len(behind) <= 1:
+                return pulled
+            reader = min(set().union(*behind.values()))
+            op = self._ops.of(reader)
+            alone = all(self._reads_rows(reader, node) for node, others in behind.items() if reader in others)
+            if op is None or not alone or (op.product and not op.sums):
+                return set()
+            pulled.add(reader)
+        return set()
 
     def _is_inner_gradient(self, node: fx.Node) -> bool:
         op = self._ops.of(node)
