@@ -194,12 +194,11 @@ class RowOps:
             return None
         (lead,) = leads
         place = _OVER_DIMS[node.target]
-        if node.target in (aten.slice_backward.default, aten.select_backward.default):
-            rank = fake_value(node).dim()
-        else:
-            rank = ranks.pop()
-        if ranks and node.target not in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+        if node.target in SIZED:
+            ranks = {fake_value(node).dim()}
+        if len(ranks) != 1:
             return None
+        (rank,) = ranks
         dims = _dims(node, place)
         if dims is None:
             return None
