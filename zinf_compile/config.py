@@ -325,7 +325,7 @@ class Config:
     def _pinned(self) -> dict[str, Any]:
         given = dict(self.compute_shape or {})
         if "token_tile" in given:
-            given["token_tile"] = parse_bytes(given["token_tile"], option="compute_shape, token_tile:")
+            given["token_tile"] = parse_bytes(given["token_tile"], option="compute_shape: token_tile")
         return given
 
     def _folders(self) -> tuple[str, ...]:

@@ -114,8 +114,10 @@ class _Finder:
             return None
         self._inside |= self._norm()
         forward = self._inside
-        if any(tiled := [n for node in forward for n in self._units(node) if (slot := slot_of(n)) and slot.tiles]):
-            raise LeftWholeError(f"{tiled[0].name} is in tiles")
+        for node in sorted(forward):
+            for unit in self._units(node):
+                if (slot := slot_of(unit)) is not None and slot.tiles:
+                    raise LeftWholeError(f"{slot.name} is in tiles")
         inner = {node for node in forward if all(user in forward or is_backward(user) for user in node.users)}
         backward = self._backward(inner)
         again = self._again(backward, inner)
