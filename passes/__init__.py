@@ -48,6 +48,7 @@ from zinf_compile.passes.tiling.sink_tile_gradients import sink_tile_gradients
 from zinf_compile.passes.tiling.tile_matmuls import tile_matmuls
 from zinf_compile.passes.tiling.tile_pointwise import tile_pointwise
 from zinf_compile.passes.tiling.write_tiles_in_place import write_tiles_in_place
+from zinf_compile.passes.tokens.tile_tokens import tile_tokens
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY
 
 from .verify import verify
@@ -71,16 +72,20 @@ def inference_passes(
     worth: Callable[[Logits], bool] | None = None,
     rows: Callable[[ParameterSlot], bool] | None = None,
     rules: Mapping[Any, Callable[..., Any]] | None = None,
+    token_tile: int | None = None,
+    small: bool = True,
 ) -> tuple[Pass, ...]:
     """Rewrites of a graph that has no backward, before its schedule is written.
 
     `chunk` and `worth` select the losses that are computed in chunks, each of `chunk_bytes`. `rows` selects the parameters of
     which rows are gathered by index. `rules` decompose the operators that were kept for `chunk_loss`.
+    `token_tile` and `small` are those of `tile_tokens`.
     """
     return (
         partial(chunk_loss, enabled=chunk, chunk_bytes=chunk_bytes, worth=worth),
         partial(decompose_kept_ops, table=rules or {}),
         partial(insert_row_lookups, chosen=rows or (lambda slot: False)),
+        partial(tile_tokens, tile_bytes=token_tile, small=small),
         tile_matmuls,
         tile_pointwise,
     )
@@ -93,10 +98,14 @@ def joint_passes(
     worth: Callable[[Logits], bool] | None = None,
     rows: Callable[[ParameterSlot], bool] | None = None,
     rules: Mapping[Any, Callable[..., Any]] | None = None,
+    token_tile: int | None = None,
+    small: bool = True,
 ) -> tuple[Pass, ...]:
     """Rewrites of the joint graph, before it is partitioned into forward and backward. Options as in `inference_passes`."""
     return (
-        *inference_passes(chunk=chunk, chunk_bytes=chunk_bytes, worth=worth, rows=rows, rules=rules),
+        *inference_passes(
+            chunk=chunk, chunk_bytes=chunk_bytes, worth=worth, rows=rows, rules=rules, token_tile=token_tile, small=small
+        ),
         recompute_unit_views,
         insert_reduce_scatters,
     )

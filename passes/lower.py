@@ -37,6 +37,7 @@ from zinf_compile.passes.graph.node_facts import (
     wire_type,
 )
 from zinf_compile.passes.graph.remade import runs_again
+from zinf_compile.passes.graph.token_loop import is_token_loop
 
 _Segment = list[fx.Node]
 """Consecutive operators that become one step."""
@@ -167,7 +168,7 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Segment]]:
         if spec is not None and spec.step is None:
             spec = None
         extends = spec is current_spec and (
-            not starts_region(node) if spec is None else bool(current) and _joins(node, current[-1])
+            not _begins(node, current) if spec is None else bool(current) and _joins(node, current[-1])
         )
         if current and not extends:
             yield current_spec, current
@@ -176,6 +177,13 @@ def _segments(graph: fx.Graph) -> Iterator[tuple[OpSpec | None, _Segment]]:
         current_spec = spec
     if current:
         yield current_spec, current
+
+
+def _begins(node: fx.Node, current: _Segment) -> bool:
+    """Return whether compute begins another step here. A loop over slices of tokens is one, with the results taken from it."""
+    if starts_region(node) or is_token_loop(node):
+        return True
+    return bool(current) and is_token_loop(current[0]) and not is_token_loop(node.args[0] if node.args else None)
 
 
 def _joins(node: fx.Node, previous: fx.Node) -> bool:

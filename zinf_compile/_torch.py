@@ -40,7 +40,6 @@ from torch.utils._pytree import tree_map as tree_map
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
 
-
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
@@ -155,8 +154,7 @@ def describe_saved(output: torch.fx.Node, own: int) -> None:
 def captured_name(placeholder: torch.fx.Node) -> str:
     """Return the user's name for an input of a Dynamo graph, `h.0.attn.weight`, or for an argument, `x`."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    name = getattr(source, "name", None)
-    text = name() if callable(name) else name
+    text = name() if callable(name := getattr(source, "name", None)) else name
     return prettified(str(text)) if text else str(placeholder.target)
 
 
@@ -166,9 +164,7 @@ def prettified(name: str) -> str:
         name = name.replace(f".__dict__['{kind}']['", ".").replace(f".{kind}['", ".").replace(f"{kind}['", "")
     name = name.replace("']", "")
     head, _, rest = name.partition(".")
-    if not head.startswith(("L['", "G['")):
-        return name
-    return rest or head[3:]
+    return (rest or head[3:]) if head.startswith(("L['", "G['")) else name
 
 
 def limited_frame() -> str | None:

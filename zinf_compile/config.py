@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.saved_memory import RECOMPUTE
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Placement, Tier, all_tiers
 
 from .errors import OptionError
@@ -25,25 +25,13 @@ from .errors import OptionError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-
 _LEAST_TILE = 1 << 20
 """Smallest default tile under `device_memory`: smaller ones cost more than they save."""
 
 AUTO = "auto"
 """Word for tiers that follow from the budgets."""
 
-SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes")
+SHAPE_PARTS = ("piece_numel", "chunk_bytes", "worth_bytes", "token_tile")
 """Keys of option `compute_shape`."""
 
 PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_prefetch")
@@ -51,20 +39,6 @@ PLANNERS = ("just_in_time", "one_ahead", "largest_first", "greedy", "cached_pref
 
 MODES = ("default", "max-autotune-no-cudagraphs")
 _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
-
-
-def parse_bytes(value: int | str, *, option: str) -> int:
-    """Turn `"32MiB"` or a number of bytes into bytes; raise `OptionError` naming `option` for anything else."""
-    accepted = f"a positive number of bytes or text such as '32MiB' (units: {', '.join(_UNITS)})"
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
-        factor = _UNITS.get(match[2]) if match else None
-        if match is None or factor is None:
-            raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
-        value = int(float(match[1]) * factor)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
-    return value
 
 
 def tile_range(device_memory: int) -> tuple[int, int]:
@@ -103,10 +77,11 @@ class Config:
     can't be chunked is computed whole; the logger `zinf_compile` and `zinf dump` show the reason. Numbers differ from those of
     whole logits by the order in which tokens are summed."""
 
-    compute_shape: Mapping[str, int] | None = None
+    compute_shape: Mapping[str, Any] | None = None
     """Parts of the compute shape, which `zinf dump` prints, that aren't options of their own: `"piece_numel"`, the elements of a
     shard that an optimizer updates together and a drive stores together, `"chunk_bytes"`, the bytes of a chunk's logits in fp32,
-    and `"worth_bytes"`, above which logits are computed in chunks. Decides bits."""
+    `"worth_bytes"`, above which logits are computed in chunks, and `"token_tile"`, a size such as `"64MiB"`: MLPs are computed a
+    slice of tokens at a time, forward and backward, so that no value inside takes more. Decides bits."""
 
     params: str = "auto"
     """Tier of parameters between their uses: `"device"`, `"host"` (the same for a model on the CPU) or `"nvme"` (the drive of
@@ -229,7 +204,7 @@ class Config:
             chunk_loss=self.chunk_loss,
             compute=self.compute,
             mode=self.mode,
-            **(self.compute_shape or {}),
+            **self._pinned(),
         )
 
     def signature(self) -> str:
@@ -243,7 +218,7 @@ class Config:
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != "keep" else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
-            + (f" compute_shape={sorted(self.compute_shape.items())}" if self.compute_shape else "")
+            + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )
 
     def planner_name(self) -> str:
@@ -344,9 +319,15 @@ class Config:
                 f"option compute_shape={pinned!r} is not known; accepted: a dict of {', '.join(SHAPE_PARTS)} (bucket, tile, "
                 "chunk_loss, compute and mode are options)"
             )
-        for name, value in pinned.items():
+        for name, value in self._pinned().items():
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise OptionError(f"option compute_shape: {name}={value!r} is not a size; accepted: a positive whole number")
+
+    def _pinned(self) -> dict[str, Any]:
+        given = dict(self.compute_shape or {})
+        if "token_tile" in given:
+            given["token_tile"] = parse_bytes(given["token_tile"], option="compute_shape: token_tile")
+        return given
 
     def _folders(self) -> tuple[str, ...]:
         given = (self.nvme,) if isinstance(self.nvme, str | os.PathLike) else tuple(self.nvme)

@@ -8,6 +8,7 @@ Note: what a value takes
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +24,10 @@ from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
-from zinf_compile.passes.graph.node_facts import slot_behind, slot_of, starts_region, values_behind
+from zinf_compile.passes.graph.build_nodes import can_view
+from zinf_compile.passes.graph.node_facts import hinted_numel, slot_behind, slot_of, starts_region, values_behind
 from zinf_compile.passes.graph.remade import is_dropped
+from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop, is_token_loop
 from zinf_compile.plan.compute_memory import ComputeMemory
 
 ROUNDING = {"cpu": 64}
@@ -309,8 +312,26 @@ class _Account:
         lasts = {first: number for number, first in enumerate(firsts)}
         return [(first, lasts[first]) for first in firsts]
 
+    def _slice(self, loop: TokenLoop, node: fx.Node) -> int:
+        """Return what a loop takes beside its results: the values of a slice, sums in a wider type, copies of strided inputs."""
+        graph = loop.body.graph
+        inputs = graph.find_nodes(op="placeholder")
+        account = _Account(graph, self._device, by_operator=self._by_operator, forward=None, results=0)
+        found, _ = account.measure(lambda slot: False)
+        most = found.activations + found.temporaries
+        most -= sum(round_up(_extent_bytes(value), self._align) for value in _tensors(inputs))
+        for out in loop.outs:
+            if isinstance(out, SumOut) and out.summed_in != out.dtype:
+                most += round_up(format_of(out.summed_in).bytes(math.prod(out.shape)), self._align)
+        for value, form in zip(_tensors(node.all_input_nodes), loop.rows, strict=False):
+            if not can_view(value, (-1, *value.shape[form.lead :])):
+                most += round_up(format_of(value.dtype).bytes(hinted_numel(value)), self._align)
+        return most
+
     def _scratch(self, node: fx.Node) -> int:
-        """Return what libraries are known to take while they perform an operator."""
+        """Return what an operator takes beside its results: a loop over tokens, or a library as far as that is known."""
+        if isinstance(node.target, TokenLoop):
+            return self._slice(node.target, node)
         packet = getattr(node.target, "overloadpacket", None)
         if self._device.type != "cpu" or packet is None:
             return 0
@@ -324,7 +345,7 @@ class _Account:
 
 
 def _calls_library(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in LIBRARY_CALLS
+    return is_token_loop(node) or getattr(node.target, "overloadpacket", None) in LIBRARY_CALLS
 
 
 def _tensors(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:

@@ -9,8 +9,9 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
+from zinf_compile.passes.graph.token_loop import TokenLoop, is_token_loop
 
-from .region_facts import bytes_of_value
+from .region_facts import bytes_of_value, owners_of
 
 
 def peak_of_regions(
@@ -36,17 +37,31 @@ def peak_of_regions(
     peaks = [0] * len(regions)
     live, current = 0, 0
     held: dict[fx.Node, int] = {}
+    inside: dict[TokenLoop, int] = {}
     for node, number in place.items():
         current = region_of.get(node, current)
         if _is_made(node) and owners[node] is node and node not in without:
             held[node] = bytes_of_value(node.meta.get("val"))
             live += held[node]
         if peaks and node in region_of:
-            peaks[current] = max(peaks[current], live)
+            peaks[current] = max(peaks[current], live + _of_slice(node, inside))
         for owner in dying[number]:
             live -= held.pop(owner, 0)
     return peaks
 
 
+def _of_slice(node: fx.Node, known: dict[TokenLoop, int]) -> int:
+    """Return the peak bytes of the values of one slice of a loop; 0 for another operator."""
+    loop = node.target
+    if not isinstance(loop, TokenLoop):
+        return 0
+    if loop not in known:
+        graph = loop.body.graph
+        known[loop] = max(peak_of_regions(graph, [list(graph.nodes)], owners_of(graph), without=()))
+    return known[loop]
+
+
 def _is_made(node: fx.Node) -> bool:
+    if is_token_loop(node):  # each of its results is a node
+        return False
     return node.op == "call_function" and (node.target not in SCHEDULE_OPS or node.target is ops.gather_rows)

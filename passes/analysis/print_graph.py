@@ -22,6 +22,7 @@ from zinf_compile.passes.graph.node_facts import (
     values_behind,
     wire_bytes,
 )
+from zinf_compile.passes.graph.token_loop import TokenLoop
 
 from .saved_memories import bytes_together
 from .traffic import bytes_moved, is_swap
@@ -32,8 +33,8 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
 
     With `sizes`, schedule operators show the parameter's name and bytes. Bytes are those of the whole unit; a swap shows the
     shard of one of `world_size` ranks, and `gather_rows` an upper bound of its rows. Parts of values that never exist as a whole
-    show their name and bytes. The text begins with the rewrites that passes skipped, with reasons. With `policies`, other
-    operators show their checkpoint policy.
+    show their name and bytes, loops over slices of tokens the operators of a slice. The text begins with the rewrites that passes
+    skipped, with reasons. With `policies`, other operators show their checkpoint policy.
     """
     lines = [f"# {what}" for what in skipped_notes(gm)] if sizes else []
     for node in gm.graph.nodes:
@@ -44,10 +45,16 @@ def graph_text(gm: fx.GraphModule, *, sizes: bool = False, policies: bool = Fals
             line = with_sizes(line, node, world_size=world_size)
         elif sizes and part_of(node):
             line = f"{line:<60}  # {part_of(node)} {fake_value(node).nbytes:,} B"
+        elif sizes and isinstance(node.target, TokenLoop):
+            line = f"{line:<60}  # slices of {node.target.tile} tokens\n" + _indented(node.target.body)
         elif policies and policy_of(node):
             line = f"{line:<60}  # {policy_of(node)}"
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _indented(body: fx.GraphModule) -> str:
+    return "\n".join(f"    {line}" for line in graph_text(body).splitlines())
 
 
 def with_sizes(line: str, node: fx.Node, *, world_size: int) -> str:

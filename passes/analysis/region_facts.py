@@ -13,6 +13,7 @@ from zinf_compile.ir import compute_ops
 from zinf_compile.ir.formats import format_of
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
 from zinf_compile.passes.graph.node_facts import hinted_numel, module_of
+from zinf_compile.passes.graph.token_loop import TokenLoop
 
 from .blocks import block_of
 
@@ -66,6 +67,9 @@ def place_of(nodes: Sequence[fx.Node]) -> str:
 def operations_of(node: fx.Node) -> int:
     """Return an operator's floating-point operations, dynamic sizes as traced; 0 where PyTorch has no formula."""
     target: Any = node.target
+    if isinstance(target, TokenLoop):
+        of_slice = sum(map(operations_of, target.body.graph.nodes))
+        return of_slice * target.tokens([n.meta["val"] for n in node.args]) // target.tile
     arguments = list(node.args)
     if target in _AS:
         target, arguments = _AS[target], arguments[1:]

@@ -22,6 +22,7 @@ from zinf_compile.passes.graph.node_facts import (
     values_behind,
 )
 from zinf_compile.passes.graph.remade import runs_again
+from zinf_compile.passes.graph.token_loop import TokenLoop
 
 from .fold_blocks import Entry, fold
 from .print_graph import graph_text_line, with_sizes
@@ -86,6 +87,9 @@ def _region(number: int, nodes: Sequence[fx.Node]) -> Entry:
     if parts:
         largest = max(parts, key=lambda node: fake_value(node).nbytes)
         line = f"{line:<60}  # {part_of(largest)} {fake_value(largest).nbytes:,} B"
+    slices = [node.target.tile for node in nodes if isinstance(node.target, TokenLoop)]
+    if slices:
+        line = f"{line:<60}  # slices of {slices[0]} tokens"
     return Entry(line, key=("region", *((kind_of(node), *shape_of(node)) for node in nodes)), names=tuple(where))
 
 

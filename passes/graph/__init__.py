@@ -6,5 +6,8 @@ build_nodes — Insertion of operators into a traced graph, each with the fake v
 concat — Parts of a concatenation.
 node_facts — Typed accessors of nodes. Every pass reads metadata through them; keys of `node.meta` are known here alone, and in
     `remade`.
+region_structure — A key of a graph's structure: regions with equal keys compile as one.
 remade — What is dropped in a forward and made again in its backward, as both graphs carry it.
+token_loop — The operator that computes a slice of tokens at a time: its target is the loop itself, with the slice's operators as
+    a graph.
 """

@@ -10,6 +10,8 @@ from torch import fx
 
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 
+from .token_loop import is_token_loop
+
 aten = torch.ops.aten
 
 HIDDEN_VIEWS = frozenset(
@@ -63,8 +65,10 @@ def is_view(node: fx.Node) -> bool:
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the inputs whose memory the node's result may share."""
-    if node.op != "call_function" or node.target in SCHEDULE_OPS:
+    if node.op != "call_function" or node.target in SCHEDULE_OPS or is_token_loop(node):
         return []
+    if node.target is operator.getitem and is_token_loop(node.args[0]):
+        return []  # each result has memory of its own
     if node.target is operator.getitem or node.target in HIDDEN_VIEWS:
         return node.all_input_nodes[:1]
     if not isinstance(node.target, torch._ops.OpOverload):

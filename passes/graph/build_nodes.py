@@ -78,7 +78,7 @@ class NodeBuilder:
             return source
         if source.target is aten.view.default and list(source.args[0].meta["val"].shape) == list(shape):  # type: ignore[union-attr]
             return source.args[0]  # type: ignore[return-value]
-        if not _can_view(fake_value(source), shape):
+        if not can_view(fake_value(source), shape):
             source = self(aten.clone.default, source, memory_format=torch.contiguous_format)
         return self(aten.view.default, source, list(shape))
 
@@ -100,7 +100,8 @@ def _copy_metadata(node: fx.Node, origin: fx.Node) -> None:
         node.meta["recompute"], node.meta["ac_graph_id"] = origin.meta["recompute"], origin.meta.get("ac_graph_id", 0)
 
 
-def _can_view(value: torch.Tensor, shape: Sequence[int]) -> bool:
+def can_view(value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a value's strides allow a view in another shape."""
     try:
         value.view(list(shape))
     except (RuntimeError, ValueError):

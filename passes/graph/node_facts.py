@@ -353,6 +353,11 @@ def _expressions(node: fx.Node) -> list[Any]:
     return [n.node.expr for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat)) and n.node.is_symbolic()]
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Return whether a node of a joint graph belongs to the backward."""
+    return bool(node.meta.get("partitioner_tag") == "is_backward")
+
+
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return each node's index in the order of execution."""
     return {node: index for index, node in enumerate(graph.nodes)}

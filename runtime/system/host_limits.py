@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zinf_compile.config import Config, parse_bytes
+from zinf_compile.config import Config
+from zinf_compile.ir.sizes import parse_bytes
 
 from .accelerator import free_and_total_bytes
 from .cgroups import available_memory_bytes, find_limits, memory_limit_bytes

@@ -14,12 +14,12 @@ from models import CASES, tokens, vectors
 from torch import fx, nn
 from tracing import compiled, traced
 
-from zinf_compile.backend.regions import structure
 from zinf_compile.cli.models import GPT
 from zinf_compile.cli.trace import trace
 from zinf_compile.ir.program import Program
 from zinf_compile.ir.steps import Region
 from zinf_compile.passes import Pass, graph_passes, pass_name
+from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.passes.lower import lower
 from zinf_compile.passes.schedule.prefetch import prefetch
 

@@ -69,6 +69,8 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"compute_shape": {"chunk_bytes": 0}}, "compute_shape: chunk_bytes=0 is not a size; accepted: a positive whole number"),
     ({"compute_shape": {"piece_numel": True}}, "compute_shape: piece_numel=True is not a size"),
     ({"compute_shape": {"worth_bytes": 1.5}}, "compute_shape: worth_bytes=1.5 is not a size"),
+    ({"compute_shape": {"token_tile": 0}}, "compute_shape: token_tile=0 is not a size; accepted: a positive number of bytes"),
+    ({"compute_shape": {"token_tile": "64 tokens"}}, "token_tile='64 tokens' is not a size; accepted: .* such as '32MiB'"),
     ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),
     ({"mesh": 3}, "mesh is int; accepted: a one-dimensional DeviceMesh"),
     ({"process_group": 3, "mesh": 3}, "process_group and mesh exclude each other"),
@@ -146,6 +148,13 @@ def test_the_compute_shape_is_made_of_declared_options_and_agreed_on() -> None:
     assert pieces.shape().piece_numel == pieces.placement().piece_numel == 96
     assert "piece 96 elements" in pieces.shape().text()
     assert pieces.signature() != Config().signature()
+    slices = Config(compute_shape={"token_tile": "1KiB"})
+    assert slices.shape() == Config(compute_shape={"token_tile": 1024}).shape()
+    assert "slice of tokens 1,024 bytes" in slices.shape().text()
+    assert slices.shape().values()["token_tile"] == 1024
+    assert "token_tile" not in Config().shape().values()
+    assert "slice" not in Config().shape().text()
+    assert slices.signature() != Config().signature()
     assert Config().placement().piece_numel == Config().shape().piece_numel == 4 << 20
 
 

@@ -66,6 +66,11 @@ class Choices:
         return slot is not None and self._chosen.get((CHUNKS, slot.index), False)
 
     @property
+    def several(self) -> bool:
+        """True if several ranks gather the parameters."""
+        return max(self._shards, self._context.size) > 1
+
+    @property
     def any_chunks(self) -> bool:
         """True if a loss is chunked by an earlier choice."""
         return any(kind == CHUNKS and chosen for (kind, _), chosen in self._chosen.items())

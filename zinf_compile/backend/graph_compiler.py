@@ -291,10 +291,8 @@ class GraphCompiler:
         """Insert the schedule into a graph and lower it."""
         run_passes(graph, self.graph_passes(kind))
         verify(graph)
-        compile_region: RegionCompiler = run_by_operator
-        if self.config.compute == "inductor":
-            compile_region = partial(self._regions.collect, backward=kind == "backward")
-        compile_region = self._forward_regions.of(kind, compile_region)
+        inductor = partial(self._regions.collect, backward=kind == "backward") if self.config.compute == "inductor" else None
+        compile_region: RegionCompiler = self._forward_regions.of(kind, inductor or run_by_operator)
         kept = None if self.planner is None else self.planner.kept
         if kept is not None:
             compile_region = kept.noting(compile_region)
@@ -324,6 +322,8 @@ class GraphCompiler:
             "worth": choices.chunks if together and choices is not None else self._is_worth,
             "rows": None if choices is None else choices.rows,
             "rules": self._rules,
+            "token_tile": self.shape.token_tile,
+            "small": choices is not None and choices.several,
         }
 
     def _decide(self, graph: fx.GraphModule) -> None:

@@ -22,6 +22,7 @@ from zinf_compile.passes.analysis.planned_graph import PlannedGraph
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import structure_of
 from zinf_compile.passes.analysis.step_regions import find_regions
+from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.passes.lower import RegionCompiler, lower
 from zinf_compile.passes.schedule.insert_swaps import Path
 from zinf_compile.plan.costs import Costs
@@ -31,7 +32,6 @@ from zinf_compile.plan.problem_parts import Link
 from zinf_compile.runtime.system.process_wide import process_wide
 
 from .bind import Binder
-from .regions import structure
 
 Function = Callable[[list[Any]], Sequence[Any]]
 

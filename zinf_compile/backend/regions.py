@@ -31,6 +31,8 @@ from zinf_compile._torch import (
 from zinf_compile.errors import CompilationError
 from zinf_compile.ir.compute_ops import addmm_out, copy_out, embedding_gradient, mm_out
 from zinf_compile.passes.graph.alias import is_view
+from zinf_compile.passes.graph.region_structure import structure
+from zinf_compile.passes.graph.token_loop import TokenLoop, is_token_loop
 from zinf_compile.passes.lower import run_by_operator
 from zinf_compile.runtime.system.process_wide import process_wide
 
@@ -104,6 +106,9 @@ class InductorRegions:
 
     def collect(self, region: fx.GraphModule, *, backward: bool) -> Compiled:
         """Add a region; return its callable, valid after `compile`."""
+        loops = [node.target for node in region.graph.nodes if is_token_loop(node)]
+        if loops:
+            return self._loop(loops[0], region, backward=backward)
         if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in region.graph.nodes if node.op != "output"):
             return run_by_operator(region)
         if self._mode == "default" and all(map(_is_library_call, region.graph.nodes)):
@@ -115,6 +120,23 @@ class InductorRegions:
         if shared.graph is not None:
             self._waiting[shared] = key
         return shared
+
+    def _loop(self, loop: TokenLoop, region: fx.GraphModule, *, backward: bool) -> Compiled:
+        """Add the slices of a loop; return the loop over them. A slice of any number of tokens runs operator by operator."""
+        add = functools.partial(self.collect, backward=backward)
+        bodies = {rows: add(body) if rows else run_by_operator(body) for rows, body in loop.bodies.items()}
+        given, *_ = (list(node.args) for node in region.graph.nodes if is_token_loop(node))
+        inputs = region.graph.find_nodes(op="placeholder")
+        order = [inputs.index(node) for node in given]
+        items = [node.args[1] for node in region.graph.output_node().args[0]]  # type: ignore[union-attr]
+
+        def run(args: list[Any]) -> Sequence[Any]:
+            values = [args[place] for place in order]
+            args.clear()
+            results = loop.run(bodies, values)
+            return tuple(results[item] for item in items)
+
+        return run
 
     def compile(self, *, rank: int, ranks: int) -> None:
         """Compile the collected regions. Ranks of a node start at different ones, so that they share the work by their cache."""
@@ -183,33 +205,9 @@ def describe_refusal(error: Exception) -> str:
     return f"operator {operator}, {reason}" if operator else reason
 
 
-def structure(region: fx.GraphModule) -> tuple[Any, ...]:
-    """Return a key of a region's structure: operators, dataflow, and the metadata of its tensors."""
-    number: dict[fx.Node, int] = {}
-    key: list[Any] = []
-    for node in region.graph.nodes:
-        number[node] = len(number)
-        if node.op == "placeholder":
-            key.append(_form(node.meta.get("val")))
-        elif node.op == "get_attr":
-            key.append(("attribute", str(node.target)))
-        else:
-            wired = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-            key.append((node.op, str(node.target), repr(wired), _form(node.meta.get("val"))))
-    return tuple(key)
-
-
 def _is_library_call(node: fx.Node) -> bool:
     """Return whether a node needs no compilation. Regions of such nodes alone, such as a tile's product, run faster without."""
     return node.op in ("placeholder", "output") or node.target in _LIBRARY_CALLS or is_view(node)
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), str(value.device), str(tuple(value.shape)), str(tuple(value.stride())))
-    if isinstance(value, (list, tuple)):
-        return tuple(_form(item) for item in value)
-    return repr(value)
 
 
 def _belongs_to_its_graph(region: fx.GraphModule) -> bool:

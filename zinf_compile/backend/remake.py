@@ -22,11 +22,10 @@ from zinf_compile.passes.analysis.repeatable import ForwardCompute, memories_of,
 from zinf_compile.passes.analysis.saved_memories import find_memories, memory_of, returned
 from zinf_compile.passes.analysis.stretches import Stretches
 from zinf_compile.passes.graph.node_facts import buffer_of, positions, slot_of
+from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.passes.graph.remade import Remade, RemadeBlock, mark_remade, runs_again
 from zinf_compile.passes.lower import RegionCompiler
 from zinf_compile.plan.recompute import choose_remake
-
-from .regions import structure
 
 Function = Callable[[list[Any]], Sequence[Any]]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from tabulate import tabulate
 
-from zinf_compile.config import parse_bytes
 from zinf_compile.errors import OptionError
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine, File, Request
 from zinf_compile.runtime.storage.scratch_file import ScratchFile

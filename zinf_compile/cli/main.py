@@ -111,7 +111,7 @@ def report(
         world           number of ranks
         device          cpu, where the device is host memory, or cuda, which has memory of its own
         compute_shape   the values that decide bits, beside the model and its types: bucket_bytes, tile_bytes, piece_numel,
-                        chunk_bytes, worth_bytes, chunk_loss, compute, mode
+                        chunk_bytes, worth_bytes, chunk_loss, compute, mode; token_tile where it is set
         options         the options in force, as they are written for torch.compile; defaults included
         traffic         of all graphs: units; by link gathered and reduced (between ranks), read (from a drive, to the host or to
                         a device that is host memory), copied_in (host to device), copied_out (device to host), written (to a
@@ -134,7 +134,7 @@ def report(
         "schedule_hash": f"{schedule_hash(found):016x}",
         "world": world_size,
         "device": device,
-        "compute_shape": dataclasses.asdict(config.shape()),
+        "compute_shape": config.shape().values(),
         "options": {name: value for name, value in in_force.items() if value is not None},
         "traffic": dataclasses.asdict(_total(found)),
         "graphs": [

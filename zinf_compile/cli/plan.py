@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from zinf_compile.config import parse_bytes
 from zinf_compile.errors import BudgetError, OptionError
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem

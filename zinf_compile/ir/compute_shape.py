@@ -36,6 +36,8 @@ class ComputeShape:
     """Of a chunk's logits in fp32, where a loss is computed in chunks."""
     worth_bytes: int = WORTH_BYTES
     """Logits of more bytes in fp32 are computed in chunks, where `chunk_loss` doesn't say."""
+    token_tile: int | None = None
+    """Bytes of the widest value of a slice of tokens, where MLPs are computed a slice at a time; None: none is."""
     chunk_loss: bool | None = None
     """Whether losses are computed in chunks; None: large ones."""
     compute: str
@@ -57,4 +59,10 @@ class ComputeShape:
         return (
             f"compute shape: {self.compute}{mode}, bucket {self.bucket_bytes:,} bytes, tile {tile}, piece {self.piece_numel:,} "
             f"elements, chunk {self.chunk_bytes:,} bytes ({losses})"
+            + ("" if self.token_tile is None else f", slice of tokens {self.token_tile:,} bytes")
         )
+
+    def values(self) -> dict[str, object]:
+        """Return the values by name, for JSON; without those of slices of tokens where there are none."""
+        found = dataclasses.asdict(self)
+        return {name: value for name, value in found.items() if name != "token_tile" or value is not None}

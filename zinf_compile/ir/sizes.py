@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
+
+from zinf_compile.errors import OptionError
 
 PAGE = 4096
 """Bytes. Direct I/O moves whole pages."""
@@ -19,6 +22,18 @@ CHUNK_BUFFERS = 3
 PIECE_ALIGN = 4096
 """Pieces lie in a chunk at multiples of this many elements: at a page, whatever their data type."""
 
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
 
 class Sides(NamedTuple):
     """Bytes of the device, and of host memory beside it; where host memory is the device, all are the device's."""
@@ -34,3 +49,17 @@ class Sides(NamedTuple):
 def round_up(count: int, multiple: int) -> int:
     """Return the first multiple that is no less than `count`."""
     return -(-count // multiple) * multiple
+
+
+def parse_bytes(value: int | str, *, option: str) -> int:
+    """Turn `"32MiB"` or a number of bytes into bytes; raise `OptionError` naming `option` for anything else."""
+    accepted = f"a positive number of bytes or text such as '32MiB' (units: {', '.join(_UNITS)})"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", value)
+        factor = _UNITS.get(match[2]) if match else None
+        if match is None or factor is None:
+            raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
+        value = int(float(match[1]) * factor)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise OptionError(f"option {option}={value!r} is not a size; accepted: {accepted}")
+    return value

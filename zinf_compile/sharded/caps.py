@@ -7,7 +7,8 @@ import gc
 
 import torch
 
-from zinf_compile.config import Config, parse_bytes
+from zinf_compile.config import Config
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
