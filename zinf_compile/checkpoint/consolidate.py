@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from zinf_compile.config import parse_bytes
 from zinf_compile.errors import CheckpointError
 from zinf_compile.ir.formats import format_of
+from zinf_compile.ir.sizes import parse_bytes
 
 from .folder_update import FolderUpdate
 from .safetensors_writer import write_file

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zinf_compile.config import parse_bytes
 from zinf_compile.errors import PartitionedParameterError
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.sharded.parameter import ShardedParameter
 
