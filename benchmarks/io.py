@@ -32,7 +32,7 @@ import torch
 from _fio import Sample
 from tabulate import tabulate
 
-from zinf_compile.config import parse_bytes
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine
 from zinf_compile.runtime.storage.extent_store import Store, Transfer

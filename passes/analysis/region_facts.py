@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 from zinf_compile.ir import compute_ops
 from zinf_compile.ir.formats import format_of
 from zinf_compile.passes.graph.alias import METADATA_OPS, aliased_inputs
-from zinf_compile.passes.graph.node_facts import hinted_numel, module_of
+from zinf_compile.passes.graph.node_facts import fake_value, hinted_numel, module_of
 from zinf_compile.passes.graph.token_loop import TokenLoop
 
 from .blocks import block_of
@@ -69,7 +69,7 @@ def operations_of(node: fx.Node) -> int:
     target: Any = node.target
     if isinstance(target, TokenLoop):
         of_slice = sum(map(operations_of, target.body.graph.nodes))
-        return of_slice * target.tokens([n.meta["val"] for n in node.args]) // target.tile
+        return of_slice * target.tokens([fake_value(n) for n in node.args[:1] if isinstance(n, fx.Node)]) // target.tile
     arguments = list(node.args)
     if target in _AS:
         target, arguments = _AS[target], arguments[1:]

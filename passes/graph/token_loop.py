@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class TokenLoop:
 
     def __call__(self, *inputs: Any) -> list[torch.Tensor]:
         """Run the loop, operator by operator."""
-        return self.run({rows: lambda args, body=body: body(*args) for rows, body in self.bodies.items()}, list(inputs))
+        return self.run({rows: partial(_call, body) for rows, body in self.bodies.items()}, list(inputs))
 
     def run(self, bodies: dict[int, Body], inputs: list[Any]) -> list[torch.Tensor]:
         """Run the loop by the functions of `bodies`; `inputs` is emptied."""
@@ -138,6 +139,10 @@ class TokenLoop:
         if out.lead == 1:
             return found
         return found.view(*(out.sizes if out.like < 0 else leads[out.like]), *out.width)
+
+
+def _call(body: fx.GraphModule, args: list[Any]) -> Any:
+    return body(*args)
 
 
 def is_token_loop(node: object) -> bool:

@@ -138,7 +138,7 @@ class _Body:
                 self._copies[node] = self._emit(aten.addmm_.default, (self._sums[totals.index(node)], *args))
                 return
         elif node.target in SAME_ORDER:
-            self._copies[node] = self._view(args[0], self._shape(node))
+            self._copies[node] = self._view(self._copies[op.rows[0]], self._shape(node))
             return
         elif node.target in SIZED:
             place = SIZED[node.target]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -27,10 +27,15 @@ SAME_ORDER = VIEWS | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dim
 
 _FILLED = frozenset({aten.full.default})
 _FILLED_LIKE = frozenset({aten.zeros_like.default, aten.ones_like.default, aten.full_like.default})
-SIZED = {aten.expand.default: 1, aten.slice_backward.default: 1, aten.select_backward.default: 1, aten.full.default: 0}
+SIZED: Mapping[object, int] = {
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+    aten.full.default: 0,
+}
 """Operators that take the sizes of their result, and where."""
 
-_OVER_DIMS = {
+_OVER_DIMS: Mapping[object, int] = {
     aten.sum.dim_IntList: 1,
     aten.mean.dim: 1,
     aten.amax.default: 1,
@@ -56,7 +61,10 @@ _OVER_DIMS = {
 }
 """Operators that work along dimensions, and the position of these."""
 
-_NORMS = {aten.native_layer_norm.default: (0,), aten.native_layer_norm_backward.default: (0, 1, 3, 4)}
+_NORMS: Mapping[object, tuple[int, ...]] = {
+    aten.native_layer_norm.default: (0,),
+    aten.native_layer_norm_backward.default: (0, 1, 3, 4),
+}
 """Norms over the last dimensions, the second or third argument, and their arguments that have rows."""
 
 REDUCTIONS = frozenset(
@@ -64,7 +72,7 @@ REDUCTIONS = frozenset(
 ) | frozenset({aten.native_layer_norm.default})
 """Operators that begin a norm."""
 
-_SUMMED_RESULTS = {aten.native_layer_norm_backward.default: frozenset({1, 2})}
+_SUMMED_RESULTS: Mapping[object, frozenset[object]] = {aten.native_layer_norm_backward.default: frozenset({1, 2})}
 """Those of several results that are sums over all tokens."""
 
 
@@ -206,7 +214,7 @@ class RowOps:
         if node.target is aten.permute.default:
             return RowOp(node, tuple(sources)) if at[:lead] == [*range(lead)] else None
         if node.target is aten.transpose.int:
-            at = [dim % rank for dim in node.args[1:3]]  # type: ignore[operator]
+            at = [dim % rank for dim in node.args[1:3]]  # type: ignore[operator, misc]
         if all(dim >= lead for dim in at):
             return RowOp(node, tuple(sources))
         if node.target is aten.sum.dim_IntList and {*range(lead)} <= {*at}:
@@ -217,7 +225,8 @@ class RowOps:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or not (lead := self.lead(value.shape)):
             return None
-        rows, whole = [], []
+        rows: list[fx.Node] = []
+        whole: list[fx.Node] = []
         for source in node.all_input_nodes:
             if not isinstance(source.meta.get("val"), torch.Tensor):
                 continue  # a size
@@ -265,5 +274,5 @@ def _dims(node: fx.Node, place: int) -> list[int] | None:
     given = node.args[place] if len(node.args) > place else node.kwargs.get("dim")
     if given is None:
         return [0] if node.target in (aten.slice.Tensor, aten.cat.default, aten.split.Tensor) else None
-    dims = list(given) if isinstance(given, (list, tuple)) else [given]
-    return dims if dims and all(isinstance(dim, int) for dim in dims) else None
+    dims = [dim for dim in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(dim, int)]
+    return dims if dims and (not isinstance(given, (list, tuple)) or len(dims) == len(given)) else None

@@ -14,7 +14,8 @@ from torch import nn
 from training import BACKEND, assert_same_models
 
 from zinf_compile import OptionError
-from zinf_compile.config import Config, parse_bytes
+from zinf_compile.config import Config
+from zinf_compile.ir.sizes import parse_bytes
 from zinf_compile.ir.tiers import Placement
 
 REFUSED: list[tuple[dict[Any, Any], str]] = [

@@ -128,7 +128,7 @@ class InductorRegions:
         given, *_ = (list(node.args) for node in region.graph.nodes if is_token_loop(node))
         inputs = region.graph.find_nodes(op="placeholder")
         order = [inputs.index(node) for node in given]
-        items = [node.args[1] for node in region.graph.output_node().args[0]]  # type: ignore[union-attr]
+        items: list[Any] = [node.args[1] for node in region.graph.output_node().args[0]]  # type: ignore[union-attr]
 
         def run(args: list[Any]) -> Sequence[Any]:
             values = [args[place] for place in order]
