@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import re
@@ -31,6 +32,15 @@ from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.system import host_limits
 
 OPTIONS = {"bucket": "4KiB", "compute": "fx"}
+NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": "/no/such/folder"}
+HOST = {"params": "host", "grads": "host"}
+TIERS: dict[str, dict[str, str]] = {"memory": {}, "host": HOST, "nvme": NVME}
+
+
+@functools.cache
+def traced(target: str, tiers: str, *, world_size: int = 1, device: str = "cpu") -> list[Scheduled]:
+    """Return a dump that several tests look at."""
+    return trace(getattr(dump_targets, target), options=OPTIONS | TIERS[tiers], world_size=world_size, device=device)
 
 
 @pytest.mark.parametrize("compute", ["fx", more("inductor")])
@@ -44,7 +54,7 @@ def test_dump_has_the_schedule_of_a_real_run_on_one_rank(compute: str) -> None:
 
 @pytest.mark.distributed
 def test_dump_has_the_schedule_of_a_real_run_on_two_ranks() -> None:
-    dumped = schedule_hash(trace(dump_targets.tiny_gpt, options=OPTIONS, world_size=2))
+    dumped = schedule_hash(traced("tiny_gpt", "memory", world_size=2))
     for digest, _ in run_ranks(dump_targets.real_run, 2, OPTIONS):
         assert digest == dumped
 
@@ -54,26 +64,21 @@ def test_another_bucket_is_another_schedule() -> None:
     assert len(hashes) == 3
 
 
-NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": "/no/such/folder"}
-HOST = {"params": "host", "grads": "host"}
-
-
 @pytest.mark.parametrize(
     ("device", "tiers", "hops"),
     [
-        ("cpu", NVME, {("nvme", "device")}),
-        ("cpu", HOST, set()),
-        ("cuda", NVME, {("nvme", "host"), ("host", "device")}),
-        ("cuda", HOST, {("host", "device")}),
+        ("cpu", "nvme", {("nvme", "device")}),
+        ("cpu", "host", set()),
+        ("cuda", "nvme", {("nvme", "host"), ("host", "device")}),
+        ("cuda", "host", {("host", "device")}),
     ],
     ids=["cpu-nvme", "cpu-host", "cuda-nvme", "cuda-host"],
 )
-def test_dump_has_the_swaps_of_a_real_run(device: str, tiers: dict[str, str], hops: set[tuple[str, str]], tmp_path: Path) -> None:
-    options = OPTIONS | tiers
-    dumped = [step for s in trace(dump_targets.tiny_gpt, options=options, device=device) for step in s.program.steps]
+def test_dump_has_the_swaps_of_a_real_run(device: str, tiers: str, hops: set[tuple[str, str]], tmp_path: Path) -> None:
+    dumped = [step for s in traced("tiny_gpt", tiers, device=device) for step in s.program.steps]
     programs: list[Program] = []
     model, inputs = dump_targets.tiny_gpt()
-    real = options | ({"nvme": tmp_path} if "nvme" in tiers else {})
+    real = OPTIONS | TIERS[tiers] | ({"nvme": tmp_path} if tiers == "nvme" else {})
     with simulating(SimulatedDevice()) if device == "cuda" else contextlib.nullcontext():
         torch.compile(model, backend=capturing_backend(programs, real))(*inputs).backward()
     ran = [step for program in programs for step in program.steps]
@@ -87,15 +92,15 @@ def test_dump_has_the_swaps_of_a_real_run(device: str, tiers: dict[str, str], ho
 @pytest.mark.parametrize(("target", "world_size"), [("tiny_gpt", 2), more("tiny_gpt", 4), ("half_mlp", 1), more("half_mlp", 2)])
 def test_where_states_live_changes_no_collective(target: str, world_size: int) -> None:
     hashes = {
-        schedule_hash(trace(getattr(dump_targets, target), options=OPTIONS | tiers, world_size=world_size, device=device))
+        schedule_hash(traced(target, tiers, world_size=world_size, device=device))
         for device in ("cpu", "cuda")
-        for tiers in ({}, HOST, NVME)
+        for tiers in TIERS
     }
     assert len(hashes) == 1
 
 
 def test_memory_sets_a_limit_where_the_options_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)]
+    plain = [s.text for s in traced("tiny_gpt", "nvme")]
     monkeypatch.setattr(host_limits, "available_memory_bytes", lambda: 1000)
     assert [s.text for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME)] == plain
     with pytest.raises(BudgetError, match="option device_memory") as caught:
@@ -103,9 +108,7 @@ def test_memory_sets_a_limit_where_the_options_do(monkeypatch: pytest.MonkeyPatc
     least = int(str(caught.value).split("the smallest that works is ")[1].split(".")[0].replace(",", ""))
     tight = OPTIONS | NVME | {"device_memory": least, "host_memory": "1GiB"}
     found = trace(dump_targets.tiny_gpt, options=tight, device="cuda")
-    assert max(s.traffic.live for s in found) < max(
-        s.traffic.live for s in trace(dump_targets.tiny_gpt, options=OPTIONS | NVME, device="cuda")
-    )
+    assert max(s.traffic.live for s in found) < max(s.traffic.live for s in traced("tiny_gpt", "nvme", device="cuda"))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
