@@ -11,6 +11,7 @@ planned_graph — A plan as passes look things up in it: by the parameters and r
 print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
 region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
 saved_memories — Memory that a forward makes and its backward reads, which may leave the device in between.
+saved_time — How long saved memory is away from the device, and which of it is alike in equal blocks.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.
 step_facts — What `step_problem` must know beside the graphs.
 step_problem — The problem of a step from its graphs, which planners solve.

@@ -243,7 +243,8 @@ class Recorder(GraphCompiler):
         )
 
     def _plan_text(self) -> str:
-        text = "" if self.homes is None else f"# {self.homes.told()}\n".replace("\n  ", "\n#   ")
+        told = self.told()
+        text = f"# {told}\n".replace("\n  ", "\n#   ") if told else ""
         if self.planner is None:
             return text
         problem, plan = self.planner.made[-1]
