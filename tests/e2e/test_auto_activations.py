@@ -57,12 +57,107 @@ class Run:
         batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(2)]
         if in_flight:
             losses = [self.model(batch) for batch in batches]
-            torch.stack(losses).sum().backward()
-        else:
-            losses = [self.model(batch) for batch in batches]
             for loss in losses:
                 loss.backward()
-        self.losses += [loss.item() for loss in losses]
+                self.losses.append(loss.item())
+        else:
+            for batch in batches:
+                loss = self.model(batch)
+                loss.backward()
+                self.losses.append(loss.item())
         self.optimizer.step()
         self.optimizer.zero_grad()
         zinf_compile.synchronize()
+
+
+def memory_of(model: nn.Module) -> Any:
+    parameter = next(p for p in model.parameters() if isinstance(p, ShardedParameter))
+    return parameter._zinf_unit.context.memory
+
+
+def least(options: dict[str, Any]) -> int:
+    """Return the smallest device_memory that a refusal names."""
+    with pytest.raises(BudgetError) as refused:
+        Run({**options, "device_memory": 1}).step()
+    found = re.search(r"smallest that works is ([\d,]+)", str(refused.value))
+    assert found is not None, str(refused.value)
+    return int(found[1].replace(",", ""))
+
+
+def held_at_most(run: Run, options: dict[str, Any]) -> int:
+    """Return the most bytes that PyTorch's allocator and the runtime held in a step; inputs are the caller's."""
+    held = memory_of(run.model).ledger.total()[0]
+    return held + 2 * VALUE + allocated_at_most(run.step)
+
+
+def written(run: Run) -> int:
+    return int(zinf_compile.stats(run.model)["links"]["host to nvme"]["bytes_last_step"])
+
+
+def test_the_least_cap_and_larger_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The least that works is named, and less is refused; larger caps move less, none where all fits; the bits are the same."""
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    drive = {**words, "nvme": str(tmp_path)}
+    kept, moved = least({**words, "activations": "keep"}), least(drive)
+    assert moved < kept - 8 * VALUE
+    assert least({**drive, "activations": "nvme"}) >= moved
+    expected = Run({})
+    expected.step()
+    before = None
+    for cap in (moved, (moved + kept) // 2, kept):
+        run = Run({**drive, "device_memory": cap})
+        with caplog.at_level("INFO", logger="zinf_compile"):
+            run.step()
+        assert run.losses == expected.losses
+        assert all(torch.equal(one, other) for one, other in zip(full(run), full(expected), strict=True))
+        peak = held_at_most(run, drive)
+        assert peak <= cap
+        assert before is None or written(run) < before
+        before = written(run)
+        said = re.findall(r"plan for activations .*\n  activations  (.*)", caplog.text)
+        assert bool(said) == (before > 0)
+        caplog.clear()
+    assert before == 0, "everything fits: everything is kept"
+    with pytest.raises(BudgetError, match=f"works is {moved:,}"):
+        Run({**drive, "device_memory": moved - 1}).step()
+
+
+def full(run: Run) -> list[torch.Tensor]:
+    return list(zinf_compile.full_state_dict(run.model).values())
+
+
+def test_together_with_homes(tmp_path: Path) -> None:
+    """Parameters, gradients, states and saved values under one cap: less than any of them alone could be brought to."""
+    drive = {"nvme": str(tmp_path), "bucket": 70_000, "compute_shape": {"piece_numel": 8192}}
+    smallest, kept = least(drive), least({**drive, "activations": "keep"})
+    assert smallest < kept - 8 * VALUE
+    expected = Run({"compute_shape": {"piece_numel": 8192}})
+    expected.step()
+    for cap in (smallest, (smallest + kept) // 2):
+        run = Run({**drive, "device_memory": cap})
+        run.step()
+        assert run.losses == expected.losses
+        stats = zinf_compile.stats(run.model)
+        assert stats["memory"]["device"]["peak"]["all"] <= cap
+    with pytest.raises(BudgetError, match=f"works is {smallest:,}"):
+        Run({**drive, "device_memory": smallest - 1}).step()
+
+
+def test_a_second_forward_in_flight_is_refused_by_name(tmp_path: Path) -> None:
+    """What is decided is for one forward at a time; graphs without a backward save nothing."""
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    kept = least({**words, "activations": "keep"})
+    expected = Run({})
+    expected.step()
+    drive = {**words, "nvme": str(tmp_path), "device_memory": kept - 4 * VALUE}
+    run = Run(drive)
+    with torch.no_grad():
+        run.model(torch.ones(ROWS, WIDTH))
+    with pytest.raises(BudgetError, match=r"activations and results of earlier calls .* activations='nvme' moves"):
+        run.step(in_flight=True)
+    run.optimizer.zero_grad()
+    run.step()
+    assert run.losses == expected.losses
+    forced = Run({**drive, "activations": "nvme"})
+    forced.step(in_flight=True)
+    assert forced.losses == expected.losses

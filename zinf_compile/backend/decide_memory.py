@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from torch import fx
 
@@ -25,15 +26,17 @@ from zinf_compile.sharded.fit import Fit
 
 from .home_planner import HomePlanner
 from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
-from .tell_homes import tell_saved
+from .tell_homes import bytes_by_choice, tell_saved
 
 
 class MemoryDecision:
     """What was decided for one captured graph."""
 
-    def __init__(self, placements: Placements) -> None:
+    def __init__(self, placements: Placements, saved: Mapping[str, int] = MappingProxyType({})) -> None:
         self.placements = placements
         """Of the parameters."""
+        self.saved = saved
+        """Bytes of what the forward saves, by what becomes of them: "keep", or a tier."""
         self.told: Callable[[], str] = str
         """Returns the decision as text; empty where there was none to make."""
 
@@ -61,8 +64,7 @@ def decide_memory(
     open_to = may_leave(memories) if tiers else ()
     if homes is None and not open_to:
         budget.plan_saved(forced)
-        _mark(graphs, forced)
-        return MemoryDecision(placements)
+        return _decided(graphs, placements, memories, forced, budget)
     copies = [just_in_time(gm, bucket_bytes) for gm in graphs]
     _mark(copies, forced or tuple(dataclasses.replace(each, tier=tiers[-1]) for each in open_to))
     scheduled = [gm.graph for gm in copies]
@@ -77,16 +79,29 @@ def decide_memory(
             placements = homes.decide(scheduled, fit, choices)
         saving = first_that_fits(choices, lambda saving: fit.excess(placements, saving.moving))
         over = fit.excess(placements, saving.moving)
-    _mark(graphs, saving.moving)
-    decision = MemoryDecision(placements)
+    decision = _decided(graphs, placements, memories, saving.moving, budget)
     caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
     used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in topology.sides]
     if homes is not None:
-        decision.told = partial(homes.told, used, tell_saved(memories, saving.moving))
+        decision.told = partial(homes.told, used, tell_saved(decision.saved))
     elif saving.moving:
-        decision.told = partial(tell_saved, memories, saving.moving, used=used)
+        decision.told = partial(tell_saved, decision.saved, used=used)
     if not budget.measuring and (homes is not None or saving.moving):
         context.plans.append(decision.told)
+    return decision
+
+
+def _decided(
+    graphs: Sequence[fx.GraphModule],
+    placements: Placements,
+    memories: Sequence[SavedMemory],
+    moving: tuple[SavedMemory, ...],
+    budget: GraphBudget,
+) -> MemoryDecision:
+    _mark(graphs, moving)
+    decision = MemoryDecision(placements, bytes_by_choice(memories, moving))
+    if len(graphs) > 1 and not budget.measuring:
+        budget.context.memory.saved[budget] = decision.saved
     return decision
 
 

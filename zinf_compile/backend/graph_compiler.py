@@ -52,7 +52,7 @@ from .capture import (
     reject_sparse_gradients,
 )
 from .choices import Choices
-from .decide_memory import decide_memory
+from .decide_memory import MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
@@ -113,8 +113,8 @@ class GraphCompiler:
         """Where the states of each parameter live."""
         self.homes: HomePlanner | None = None
         """Decides where states live; None: options or units say so already."""
-        self.told: Callable[[], str] = str
-        """Returns what was decided, as text."""
+        self.decided = MemoryDecision(self.placements)
+        """What was decided when the graph was cut."""
         self._binder: Binder | None = None
         self._results: int | None = None
         """The number of a forward's outputs that are not saved for its backward."""
@@ -282,8 +282,8 @@ class GraphCompiler:
     ) -> None:
         assert self._budget is not None, "a graph's caps are known before it is traced"
         tiers = saved_tiers(self.config, self.topology)
-        decided = decide_memory(graphs, memories, forced, tiers, self._budget, self.homes, self._results, self._bucket)
-        self.placements, self.told = decided.placements, decided.told
+        self.decided = decide_memory(graphs, memories, forced, tiers, self._budget, self.homes, self._results, self._bucket)
+        self.placements = self.decided.placements
         if self.homes is not None and self.planner is not None:
             self.planner.placements = self.homes.paths
 

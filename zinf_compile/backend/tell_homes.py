@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
@@ -44,22 +44,23 @@ def tell_homes(
     return f"{head}\n  {'     '.join(filter(None, [shares_line(problem, homes), saved]))}"
 
 
-def tell_saved(
-    memories: Sequence[SavedMemory], moving: Sequence[SavedMemory], *, used: Sequence[tuple[Tier, int, int]] = ()
-) -> str:
-    """Return the share of saved values by what becomes of them; empty where nothing is saved.
+def tell_saved(found: Mapping[str, int], *, used: Sequence[tuple[Tier, int, int]] = ()) -> str:
+    """Return the share of saved values by what becomes of them, given their bytes; empty where nothing is saved.
 
     `used`: memories of (tier, bytes, cap), for a line of their own in front where nothing else was decided.
     """
-    total = sum(memory.bytes for memory in memories)
-    if not total:
-        return ""
+    total = sum(found.values())
+    shares = ", ".join(f"{word} {count / total:.0%}" for word, count in found.items() if count)
+    text = f"activations  {shares}" if shares else ""
+    return f"plan for activations of {_size(total)}: {', '.join(_memories(used))}\n  {text}" if used else text
+
+
+def bytes_by_choice(memories: Sequence[SavedMemory], moving: Sequence[SavedMemory]) -> dict[str, int]:
+    """Return the bytes of saved values by what becomes of them: "keep", or the tier that they move to."""
     away: dict[str, int] = defaultdict(int)
     for memory in moving:
         away[str(memory.tier)] += memory.bytes
-    found = {"keep": total - sum(away.values()), **away}
-    shares = f"activations  {', '.join(f'{word} {count / total:.0%}' for word, count in found.items() if count)}"
-    return f"plan for activations of {_size(total)}: {', '.join(_memories(used))}\n  {shares}" if used else shares
+    return {"keep": sum(memory.bytes for memory in memories) - sum(away.values()), **away}
 
 
 def _memories(used: Sequence[tuple[Tier, int, int]]) -> list[str]:

@@ -1,7 +1,8 @@
 """Homes of parameters, gradients and states together with what becomes of saved values, under the same caps.
 
 `backend/home_planner` calls it with its own account of memory. The choices, and what each costs, follow from the problem without
-its budgets: a larger budget adds some and takes none away, so it never gives a plan that costs more.
+its budgets: a larger budget adds some and takes none away, so it never gives a plan that costs more. (Where host memory is beside
+the device, states that come to the device are updated there, which may cost more than what no longer moves.)
 """
 
 from __future__ import annotations
@@ -33,24 +34,32 @@ def fill_together(problem: StepProblem, savings: Sequence[Saving], check: Check)
     best: tuple[tuple[float, float], Filled, Saving] | None = None
     lacking: list[int] = []
     for saving in savings:
-        if best is not None and least_seconds(problem, near, beside=saving.seconds) >= best[0]:
+        if best is not None and together_seconds(problem, near, saving) >= best[0]:
             continue
         excess = check(far, saving)
         lacking.append(excess.lacking)
         if not excess.fits:
             continue
         filled = fill_homes(problem, partial(_check, check, saving))
-        cost = least_seconds(problem, filled.homes, beside=saving.seconds)
+        cost = together_seconds(problem, filled.homes, saving)
         if filled.excess.fits and (best is None or cost < best[0]):
             best = cost, filled, saving
-            if filled.homes == near and saving is first:  # nothing moves
-                break
     if best is not None:
         return best[1], best[2]
     least = lacking.index(min(lacking))
     tried = [savings[number] for number in sorted({0, least, len(savings) - 1})]  # nearer homes may need less for what moves
     found = [(fill_homes(problem, partial(_check, check, saving)), saving) for saving in tried]
     return min(found, key=lambda row: (not row[0].excess.fits, row[0].excess.lacking))
+
+
+def together_seconds(problem: StepProblem, homes: Homes, saving: Saving) -> tuple[float, float]:
+    """Return the seconds of the busiest lane, of what a step moves at least, and those of all links.
+
+    Without updates where all homes are as near as may be: what stays there is not asked what it costs.
+    """
+    if homes == _nearest(problem):
+        return max(problem.compute_seconds, *saving.seconds.values(), 0.0), saving.cost
+    return least_seconds(problem, homes, beside=saving.seconds)
 
 
 def _check(check: Check, saving: Saving, homes: Homes) -> Excess:
