@@ -14,6 +14,7 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
+from zinf_compile.passes.graph.alias import aliased_inputs
 from zinf_compile.passes.graph.node_facts import module_of
 
 from .blocks import block_of
@@ -28,24 +29,27 @@ def seconds_away(
     *,
     flops_per_second: Callable[[torch.dtype], float],
     bytes_per_second: float,
+    others: float = 0.0,
 ) -> dict[str, float]:
     """Return by name the seconds of compute while each memory is away, in scheduled graphs that move all of them.
 
-    Memory that no compute runs without is left out: it is back as soon as it has left.
+    `others`: how many times as long as these two graphs others run in between. Memory that no compute runs without is left out:
+    it is back as soon as it has left.
     """
 
     def seconds(node: fx.Node) -> float:
-        if node.op != "call_function" or node.target in SCHEDULE_OPS:
+        if node.op != "call_function" or node.target in SCHEDULE_OPS or aliased_inputs(node):
             return 0.0
         operations, moved = operations_of(node), bytes_of_value(node.meta.get("val"))
         return max(operations / flops_per_second(type_of(node)) if operations else 0.0, moved / bytes_per_second)
 
     before, after = _sums(forward, seconds), _sums(backward, seconds)
     waits, starts = returned(forward), _starts(backward)
+    between = others * (before[forward.output_node()] + after[backward.output_node()])
     found = {}
     for memory in memories:
         left = waits[memory.outputs[0]]
-        away = before[forward.output_node()] - before[left] + after[starts[memory.inputs[0]]]
+        away = before[forward.output_node()] - before[left] + between + after[starts[memory.inputs[0]]]
         if away > 0:
             found[memory.name] = away
     return found

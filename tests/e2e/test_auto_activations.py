@@ -18,7 +18,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
-ROWS, WIDTH = 2048, 128
+ROWS, WIDTH, BLOCKS = 2048, 128, 12
 VALUE = ROWS * WIDTH * 4
 """Bytes of one saved value."""
 
@@ -33,28 +33,35 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(6)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.breaks = breaks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x).square().mean()
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.breaks and number % 2:
+                torch._dynamo.graph_break()
+        return x.square().mean()
 
 
 class Run:
-    """A model of one's own, trained for some steps of two micro-batches."""
+    """A model, trained for some steps of two micro-batches; its graphs are one, several, or one for all blocks."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], *, graphs: str = "one") -> None:
         torch.compiler.reset()
         zinf_compile.reset()
         torch.manual_seed(0)
-        self.model = Model()
+        self.model = Model(breaks=graphs == "several")
         self.optimizer = adamw(self.model.parameters())
-        self.model.compile(backend=BACKEND, options={"compute": "fx", **options})
+        for part in self.model.blocks if graphs == "blocks" else [self.model]:
+            part.compile(backend=BACKEND, options={"compute": "fx", **options})
+        self.batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(2)]
         self.losses: list[float] = []
 
     def step(self, *, in_flight: bool = False) -> None:
-        batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+        batches = self.batches
         if in_flight:
             losses = [self.model(batch) for batch in batches]
             for loss in losses:
@@ -85,9 +92,9 @@ def least(options: dict[str, Any]) -> int:
 
 
 def held_at_most(run: Run, options: dict[str, Any]) -> int:
-    """Return the most bytes that PyTorch's allocator and the runtime held in a step; inputs are the caller's."""
+    """Return the most bytes that PyTorch's allocator and the runtime held in a step, with the input of a call."""
     held = memory_of(run.model).ledger.total()[0]
-    return held + 2 * VALUE + allocated_at_most(run.step)
+    return held + VALUE + allocated_at_most(run.step)
 
 
 def written(run: Run) -> int:
@@ -103,13 +110,13 @@ def test_the_least_cap_and_larger_ones(tmp_path: Path, caplog: pytest.LogCapture
     assert least({**drive, "activations": "nvme"}) >= moved
     expected = Run({})
     expected.step()
-    before = None
+    values, before = full(expected), None
     for cap in (moved, (moved + kept) // 2, kept):
         run = Run({**drive, "device_memory": cap})
         with caplog.at_level("INFO", logger="zinf_compile"):
             run.step()
         assert run.losses == expected.losses
-        assert all(torch.equal(one, other) for one, other in zip(full(run), full(expected), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(full(run), values, strict=True))
         peak = held_at_most(run, drive)
         assert peak <= cap
         assert before is None or written(run) < before
@@ -161,3 +168,34 @@ def test_a_second_forward_in_flight_is_refused_by_name(tmp_path: Path) -> None:
     forced = Run({**drive, "activations": "nvme"})
     forced.step(in_flight=True)
     assert forced.losses == expected.losses
+
+
+@pytest.mark.parametrize("graphs", ["several", "blocks"])
+def test_each_of_several_graphs_has_its_share(graphs: str, tmp_path: Path) -> None:
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    expected = Run({}, graphs=graphs)
+    expected.step()
+    cap = least({**words, "activations": "keep"}) - 10 * VALUE
+    run = Run({**words, "nvme": str(tmp_path), "device_memory": cap}, graphs=graphs)
+    run.step()
+    assert run.losses == expected.losses
+    decided = zinf_compile.stats(run.model)["activations"]
+    assert decided["nvme"] > 0
+    assert decided["peak"] <= cap
+
+
+def test_dynamic_sizes_are_kept_and_later_graphs_decide_anew(tmp_path: Path) -> None:
+    """A second batch of another size makes a graph of dynamic sizes, whose values stay: it works where they fit."""
+    words = dict.fromkeys(("params", "grads", "optimizer"), "device")
+    cap = least({**words, "activations": "keep"}) - 4 * VALUE
+    losses = []
+    for options in ({}, {**words, "nvme": str(tmp_path), "device_memory": cap}):
+        run = Run(options)
+        for rows in (ROWS, ROWS // 2, ROWS // 4):
+            loss = run.model(torch.ones(rows, WIDTH))
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+    decided = zinf_compile.stats(run.model)["activations"]
+    assert decided["nvme"] > 0, "of the first graph"
+    assert decided["keep"] > 3 * BLOCKS * VALUE // 2, "of the second one all"

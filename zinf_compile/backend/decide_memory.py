@@ -69,8 +69,7 @@ def decide_memory(
     _mark(copies, forced or tuple(dataclasses.replace(each, tier=tiers[-1]) for each in open_to))
     scheduled = [gm.graph for gm in copies]
     with outside_tracing():
-        if homes is not None:
-            budget.decide_for_all(homes.unseen)
+        budget.decide_for_all(budget.unseen if homes is None else homes.unseen, strict=homes is not None)
         fit = Fit(budget, context, scheduled, results=results, together=homes is not None and homes.together)
         choices = (Saving(forced),)
         if open_to:
@@ -132,6 +131,7 @@ def _candidates(
         memories,
         flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
         bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+        others=budget.others,
     )
     kinds = kinds_of(forward.graph, memories)
     return [

@@ -36,7 +36,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .parameter import ShardedParameter, unit_of
-from .promised import not_held_yet, transient_of_unseen
+from .promised import bytes_beside, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
 from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
 
@@ -109,6 +109,12 @@ class GraphBudget:
             outside=outside_bytes(config, context, inputs) + rounding_bytes(config, slots, self.placements, topology),
             gradient_stays=self._gradient_stays,
         )
+        known = [inputs[slot.index] for slot in slots]
+        self.unseen = unseen_parameters(known) if self.compute.counts else []
+        others = sum(slot.bytes for slot in self.unseen) if fresh else bytes_beside(known) if self.compute.counts else 0
+        self.others = others / max(1, sum(slot.bytes for slot in slots))
+        """Bytes of parameters that other graphs use in a step, or will, for each of this graph's."""
+        self._outside = 0 if fresh else self.compute.outside
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
@@ -150,16 +156,24 @@ class GraphBudget:
         """The parameters for which that holds, by `ParameterSlot.index`."""
         return frozenset(slot.index for slot in self._slots if self._gradient_stays(slot))
 
-    def decide_for_all(self, unseen: Sequence[ParameterSlot]) -> None:
-        """Let homes be decided within the caps.
+    def decide_for_all(self, unseen: Sequence[ParameterSlot], *, strict: bool) -> None:
+        """Let homes be decided within the caps, or `strict`ly refuse graphs that don't fit with all that steps add.
 
-        Room is left for parameters that no graph has seen yet, which live where placements say of the rest; for what other
-        graphs don't hold yet; and for all that steps add.
+        Room is left for parameters that no graph has seen yet, where placements say of the rest; for what other graphs don't hold
+        yet; and for all that steps add.
         """
         gc.collect()  # models that nobody uses any more
-        self._strict, self._unseen = True, list(unseen)
+        self._strict, self._unseen = strict, list(unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
+
+    def saved_by_others(self, saved: int) -> int:
+        """Return the bytes that other graphs' forwards will hold where this one's leaves `saved`: in proportion to parameters.
+
+        A graph of parameters that no graph has seen is followed by those of others. One that is compiled again, as for a block of
+        a model that is compiled block by block, may run for any of them: all others save as much, but for what is there.
+        """
+        return max(0, math.ceil(self.others * saved) - self._outside)
 
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
@@ -297,7 +311,8 @@ class GraphBudget:
                 strict=self._strict,
             )
         )
-        return _Side(cap, max(0, cap - least - added), least + added - second)
+        others = self.saved_by_others(self.compute.saved)
+        return _Side(cap, max(0, cap - least - added - others), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
         context, model, cap = self.context, self.model, self.caps.host

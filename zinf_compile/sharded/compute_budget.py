@@ -186,6 +186,13 @@ def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None
 
 def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
     """Return what a call lacks of the device, given what other calls have left there and what the user has taken meanwhile."""
+    found = _lack_now(context, call, units := list(units), args)
+    if found is not None and found.short:
+        found = _lack_now(context, call, units, args)  # without what nobody uses any more, which has gone meanwhile
+    return found
+
+
+def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
     memory, claims = context.memory, context.memory.reservations
     cap = claims.device_cap
     if cap is None:

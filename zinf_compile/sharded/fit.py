@@ -36,7 +36,8 @@ class Fit:
     ) -> None:
         """`graphs` have gathers just in time, and marks of all values that may leave; `results`: a forward's other outputs.
 
-        Collective where ranks decide `together`: they go by the one with the least room.
+        Room is left for what graphs to come save and return, in proportion to this one's. Collective where ranks decide
+        `together`: they go by the one with the least room.
         """
         self._budget, self._graphs, self._results = budget, graphs, results
         self._apart = context.link.topology.host_apart
@@ -54,14 +55,16 @@ class Fit:
         budget = self._budget
         budget.plan_saved(moving, placements)
         model, found = budget.model, Sides(0, 0)
-        for number, (graph, compute) in enumerate(zip(self._graphs, self._measured(moving), strict=True)):
+        measured = self._measured(moving)
+        for number, (graph, compute) in enumerate(zip(self._graphs, measured, strict=True)):
             least = model.transient(measure_needs(graph, counts=budget.counts), compute).least
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
             needed = Sides(*map(max, least, budget.later)).plus(model.states if makes_none else model.added_by_steps)
             found = Sides(*map(max, found, needed))
         found = found.plus(model.resident).plus(model.chunk)
         host = found.host + budget.saved_on_host - self._room[1] if self._apart else 0
-        return Excess(found.device - self._room[0], host)
+        others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
+        return Excess(found.device + others - self._room[0], host)
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
         key = (budget := self._budget).gradients_that_stay, tuple((memory.name, memory.tier) for memory in moving)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -89,5 +90,7 @@ def test_seconds_away_and_kinds() -> None:
     assert len(set(kinds.values())) == 3
     mark_moving(forward, backward, tuple(dataclasses.replace(each, tier=Tier.NVME) for each in found))
     graphs = [as_performed(gm.graph, hops=Topology(host_apart=False).hops) for gm in (forward, backward)]
-    away = seconds_away(*graphs, found, flops_per_second=lambda dtype: 2.0 * 16**3, bytes_per_second=float(VALUE))
+    rates: Any = {"flops_per_second": lambda dtype: 2.0 * 16**3, "bytes_per_second": float(VALUE)}
+    away = seconds_away(*graphs, found, **rates)
     assert away == {"r": 2.0}, "while the first stretch of the backward runs: one product and one pass"
+    assert seconds_away(*graphs, found, **rates, others=1.0) == {"r": 16.0, "e": 14.0, "y": 14.0}, "and two graphs more"
