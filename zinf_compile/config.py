@@ -95,10 +95,11 @@ class Config:
     """Tier of optimizer states, likewise. A step reads and writes states on a drive in chunks, a few of them in memory at a
     time."""
 
-    activations: str = "keep"
+    activations: str = "auto"
     """Values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a model on the
     CPU) or `"nvme"` (the drive of option `nvme`), until the backward; `"recompute"`: dropped, and made again in the backward,
-    block by block, by the forward's own compute. Numbers are the same for any word."""
+    block by block, by the forward's own compute. `"auto"`: kept, but for those that a declared `device_memory` has no room for.
+    Numbers are the same for any word."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
@@ -216,7 +217,7 @@ class Config:
             f"reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
-            + (f" activations={self.activations}" if self.activations != "keep" else "")
+            + (f" activations={self.activations}" if self.activations != AUTO else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )
@@ -242,8 +243,8 @@ class Config:
         )
 
     def saved_values(self) -> Tier:
-        """Return the tier of saved values."""
-        return Tier.DEVICE if self.activations in ("keep", RECOMPUTE) else Tier(self.activations)
+        """Return the tier of saved values that a word forces; the device's otherwise."""
+        return Tier.DEVICE if self.activations in ("keep", AUTO, RECOMPUTE) else Tier(self.activations)
 
     def checkpoint_folder(self) -> CheckpointFolder | None:
         """Return the folder that was announced for checkpoints."""
@@ -337,7 +338,7 @@ class Config:
         for option in KINDS:
             if (word := getattr(self, option)) not in (words := (AUTO, *all_tiers())):
                 raise OptionError(f"option {option}={word!r} is not known; accepted: {', '.join(map(repr, words))}")
-        if (word := self.activations) not in (words := ("keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))):
+        if (word := self.activations) not in (words := (AUTO, "keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))):
             raise OptionError(f"option activations={word!r} is not known; accepted: {', '.join(map(repr, words))}")
         if self.update not in (None, "host", "device"):
             raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
@@ -352,6 +353,7 @@ class Config:
             raise OptionError(f"option nvme={self.nvme!r} is not a path; accepted: a folder, or a list of folders") from None
         if on_drives and not folders:
             raise OptionError(f"option {on_drives[0]}='nvme' needs a drive: add nvme='/path/to/a/folder/on/it'")
+        free += ["activations"] if self.activations == AUTO and self.device_memory is not None else []
         if folders and not on_drives and not free:
             raise OptionError(
                 f"option nvme={self.nvme!r} is given, but no tier uses it: set params, grads or optimizer to 'nvme' or 'auto', "

@@ -33,8 +33,10 @@ def stats(model: nn.Module) -> dict[str, Any]:
     steps that `timeline` records. After a recorded step that was planned, `predicted_busy_s` and `predicted_exposed_s` say what
     its plan comes to. Each number again with `_last_step`: of the last step with its forward and backward, including what an
     earlier step deferred to them. `memory`: for "device" and "host" (one entry if the device is host memory) the bytes held
-    `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `caps`: the
-    limits of the schedule. Empty before the first compiled call.
+    `now`, at the `peak` and at the `peak_last_step`, by kind, as `memory` gives them, and of all kinds together. `activations`:
+    what a forward of each graph saves, by what becomes of it (`keep`, `host`, `nvme`, bytes), and under a declared
+    `device_memory` the bytes that are `held` on the device and the most that were (`peak`), results included. `caps`: the limits
+    of the schedule. Empty before the first compiled call.
     """
     context = next((p._zinf_unit.context for p in model.parameters() if isinstance(p, ShardedParameter)), None)
     if context is None:
@@ -52,8 +54,17 @@ def stats(model: nn.Module) -> dict[str, Any]:
             }
             for side, ledger in accounts.items()
         },
+        "activations": _activations(context),
         "caps": {"device_memory": context.memory.reservations.device_cap, "host_memory": context.memory.reservations.host_cap},
     }
+
+
+def _activations(context: Context) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for own in list(context.memory.saved.values()):
+        for word, count in own.items():
+            found[word] = found.get(word, 0) + count
+    return {**found, "held": context.memory.activations.held(), "peak": context.memory.activations.peak}
 
 
 def log_first_step(context: Context, optimizer: Optimizer, parameters: Iterable[ShardedParameter], states_bytes: int) -> None:

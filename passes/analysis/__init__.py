@@ -12,6 +12,7 @@ print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and 
 region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
 repeatable — Compute of a forward that can run a second time with the same results, and what it reads.
 saved_memories — Memory that a forward makes and its backward reads, which may leave the device in between.
+saved_time — How long saved memory is away from the device, and which of it is alike in equal blocks.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.
 step_facts — What `step_problem` must know beside the graphs.
 step_problem — The problem of a step from its graphs, which planners solve.

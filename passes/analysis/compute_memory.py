@@ -80,21 +80,30 @@ def measure_compute(
     forward: ForwardValues | None = None,
     results: int | None = None,
     gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False,
+    stays: frozenset[str] = frozenset(),
 ) -> tuple[ComputeMemory, ForwardValues]:
     """Return the memory of a scheduled graph's compute on `device`, and what its backward must know of it.
 
     `forward`: of the graph whose backward this is. `by_operator`: regions run operator by operator; otherwise a compiler fuses
     what lies between two calls of libraries, whose inputs and results are then there at once. `results`: the number of outputs
     that the caller gets, the rest are saved for the backward; None: all. `gradient_stays`: whether
-    a parameter's gradient is kept where it is made; another account has it then.
+    a parameter's gradient is kept where it is made; another account has it then. `stays`: names of saved values that count as
+    if they stayed on the device, although the graph moves them: so one graph shows what each choice of them takes.
     """
-    account = _Account(graph, device, by_operator=by_operator, forward=forward, results=results)
+    account = _Account(graph, device, by_operator=by_operator, forward=forward, results=results, stays=stays)
     return account.measure(gradient_stays)
 
 
 class _Account:
     def __init__(
-        self, graph: fx.Graph, device: torch.device, *, by_operator: bool, forward: ForwardValues | None, results: int | None
+        self,
+        graph: fx.Graph,
+        device: torch.device,
+        *,
+        by_operator: bool,
+        forward: ForwardValues | None,
+        results: int | None,
+        stays: frozenset[str] = frozenset(),
     ) -> None:
         self._nodes = list(graph.nodes)
         self._place = {node: number for number, node in enumerate(self._nodes)}
@@ -103,6 +112,7 @@ class _Account:
         self._by_operator = by_operator
         self._forward = forward
         self._results = results
+        self._stays = stays
         self._memories: dict[fx.Node, tuple[Memory, ...]] = {}
         """The memories that a node's value refers to."""
         self._bytes: dict[Memory, int] = {}
@@ -117,7 +127,7 @@ class _Account:
         for node in self._nodes:
             self._enter(node, shared)
         output = self._nodes[-1]
-        given = [n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []
+        given = [self._staying(n) or n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []
         returned = given if self._results is None else given[: self._results]
         end = len(self._nodes) - 1
         for node in given:
@@ -206,7 +216,10 @@ class _Account:
     def _enter_moving(self, node: fx.Node) -> None:
         """Saved values are on the device until the wait for their first hop away, and from the start of their last hop back."""
         values = node.args[0]
-        if node.target is ops.swap_values_out and not isinstance(values, fx.Node):
+        if any(value.name in self._stays for value in values_behind(node)):
+            staying = self._staying(node)
+            self._memories[node] = () if staying is None else self._memories.get(staying, ())
+        elif node.target is ops.swap_values_out and not isinstance(values, fx.Node):
             moved = values_behind(node)
             self._memories[node] = tuple(dict.fromkeys(m for value in moved for m in self._memories.get(value, ())))
         elif node.target is ops.swap_values_in and node.args[2] == Tier.DEVICE:
@@ -216,6 +229,13 @@ class _Account:
             self._memories[node] = (memory,)
         elif node.target is ops.wait_value and isinstance(values, fx.Node) and values.target is ops.swap_values_in:
             self._memories[node] = self._memories[values]
+
+    def _staying(self, node: fx.Node) -> fx.Node | None:
+        """Return the value that stays, where a node waits for its move; None for any other node."""
+        if node.target is not ops.wait_value:
+            return None
+        value = values_behind(node)[node.args[1]]  # type: ignore[index]
+        return value if value.name in self._stays else None
 
     def _make(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -231,11 +251,8 @@ class _Account:
             self._memories[node] = (*self._memories.get(node, ()), *made)
 
     def _enter_placeholder(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
-        if (
-            slot_of(node) is not None
-            or is_dropped(node)
-            or (node.users and all(user.target is ops.swap_values_in for user in node.users))
-        ):
+        moves = bool(node.users) and all(user.target is ops.swap_values_in for user in node.users)
+        if slot_of(node) is not None or is_dropped(node) or (moves and node.name not in self._stays):
             return  # hollow: a parameter, or a value that is elsewhere, or is made again
         self._make(node)
         if (node, 0) not in self._bytes:

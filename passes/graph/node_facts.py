@@ -141,6 +141,13 @@ def skipped_notes(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(gm.meta.get(_SKIPPED, ()))
 
 
+def pass_notes(source: fx.GraphModule, to: fx.GraphModule) -> None:
+    """Let a graph that was cut from another one have its texts, each once."""
+    for what in skipped_notes(source):
+        if what not in skipped_notes(to):
+            note_skipped(to, what)
+
+
 def mark_moving(forward: fx.GraphModule, backward: fx.GraphModule, moving: tuple[SavedMemory, ...]) -> None:
     """Record in both graphs of a pair which saved memory leaves the device between them."""
     forward.meta[_LEAVING] = backward.meta[_RETURNING] = moving

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -48,6 +49,8 @@ class Memory:
         self.reservations = Reservations()
         self.activations = Activations()
         """What graphs have saved for their backwards, or returned, and is still there."""
+        self.saved: weakref.WeakKeyDictionary[object, Mapping[str, int]] = weakref.WeakKeyDictionary()
+        """Of each graph that may run, the bytes that a forward saves, by what becomes of them."""
         self._steps = 0
         if isinstance(gather_memory, DeviceArena):
             gather_memory.account, gather_memory.limit = self.ledger.arena, self._arena_limit

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from marks import more
-from rank_saved_values import run_out_of_space, train_mixed
+from rank_saved_values import run_out_of_space, train_mixed, train_within_caps
 from ranks import run_ranks
 
 pytestmark = [
@@ -41,3 +41,11 @@ def test_a_full_drive_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     here, there = run_ranks(run_out_of_space, 2, str(tmp_path))
     assert here == "rank 1 has no space on its drives for saved values, see its error"
     assert there == "[Errno 28] the drive is full"
+
+
+@pytest.mark.parametrize("free", [False, True], ids=["words", "homes as well"])
+def test_each_rank_moves_what_it_has_no_room_for(free: bool, tmp_path: Path) -> None:
+    """The other one has half the batch: what moves is its own affair, and the collectives are the same."""
+    more_tokens, fewer = run_ranks(train_within_caps, 2, str(tmp_path), free)
+    assert [decided.get("nvme", 0) for decided in more_tokens][2] == 0, "everything fits"
+    assert more_tokens[0]["nvme"] > fewer[0].get("nvme", 0)

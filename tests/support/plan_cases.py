@@ -194,14 +194,14 @@ def with_shares(problem: StepProblem, device: float, host: float) -> StepProblem
     return problem.with_budgets(**budgets)
 
 
-def training_problems(blocks: tuple[int, int] = (1, 6)) -> st.SearchStrategy[StepProblem]:
-    """Return problems of training over all topologies."""
+def training_problems(blocks: tuple[int, int] = (1, 6), *, tiers: tuple[int, ...] = (1, 2, 3)) -> st.SearchStrategy[StepProblem]:
+    """Return problems of training over all topologies, or those with so many tiers."""
     return st.builds(
         training,
         seed=st.integers(0, 1 << 16),
         blocks=st.integers(*blocks),
         world=st.sampled_from([1, 2, 4]),
-        tiers=st.sampled_from([1, 2, 3]),
+        tiers=st.sampled_from(tiers),
         micro_batches=st.sampled_from([1, 2]),
         saved=st.booleans(),
         device=st.floats(0.0, 1.0),

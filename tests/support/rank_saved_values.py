@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import errno
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from models import Case
 from tiers import context_of
@@ -20,7 +22,7 @@ from transformer_models import TRANSFORMERS
 import zinf_compile
 from zinf_compile.backend.graph_compiler import GraphCompiler
 from zinf_compile.config import Config
-from zinf_compile.errors import StoreError
+from zinf_compile.errors import BudgetError, StoreError
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
@@ -79,6 +81,67 @@ def run_out_of_space(rank: int, size: int, folder: str) -> str:
     first.sum().backward()
     call(x).sum().backward()
     return found
+
+
+class Stretches(nn.Module):
+    """Eight layers, each with a result that its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def train_within_caps(rank: int, size: int, folder: str, free: bool) -> list[dict[str, int]]:
+    """Train with batches that differ from rank to rank under caps between the least and all kept; return what was decided.
+
+    `free`: homes of parameters are decided as well. Losses and parameters are those of keeping.
+    """
+    words = {} if free else dict.fromkeys(("params", "grads", "optimizer"), "device")
+    drive = {**words, "nvme": folder, "bucket": "16KiB"}
+    kept, least = (_least(rank, {**drive, "activations": word}) for word in ("keep", "auto"))
+    assert least < kept, "all ranks are told one number"
+    expected, _ = _within(rank, {"bucket": "16KiB"})
+    decided = []
+    for cap in (least, (least + kept) // 2, kept):
+        found, saved = _within(rank, {**drive, "device_memory": cap})
+        assert all(map(torch.equal, found, expected)), cap
+        decided.append(saved)
+    assert _least(rank, drive, cap=least - 1) == least
+    return decided
+
+
+def _within(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], dict[str, int]]:
+    torch.compiler.reset()
+    zinf_compile.reset()
+    torch.manual_seed(5)
+    model = Stretches()
+    model.compile(backend="zero_infinity", options={"compute": "fx", **options})
+    optimizer = adamw(model.parameters())
+    losses = []
+    for step in range(2):
+        for part in range(2):
+            batch = torch.randn(4096 // (1 + rank), 64, generator=torch.Generator().manual_seed(10 * step + part + rank))
+            loss: torch.Tensor = model(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = zinf_compile.stats(model)["memory"]["device"]["peak"]["all"]
+    assert memory <= options.get("device_memory", memory)
+    return [*losses, *zinf_compile.full_state_dict(model).values()], zinf_compile.stats(model)["activations"]
+
+
+def _least(rank: int, options: dict[str, Any], cap: int = 1) -> int:
+    with pytest.raises(BudgetError) as refused:
+        _within(rank, {**options, "device_memory": cap})
+    found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", str(refused.value))
+    assert found is not None, str(refused.value)
+    return int(found[1].replace(",", ""))
 
 
 def _train(

@@ -6,6 +6,7 @@ bind — Binds the arguments of one call to the units of the graph's parameter s
 capture — Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be
     partitioned.
 choices — Choices that all ranks make alike, once per parameter, from sizes that they exchange; later graphs reuse them.
+decide_memory — Decides where everything of one captured graph lives: states of its parameters, and values that it saves.
 double_backward — Rejects double backward, which AOTAutograd doesn't support for compiled graphs, with an error that says
     what to do.
 fork_pool — Runs jobs in forked worker processes, for their effects on disk, such as filling Inductor's cache.
@@ -22,7 +23,7 @@ remake — Decides which saved values are dropped and made again in the backward
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
 run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.
-saved_values — Decides which saved values leave the device between a forward and its backward, and keeps space for them.
+saved_values — Space on drives for the values that a graph saves there.
 states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
 tell_homes — What was decided for the parameters of a graph, as text.

@@ -1,7 +1,4 @@
-"""The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
-
-Dynamo calls `zero_infinity` for each captured graph; `zinf dump` subclasses `GraphCompiler`.
-"""
+"""The torch.compile backend: Dynamo calls `zero_infinity` for each captured graph; `zinf dump` subclasses `GraphCompiler`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
-from zinf_compile.passes.graph.node_facts import counts_all, fake_value, note_skipped, skipped_notes
+from zinf_compile.passes.analysis.saved_memories import find_memories
+from zinf_compile.passes.graph.node_facts import counts_all, fake_value, pass_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
 from zinf_compile.passes.loss._read_logits import Logits
@@ -34,7 +32,7 @@ from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
+from zinf_compile.sharded.allowed_homes import farthest_homes, is_open, saved_tiers
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
@@ -54,6 +52,7 @@ from .capture import (
     reject_sparse_gradients,
 )
 from .choices import Choices
+from .decide_memory import MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
@@ -63,7 +62,7 @@ from .regions import InductorRegions, decompositions, prepare
 from .remake import ForwardRegions, plan_remade
 from .replan import replanner_of
 from .run_graph import runner
-from .saved_values import SavedSpace, plan_saved, refuse_activation_budget
+from .saved_values import SavedSpace, refuse_activation_budget
 from .static_shapes import with_static_shapes
 from .wrappers import reject_wrappers
 
@@ -115,6 +114,8 @@ class GraphCompiler:
         """Where the states of each parameter live."""
         self.homes: HomePlanner | None = None
         """Decides where states live; None: options or units say so already."""
+        self.decided = MemoryDecision(self.placements)
+        """What was decided when the graph was cut."""
         self._binder: Binder | None = None
         self._results: int | None = None
         """The number of a forward's outputs that are not saved for its backward."""
@@ -199,7 +200,7 @@ class GraphCompiler:
                     reject_mutations(graph, captured)
                     self._decide(graph)
                     self.run_inference_passes(graph)
-                    self._decide_homes(graph)
+                    self._decide_memory((graph,), (), ())
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -267,25 +268,24 @@ class GraphCompiler:
         """Partition the joint graph into forward and backward, and decide where the states of its parameters live."""
         refuse_activation_budget()
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        self._results = kwargs.get("num_fwd_outputs")
-        for what in skipped_notes(joint):
-            if what not in skipped_notes(forward):
-                note_skipped(forward, what)
-        plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=kwargs["num_fwd_outputs"])
-        self._decide_homes(forward, backward)
-        plan_saved(forward, backward, self.choose_homes, own_outputs=kwargs["num_fwd_outputs"], budget=self._budget)
+        own = self._results = kwargs["num_fwd_outputs"]
+        pass_notes(joint, forward)
+        plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=own)
+        memories = find_memories(forward.graph, backward.graph, own_outputs=own)
+        self._decide_memory((forward, backward), memories, self.choose_homes(memories))
         return forward, backward
 
     def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
-        """Return the saved memory that leaves the device between forward and backward, each with its tier."""
+        """Return the saved memory that leaves the device between forward and backward where a word says so, with its tier."""
         return choose_homes(memories, self.config.saved_values(), self.topology)
 
-    def _decide_homes(self, *graphs: fx.GraphModule) -> None:
-        if self.homes is not None and self._budget is not None:
-            results = self._results if len(graphs) > 1 else None
-            self.placements = self.homes.decide(graphs, self._budget, bucket_bytes=self._bucket, results=results)
-            if self.planner is not None:
-                self.planner.placements = self.homes.paths
+    def _decide_memory(self, graphs: Sequence[fx.GraphModule], memories: Any = (), forced: tuple[SavedMemory, ...] = ()) -> None:
+        assert self._budget is not None, "a graph's caps are known before it is traced"
+        tiers = saved_tiers(self.config, self.topology)
+        self.decided = decide_memory(graphs, memories, forced, tiers, self._budget, self.homes, self._results, self._bucket)
+        self.placements = self.decided.placements
+        if self.homes is not None and self.planner is not None:
+            self.planner.placements = self.homes.paths
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
         """Insert the schedule into a graph and lower it."""

@@ -6,7 +6,6 @@ Rank 0 chooses for all ranks: shards are alike.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,24 +13,22 @@ from typing import Any
 
 from torch import fx
 
-from zinf_compile._torch import outside_tracing
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
-from zinf_compile.plan.fill_homes import Excess, fill_homes
+from zinf_compile.plan.fill_together import fill_together
 from zinf_compile.plan.memory_model import adam_states
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.planners._build import farthest
-from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Memory
 from zinf_compile.plan.rough_links import rough_links
+from zinf_compile.plan.saved_homes import Saving
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.allowed_homes import allowed_homes
-from zinf_compile.sharded.budget import GraphBudget
+from zinf_compile.sharded.fit import Fit
 from zinf_compile.sharded.homes_ahead import fits_near
 from zinf_compile.sharded.promised import unseen_parameters
 
@@ -56,53 +53,45 @@ class HomePlanner:
         self._config, self._context, self._slots = config, context, slots
         self.paths = placements
         """Placements that the graph's transfers are for: those decided, or farther ones where other parameters look alike."""
-        self.told: Callable[[], str] = str
-        """The plan as text."""
+        self.told: Callable[..., str] = str
+        """Returns the plan as text, given what `tell_homes` takes beside."""
         self._placements = placements
-        self._unseen = unseen_parameters(inputs[slot.index] for slot in slots)
-        self._together = together and context.size > 1
+        self.unseen = unseen_parameters(inputs[slot.index] for slot in slots)
+        """Parameters that no graph has seen yet."""
+        self.together = together and context.size > 1
+        """Whether several ranks decide at the same point."""
         self._allowed = allowed_homes(config, context.link.topology)
 
     def likely(self) -> Placements:
         """Return the placements by which ways to transfer are chosen before homes are decided. Collective, as `decide`."""
         fresh = [slot for slot in self._slots if slot.index not in self._placements.own]
-        near = fits_near(self._config, [*fresh, *self._unseen], self._context, together=self._together)
+        near = fits_near(self._config, [*fresh, *self.unseen], self._context, together=self.together)
         return Placements(self._config.placement(), self._placements.own) if near else self._placements
 
-    def decide(
-        self, graphs: Sequence[fx.GraphModule], budget: GraphBudget, *, bucket_bytes: int, results: int | None
-    ) -> Placements:
-        """Return the placements of all parameters; the budget goes by them from now on. Collective where ranks plan together.
+    def decide(self, scheduled: Sequence[fx.Graph], fit: Fit, savings: Sequence[Saving]) -> Placements:
+        """Return the placements of all parameters, by what fits beside one of the choices for saved values.
 
-        `results`: the number of a forward's outputs that aren't saved for its backward.
+        `scheduled`: the graphs with gathers just in time. Collective where ranks plan together.
         """
-        scheduled = [_just_in_time(gm, bucket_bytes) for gm in graphs]
         problem = step_problem([(scheduled[0], scheduled[1] if len(scheduled) > 1 else None)], self._facts())
         members = unit_members(scheduled)
-        with outside_tracing():
-            excess = budget.decide_for_all(self._unseen, results)
-            homes = farthest(problem)  # of a rank that compiles alone: as others may have it
-            if self._context.size == 1 or self._together:
-                homes = fill_homes(problem, lambda homes: excess(self._placed(homes, members), scheduled)).homes
-            if self._together:
-                homes = self._context.ranks.share(homes, what="sharing homes")
-            found = self._placed(homes, members)
-            over = excess(found, scheduled)
-        self._tell(problem, homes, over, budget)
+        homes = farthest(problem)  # of a rank that compiles alone: as others may have it
+        if self._context.size == 1 or self.together:
+            filled, _ = fill_together(
+                problem, savings, lambda homes, saving: fit.excess(self._placed(homes, members), saving.moving)
+            )
+            homes = filled.homes
+        if self.together:
+            homes = self._context.ranks.share(homes, what="sharing homes")
+        found = self._placed(homes, members)
         self.paths = self._for_others(found)
-        return found
-
-    def _tell(self, problem: StepProblem, homes: Homes, over: Excess, budget: GraphBudget) -> None:
-        caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
-        used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in self._context.link.topology.sides]
         count = sum(slot.numel for slot in self._slots)
-        self.told = partial(tell_homes, problem, homes, used, parameters=count, ranks=self._context.size)
-        if not budget.measuring:
-            self._context.plans.append(self.told)
+        self.told = partial(tell_homes, problem, homes, parameters=count, ranks=self._context.size)
+        return found
 
     def _for_others(self, found: Placements) -> Placements:
         """Return the placements that paths of transfers are laid for: other parameters may come in the place of these."""
-        alike = {(slot.shape, slot.dtype) for slot in self._unseen}
+        alike = {(slot.shape, slot.dtype) for slot in self.unseen}
         own = dict(found.own)
         for slot in self._slots:
             if (slot.shape, slot.dtype) in alike:
@@ -154,13 +143,6 @@ class HomePlanner:
 
     def _on(self, tiers: Sequence[Tier], kind: str) -> tuple[Tier, ...]:
         return tuple(dict.fromkeys(tier if tier in tiers else Tier.DEVICE for tier in self._allowed[kind]))
-
-
-def _just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.Graph:
-    """Return the graph with gathers just in time, a copy: the compiler goes on with the original."""
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    copied.meta.update(gm.meta)
-    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes)).graph
 
 
 def _distance(tier: Tier) -> int:

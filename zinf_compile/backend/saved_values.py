@@ -1,26 +1,13 @@
-"""Decides, right after the cut, which saved values leave the device between a forward and its backward, and keeps space for them.
-
-Called by `graph_compiler`; the passes of `passes/activations` act on it.
-"""
+"""Space on drives for the values that a graph saves there. Called by `graph_compiler`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
-from torch import fx
 
 from zinf_compile._torch import activation_budget
 from zinf_compile.errors import OptionError, StoreError
 from zinf_compile.ir.program import Program
-from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.analysis.saved_memories import find_memories
-from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.storage.value_space import ValueSpace
-from zinf_compile.sharded.budget import GraphBudget
-
-Choose = Callable[[Sequence[SavedMemory]], tuple[SavedMemory, ...]]
 
 
 def refuse_activation_budget() -> None:
@@ -32,16 +19,6 @@ def refuse_activation_budget() -> None:
             "already say what is saved; accepted: 1.0, the default. Use option activations='host' or 'nvme' to move what is "
             "saved, or torch.utils.checkpoint in the model to save less"
         )
-
-
-def plan_saved(
-    forward: fx.GraphModule, backward: fx.GraphModule, choose: Choose, *, own_outputs: int, budget: GraphBudget | None
-) -> None:
-    """Mark in both graphs what leaves, as `choose` says; count it in the budget."""
-    moving = choose(find_memories(forward.graph, backward.graph, own_outputs=own_outputs))
-    mark_moving(forward, backward, moving)
-    if budget is not None:
-        budget.plan_saved(moving)
 
 
 class SavedSpace:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.lower_bound import lower_bound
 from zinf_compile.plan.occupancy import occupied
@@ -17,10 +18,19 @@ LARGE = 1500
 """Regions, units and pieces of a problem for which a bound is not worth the time that it takes to find."""
 
 
-def tell_homes(problem: StepProblem, homes: Homes, used: Sequence[tuple[Tier, int, int]], *, parameters: int, ranks: int) -> str:
+def tell_homes(
+    problem: StepProblem,
+    homes: Homes,
+    used: Sequence[tuple[Tier, int, int]],
+    saved: str = "",
+    *,
+    parameters: int,
+    ranks: int,
+) -> str:
     """Return two lines: seconds, the bound and what sets it, bytes of memories of (tier, bytes, cap); and the share by tier.
 
-    Seconds are those of transfers started one use ahead at rough rates, and the bound is that of the same memory.
+    `saved`: what was decided for saved values. Seconds are those of transfers started one use ahead at rough rates, and the bound
+    is that of the same memory; both without saved values.
     """
     plan = _as_it_runs(problem, homes)
     step = f"step {simulate(problem, plan).seconds:.3g} s"
@@ -28,10 +38,39 @@ def tell_homes(problem: StepProblem, homes: Homes, used: Sequence[tuple[Tier, in
         most = {str(tier): int(held.max()) for tier, held in occupied(problem, plan).items() if tier.in_memory}
         bound = lower_bound(problem.with_budgets(**most))
         step += f" (bound {bound.seconds:.3g} s, by {bound.by})"
-    memories = [f"{tier} {_size(count)} of {_size(cap)}" for tier, count, cap in used]
     counted = f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M"
-    head = f"plan for {counted} parameters, {ranks} rank{'s' if ranks > 1 else ''}: {', '.join([step, *memories])}"
-    return f"{head}\n  {shares_line(problem, homes)}"
+    head = f"plan for {counted} parameters, {ranks} rank{'s' if ranks > 1 else ''}: {', '.join([step, *_memories(used)])}"
+    return f"{head}\n  {'     '.join(filter(None, [shares_line(problem, homes), saved]))}"
+
+
+def tell_saved(found: Mapping[str, int], *, used: Sequence[tuple[Tier, int, int]] = ()) -> str:
+    """Return the share of saved values by what becomes of them, given their bytes; empty where nothing is saved.
+
+    `used`: memories of (tier, bytes, cap), for a line of their own in front where nothing else was decided.
+    """
+    total = sum(found.values())
+    shares = ", ".join(f"{word} {count / total:.0%}" for word, count in found.items() if count)
+    text = f"activations  {shares}" if shares else ""
+    return f"plan for activations of {_size(total)}: {', '.join(_memories(used))}\n  {text}" if used else text
+
+
+def bytes_by_choice(
+    memories: Sequence[SavedMemory], moving: Sequence[SavedMemory], dropped: Collection[str] = ()
+) -> dict[str, int]:
+    """Return the bytes of saved values by what becomes of them: "keep", the tier that they move to, or "recompute".
+
+    `dropped`: names of values that are made again; of a memory all are, or none.
+    """
+    found: dict[str, int] = {"keep": 0}
+    tiers = {memory.name: str(memory.tier) for memory in moving}
+    for memory in memories:
+        word = "recompute" if dropped and set(memory.inputs) <= set(dropped) else tiers.get(memory.name, "keep")
+        found[word] = found.get(word, 0) + memory.bytes
+    return found
+
+
+def _memories(used: Sequence[tuple[Tier, int, int]]) -> list[str]:
+    return [f"{tier} {_size(count)} of {_size(cap)}" for tier, count, cap in used]
 
 
 def _as_it_runs(problem: StepProblem, homes: Homes) -> Plan:

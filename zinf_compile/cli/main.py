@@ -124,6 +124,8 @@ def report(
             swaps           in order; of each: operator (swap_in or swap_out), from and to (device, host or nvme), unit, moved
                             (the bytes of this rank's shard)
             traffic         as above
+            saved           of a forward and its backward: the bytes that the forward saves, by what becomes of them (keep,
+                            host, nvme)
             critical_path   bytes; moved (those of them that are transfers); nodes, in order, each with its name in the text
                             (a region of compute has that of its first operator), lane (compute, gather, reduce, read, copy in,
                             copy out or write) and bytes; with --machine also seconds by lane, of the path that takes longest
@@ -156,6 +158,7 @@ def report(
                     {"operator": w.operator, "from": w.src, "to": w.dst, "unit": w.unit.name, "moved": w.moved} for w in s.swaps
                 ],
                 "traffic": dataclasses.asdict(s.traffic),
+                "saved": s.saved,
                 "critical_path": _critical(s),
             }
             for s in shown

@@ -26,6 +26,7 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS
 from zinf_compile.plan.planners.just_in_time import just_in_time
 from zinf_compile.plan.problem import StepProblem
+from zinf_compile.plan.problem_parts import KEEP
 from zinf_compile.plan.profile import Profile, find_profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.plan.table import homes_table, summary_line
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> str:
     for device in options.device_memory or [profile.device_memory_bytes]:
         where = place(profile, world=options.world, device_memory=device, host_memory=host, drives=options.nvme)
         if problem is None:
-            facts = _facts(profile, where, options.world)
+            facts = _facts(profile, where, options.world, kept=given.get("activations") == KEEP)
             problem = step_problem(traced.pairs, facts, micro_batches=options.micro_batches, name=options.target)
         found.append(Planned(problem.with_budgets(device=device), options.planner))
     assert problem is not None
@@ -120,7 +121,7 @@ class Planned:
             self.path = critical_path(problem, self.plan)
 
 
-def _facts(profile: Profile, where: Place, world: int) -> StepFacts:
+def _facts(profile: Profile, where: Place, world: int, *, kept: bool) -> StepFacts:
     sharers = min(world, profile.devices_per_node)
     return StepFacts(
         memories=where.memories,
@@ -132,7 +133,7 @@ def _facts(profile: Profile, where: Place, world: int) -> StepFacts:
         has_master=lambda slot: slot.dtype != torch.float32,
         host_update_bytes_per_second=profile.host_bytes_per_second / sharers,
         device_update_bytes_per_second=profile.device_bytes_per_second,
-        saved_choices=("keep", *(str(memory.tier) for memory in where.memories[1:])),
+        saved_choices=(KEEP, *(() if kept else (str(memory.tier) for memory in where.memories[1:]))),
     )
 
 

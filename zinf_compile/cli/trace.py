@@ -66,6 +66,8 @@ class Scheduled:
     program: Program
     plan: str = ""
     """Where states live, if that was decided, and the table of the plan that it acts out, if a planner is given; else empty."""
+    saved: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Of a forward and its backward, the bytes that the forward saves, by what becomes of them: "keep", or a tier."""
 
 
 class DumpError(ValueError):
@@ -239,11 +241,13 @@ class Recorder(GraphCompiler):
                 transfers=build_transfer_graph(graph.graph, world_size=self._world_size),
                 program=program,
                 plan=self._plan_text(),
+                saved=dict(self.decided.saved),
             )
         )
 
     def _plan_text(self) -> str:
-        text = "" if self.homes is None else f"# {self.homes.told()}\n".replace("\n  ", "\n#   ")
+        told = self.decided.told()
+        text = f"# {told}\n".replace("\n  ", "\n#   ") if told else ""
         if self.planner is None:
             return text
         problem, plan = self.planner.made[-1]

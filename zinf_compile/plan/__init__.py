@@ -10,6 +10,7 @@ compute_memory — Memory of compute, as the plan counts it beside parameters: s
 costs — What regions, links and updates cost, as measured.
 critical_path — The chain of tasks that sets a step's length, in seconds.
 fill_homes — Homes for one parameter after the other, by a check of memory.
+fill_together — Homes of parameters together with what becomes of saved values.
 formulas — Arithmetic of ZeRO and ZeRO-Infinity as sympy formulas.
 graph_plan — Values that passes and the budget exchange: memory needs of a graph, and how far ahead it runs.
 headroom — Memory left within the caps, and how a graph's transfers share it. `sharded/budget` calls `plan_graph`.
@@ -26,7 +27,7 @@ problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
 recompute — Which saved values are dropped and made again in the backward, and what they are made from.
 rough_links — Links at rough rates, where nobody has measured.
-saved_homes — Where the memory of saved values lives between forward and backward.
+saved_homes — Where the memory of saved values lives between forward and backward: a word's, or choices for a plan.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 stretch — The problem of a deep model, made from that of a shallow one.
 table — A plan as text: who lives where, and what happens at each boundary.

@@ -14,6 +14,7 @@ data_assignment — Changes of parameters whose values are on this process: argu
     `parameter.data = value`.
 dispatch — Connects partitioned parameters, tensors and gradients with the calls and operators on them.
 eligibility — Eligibility of parameters for partitioning: dense, real, of `torch.nn.Parameter`'s own class.
+fit — By how much the graphs of a step exceed the caps, at homes of parameters and with some saved values away.
 gradient — The gradient of a partitioned parameter: autograd sees the logical shape, each rank holds its reduced shard.
 gradient_norms — Norms of whole gradients from the shards of all ranks, for all gradients of a model in one exchange.
 gradient_ops — Operators on gradients: element by element on the shards, norms and reductions over all ranks, the rest on a

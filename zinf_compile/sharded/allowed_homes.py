@@ -23,6 +23,17 @@ def allowed_homes(config: Config, topology: Topology) -> dict[str, tuple[Tier, .
     return {kind: tuple(tiers) if word == AUTO else (Tier(word),) for kind, word in words.items()}
 
 
+def saved_tiers(config: Config, topology: Topology) -> tuple[Tier, ...]:
+    """Return the tiers that saved values may leave the device for where that is decided, from near to far.
+
+    None where a word says what becomes of them, and without a declared `device_memory`: then nothing counts them.
+    """
+    if config.activations != AUTO or config.device_memory is None:
+        return ()
+    drives = (Tier.NVME,) if config.placement().nvme else ()
+    return (Tier.HOST, *drives) if topology.host_apart else drives
+
+
 def farthest_homes(config: Config, topology: Topology) -> Placement:
     """Return the placement of states as far away as is allowed."""
     params, grads, optimizer = (allowed_homes(config, topology)[kind][-1] for kind in KINDS)

@@ -22,7 +22,6 @@ from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
 from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, measure_needs
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
-from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
 from zinf_compile.plan.memory_model import MemoryModel, TransientMemory, model_memory
@@ -37,7 +36,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
 from .parameter import ShardedParameter, unit_of
-from .promised import not_held_yet, transient_of_unseen
+from .promised import bytes_beside, not_held_yet, transient_of_unseen, unseen_parameters
 from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
 from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
 
@@ -88,7 +87,8 @@ class GraphBudget:
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._unseen: list[ParameterSlot] = []
         self._strict = False
-        self._later = self._promised = Sides(0, 0)
+        self.later = self.promised = Sides(0, 0)
+        """Transient memory of parameters that no graph has seen yet; what other graphs don't hold yet."""
         self._needs: list[Need] = []
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
@@ -96,36 +96,42 @@ class GraphBudget:
         self.measuring = measuring
         self._together = together and context.size > 1
         self._signature, self._tile = config.signature(), config.tile_bytes
-        self._context, self._bucket = context, config.shape().bucket_of(slots)
+        self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size = slots, shard_group_of(units.values(), context).size
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
-        self._saved_on_host, self._saves_on_drives = 0, False
-        """Bytes of values that a forward saves in host memory for its backward, and whether it saves any on drives."""
+        self.saved_on_host, self._saves_on_drives = 0, False
+        """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
         self.compute = GraphCompute(
             config,
             context.device,
             topology := context.link.topology,
-            outside=outside_bytes(config, context, inputs) + rounding_bytes(config, slots, self._placements, topology),
+            outside=outside_bytes(config, context, inputs) + rounding_bytes(config, slots, self.placements, topology),
             gradient_stays=self._gradient_stays,
         )
+        known = [inputs[slot.index] for slot in slots]
+        self.unseen = unseen_parameters(known) if self.compute.counts else []
+        others = sum(slot.bytes for slot in self.unseen) if fresh else bytes_beside(known) if self.compute.counts else 0
+        self.others = others / max(1, sum(slot.bytes for slot in slots))
+        """Bytes of parameters that other graphs use in a step, or will, for each of this graph's."""
+        self._outside = 0 if fresh else self.compute.outside
         self.plans: list[tuple[TransientMemory, GraphPlan]] = []
         """Transient memory of each graph, and how far ahead it runs."""
 
     @property
     def device_cap(self) -> int:
         """The device's cap: both where host memory is the device."""
-        return self.caps.device if self._context.link.topology.host_apart else min(self.caps.device, self.caps.host)
+        return self.caps.device if self.context.link.topology.host_apart else min(self.caps.device, self.caps.host)
 
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
-        self._placements = placements
+        self.placements = placements
         self._nearest = placements.nearest(self._slots)
         self.model = self.model_at(placements)
         """Memory of the parameters that these graphs use."""
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
-        self._later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
+        self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
         tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
         self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
         """Says which units take memory while they are gathered."""
@@ -136,63 +142,56 @@ class GraphBudget:
             [*self._known, *self._unseen],
             placements,
             size=self._size,
-            topology=self._context.link.topology,
+            topology=self.context.link.topology,
             held=self._units.keys(),
             moved=[*self._slots, *self._unseen],
         )
 
     def _gradient_stays(self, slot: ParameterSlot) -> bool:
         """Say whether a gradient is kept where it is made: on one rank, on the device."""
-        return self._size == 1 and not self._context.link.topology.is_offloaded(self._placements.of(slot).grads)
+        return self._size == 1 and not self.context.link.topology.is_offloaded(self.placements.of(slot).grads)
 
-    def decide_for_all(
-        self, unseen: Sequence[ParameterSlot], results: int | None
-    ) -> Callable[[Placements, Sequence[fx.Graph]], Excess]:
-        """Let homes be decided within the caps; return what says by how much graphs exceed them at a placement.
+    @property
+    def gradients_that_stay(self) -> frozenset[int]:
+        """The parameters for which that holds, by `ParameterSlot.index`."""
+        return frozenset(slot.index for slot in self._slots if self._gradient_stays(slot))
 
-        Room is left for parameters that no graph has seen yet, which live where placements say of the rest; for what other
-        graphs don't hold yet; and for all that steps add. `results`: outputs of a forward that are not saved for its backward.
-        Collective where ranks plan together.
+    def decide_for_all(self, unseen: Sequence[ParameterSlot], *, strict: bool) -> None:
+        """Let homes be decided within the caps, or `strict`ly refuse graphs that don't fit with all that steps add.
+
+        Room is left for parameters that no graph has seen yet, where placements say of the rest; for what other graphs don't hold
+        yet; and for all that steps add.
         """
-        context = self._context
-        topology, memory = context.link.topology, context.memory
         gc.collect()  # models that nobody uses any more
-        self._strict, self._unseen = True, list(unseen)
-        self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=context.device.type == "cpu")
-        self._promised = not_held_yet(context, self._units.values())
-        held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in (memory.ledger, memory.host_ledger)]
-        caps = (self.device_cap, self.caps.host)
-        room = [cap - own - promised for cap, own, promised in zip(caps, held, self._promised, strict=True)]
-        if self._together:
-            room = [least_of_ranks(context, each, what="room for homes") for each in room]
+        self._strict, self._unseen = strict, list(unseen)
+        self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
+        self.promised = not_held_yet(self.context, self._units.values())
 
-        def excess(placements: Placements, graphs: Sequence[fx.Graph]) -> Excess:
-            self.place(placements)
-            model, found = self.model, Sides(0, 0)
-            for number, (graph, compute) in enumerate(zip(graphs, self.compute.of_step(graphs, results), strict=True)):
-                least = model.transient(measure_needs(graph, counts=self.counts), compute).least
-                makes_none = self.compute.counts and number == 0 < len(graphs) - 1  # a forward, beside earlier gradients
-                needed = Sides(*map(max, least, self._later)).plus(model.states if makes_none else model.added_by_steps)
-                found = Sides(*map(max, found, needed))
-            found = found.plus(model.resident).plus(model.chunk)
-            return Excess(found.device - room[0], found.host + self._saved_on_host - room[1] if topology.host_apart else 0)
+    def saved_by_others(self, saved: int) -> int:
+        """Return the bytes that other graphs' forwards will hold where this one's leaves `saved`: in proportion to parameters.
 
-        return excess
+        A graph of parameters that no graph has seen is followed by those of others. One that is compiled again, as for a block of
+        a model that is compiled block by block, may run for any of them: all others save as much, but for what is there.
+        """
+        return max(0, math.ceil(self.others * saved) - self._outside)
 
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
         slot = slot_behind(node)
         alike = (slot.shape, slot.dtype) in {(other.shape, other.dtype) for other in self._unseen}  # which may take its place
-        if alike or self._size > 1 or self._context.link.topology.is_offloaded(self._placements.of(slot).params):
+        if alike or self._size > 1 or self.context.link.topology.is_offloaded(self.placements.of(slot).params):
             return True
         return wire_type(node) != slot.dtype
 
-    def plan_saved(self, moving: Iterable[SavedMemory]) -> None:
-        """Count what forward and backward have in host memory, and in blocks on their way to drives, for saved values."""
-        moving, apart = list(moving), self._context.link.topology.host_apart
+    def plan_saved(self, moving: Iterable[SavedMemory], placements: Placements | None = None) -> None:
+        """Count what forward and backward have in host memory, and in blocks on their way to drives, for saved values.
+
+        `placements`: let the parameters live there as well.
+        """
+        moving, apart = list(moving), self.context.link.topology.host_apart
         self._saves_on_drives = any(not memory.tier.in_memory for memory in moving)
-        self.place(self._placements)
-        self._saved_on_host = sum(memory.bytes for memory in moving if memory.tier.in_memory) if apart else 0
+        self.place(placements or self.placements)
+        self.saved_on_host = sum(memory.bytes for memory in moving if memory.tier.in_memory) if apart else 0
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
@@ -205,7 +204,7 @@ class GraphBudget:
 
     def limits(self, graph: fx.Graph, *, wanted: int = 0) -> tuple[int, int]:
         """Return how many bytes may be gathered, and how many gathered or in flight; more than one group ahead if `wanted`."""
-        context, model = self._context, self.model
+        context, model = self.context, self.model
         transient = model.transient(measure_needs(graph, counts=self.counts), self.compute.measure(graph))
         device = self._check_device(transient)
         host = self._check_host(transient)
@@ -229,18 +228,18 @@ class GraphBudget:
 
         A rank that compiles again alone keeps the earlier plan, if it has reserved as much or the plan takes less.
         """
-        claims, key = self._context.memory.reservations, (self._signature, ahead_key(graph))
+        claims, key = self.context.memory.reservations, (self._signature, ahead_key(graph))
         known = dataclasses.replace(plan, ahead=claims.ahead.setdefault(key, plan.ahead))
         taken = transient.with_plan(known)
         if known.ahead < plan.ahead or (taken.device <= claims.passing and taken.host <= claims.passing_host):
             plan = known
         if self._together and not self._checked:
-            claims.ahead[key] = least_of_ranks(self._context, plan.ahead, what="room to run ahead")
+            claims.ahead[key] = least_of_ranks(self.context, plan.ahead, what="room to run ahead")
             plan = dataclasses.replace(plan, ahead=claims.ahead[key])
         return plan
 
     def _reserve(self, transient: TransientMemory, plan: GraphPlan, device: _Side, host: _Side) -> None:
-        memory, staging, taken = self._context.memory, self.model.staging + plan.staging, transient.with_plan(plan)
+        memory, staging, taken = self.context.memory, self.model.staging + plan.staging, transient.with_plan(plan)
         claims = memory.reservations
         claims.device_cap, claims.host_cap = device.cap, self.caps.host
         claim = Reservation(
@@ -269,7 +268,7 @@ class GraphBudget:
 
         The largest unit is loaded that far ahead of its use, too; more memory would not be used.
         """
-        topology, homes = self._context.link.topology, {self._placements.of(slot).params for slot in self._slots}
+        topology, homes = self.context.link.topology, {self.placements.of(slot).params for slot in self._slots}
         # one read to a device that is host memory takes the place of two hops
         hops = max((len(topology.hops(home)) + topology.reads_at_once(home) for home in homes), default=0)
         gathered = measure_ahead(graph, stages=LOOK_AHEAD, counts=self.counts)
@@ -277,13 +276,13 @@ class GraphBudget:
         return gathered, math.ceil(widening * ahead)
 
     def _check_device(self, transient: TransientMemory) -> _Side:
-        context, model = self._context, self.model
+        context, model = self.context, self.model
         topology = context.link.topology
         cap = self.device_cap
         chunk, added = model.chunk.device, model.added_by_steps.device
         second = model.gradients.device if self.compute.is_forward else 0  # it makes none beside earlier ones
-        most = max(transient.least.device, self._later.device)
-        here = model.resident.device + chunk + most + self._promised.device
+        most = max(transient.least.device, self.later.device)
+        here = model.resident.device + chunk + most + self.promised.device
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         computing = transient.compute
@@ -312,23 +311,24 @@ class GraphBudget:
                 strict=self._strict,
             )
         )
-        return _Side(cap, max(0, cap - least - added), least + added - second)
+        others = self.saved_by_others(self.compute.saved)
+        return _Side(cap, max(0, cap - least - added - others), least + added - second)
 
     def _check_host(self, transient: TransientMemory) -> _Side:
-        context, model, cap = self._context, self.model, self.caps.host
+        context, model, cap = self.context, self.model, self.caps.host
         if not context.link.topology.host_apart:
             return _Side(cap, 0, 0)
         chunk, added = model.chunk.host, model.added_by_steps.host
-        most = max(transient.least.host, self._later.host)
-        here = model.resident.host + chunk + most + self._promised.host + self._saved_on_host
+        most = max(transient.least.host, self.later.host)
+        here = model.resident.host + chunk + most + self.promised.host + self.saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)
-        fixed = least - chunk - most - self._saved_on_host
+        fixed = least - chunk - most - self.saved_on_host
         self._note(
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
                 f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step"
-                + (f", {self._saved_on_host:,} of activations" if self._saved_on_host else ""),
+                + (f", {self.saved_on_host:,} of activations" if self.saved_on_host else ""),
                 fixed=least - most,
                 least=least,
                 added_by_steps=added,
@@ -348,10 +348,10 @@ class GraphBudget:
         """
         self._checked = True
         lacks = {side: self._lack(side) for side in SIDES}
-        if any_rank_short(self._context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
+        if any_rank_short(self.context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
             self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
             error = self._refusal(lacks, measure)
-            self._context.memory.reservations.caps = self._caps_before
+            self.context.memory.reservations.caps = self._caps_before
             raise error
         for unit in self._units.values():
             _unplanned.discard(unit)
@@ -360,11 +360,11 @@ class GraphBudget:
         """Return the error that names a cap with which the graphs work, on all ranks where these refuse together."""
 
         def of_all(number: int) -> int:
-            return largest_of_ranks(self._context, number, what="the smallest cap") if self._together else number
+            return largest_of_ranks(self.context, number, what="the smallest cap") if self._together else number
 
-        worst = worst_of_ranks(self._context, lacks) if self._together else {}
+        worst = worst_of_ranks(self.context, lacks) if self._together else {}
         smallest = {side: of_all(self.works(side)) for side in SIDES}
-        if measure is not None and "device_memory" in self.caps.options(self._context.link.topology):
+        if measure is not None and "device_memory" in self.caps.options(self.context.link.topology):
             known: dict[int, GraphBudget] = {}
 
             def needed(cap: int) -> int:
@@ -391,7 +391,7 @@ class GraphBudget:
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
-        return held_bytes(ledger, more, cap, self._context.memory)
+        return held_bytes(ledger, more, cap, self.context.memory)
 
     def _note(self, need: Need) -> None:
         self._needs.append(need)

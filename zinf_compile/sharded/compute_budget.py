@@ -15,9 +15,11 @@ from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
 from zinf_compile.passes.analysis.compute_memory import DEVICE_ROUNDING, ForwardValues, measure_compute
+from zinf_compile.passes.graph.node_facts import leaving
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
@@ -74,24 +76,32 @@ class GraphCompute:
             self._forward, self.saved = values, found.saved
         return found
 
-    def of_step(self, graphs: Sequence[fx.Graph], results: int | None) -> list[ComputeMemory]:
-        """Return the memory of a forward and its backward, or of one graph, before they are compiled."""
+    def of_step(self, graphs: Sequence[fx.Graph], results: int | None, moving: Sequence[SavedMemory] = ()) -> list[ComputeMemory]:
+        """Return the memory of a forward and its backward, or of one graph, before they are compiled.
+
+        Of what is marked in these graphs as moving, the values of `moving` are those that do.
+        """
         if not self.counts:
             return [NO_COMPUTE for _ in graphs]
+        moved = frozenset(name for memory in moving for name in memory.inputs)
         found, values = [], None
-        for graph in graphs:
-            if graph not in self._performed:
-                self._performed[graph] = self._as_performed(graph)
-            one, made = self._measure(self._performed[graph], values, results if values is None else None)
+        for graph in map(self.performed, graphs):
+            one, made = self._measure(graph, values, results if values is None else None, stays=_moved(graphs) - moved)
             values = values or made
             found.append(one)
         return found
+
+    def performed(self, graph: fx.Graph) -> fx.Graph:
+        """Return a graph whose transfers are just in time as it will compute, with all that is marked as moving."""
+        if graph not in self._performed:
+            self._performed[graph] = self._as_performed(graph)
+        return self._performed[graph]
 
     def _as_performed(self, graph: fx.Graph) -> fx.Graph:
         return as_performed(graph, hops=self._topology.hops)
 
     def _measure(
-        self, graph: fx.Graph, forward: ForwardValues | None, results: int | None
+        self, graph: fx.Graph, forward: ForwardValues | None, results: int | None, *, stays: frozenset[str] = frozenset()
     ) -> tuple[ComputeMemory, ForwardValues]:
         found, values = measure_compute(
             graph,
@@ -100,8 +110,15 @@ class GraphCompute:
             forward=forward,
             results=results,
             gradient_stays=self._gradient_stays,
+            stays=stays,
         )
         return dataclasses.replace(found, outside=self.outside), values
+
+
+def _moved(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+    """Return the names of the values that are marked as moving in a forward, and its backward."""
+    owners = [graph.owning_module for graph in graphs]
+    return frozenset(name for gm in owners if isinstance(gm, fx.GraphModule) for memory in leaving(gm) for name in memory.inputs)
 
 
 def rounding_bytes(config: Config, slots: Sequence[ParameterSlot], placements: Placements, topology: Topology) -> int:
@@ -169,6 +186,13 @@ def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None
 
 def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
     """Return what a call lacks of the device, given what other calls have left there and what the user has taken meanwhile."""
+    found = _lack_now(context, call, units := list(units), args)
+    if found is not None and found.short:
+        found = _lack_now(context, call, units, args)  # without what nobody uses any more, which has gone meanwhile
+    return found
+
+
+def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: Sequence[Any]) -> Lack | None:
     memory, claims = context.memory, context.memory.reservations
     cap = claims.device_cap
     if cap is None:
@@ -191,7 +215,7 @@ def lack_for_call(context: Context, call: Call, units: Iterable[Unit | Tile], ar
         text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
         f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
         f"{user + call.outside:,} are taken by others, {call.passing - call.outside:,} are needed at once. Run their "
-        "backwards first, keep fewer results, or use smaller batches",
+        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive",
     )
 
 

@@ -39,6 +39,18 @@ def unseen_parameters(known: Iterable[object]) -> list[ParameterSlot]:
     return [slot for slot in found if slot.numel and slot.device.type != "meta"]
 
 
+def bytes_beside(known: Iterable[object]) -> int:
+    """Return the bytes of all other parameters of the modules whose methods are running, of partitioned ones as if whole."""
+    seen, found = {id(parameter) for parameter in known}, 0
+    with no_torch_function():
+        for module in [caller for caller in callers() if isinstance(caller, nn.Module)]:
+            for parameter in module.parameters():
+                if id(parameter) not in seen:
+                    found += parameter.numel() * parameter.element_size()
+                seen.add(id(parameter))
+    return found
+
+
 def transient_of_unseen(model: MemoryModel, slots: Iterable[ParameterSlot], bucket: int, *, tile: int | None) -> Sides:
     """Return the memory that graphs will need while they use these parameters: a few buckets, and the largest, in flight."""
     sizes = [(slot.bytes, slot.reduce_format.bytes(slot.numel) if slot.requires_grad else 0) for slot in slots]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.plan import Homes
@@ -126,9 +127,14 @@ def fits(problem: StepProblem, homes: Homes) -> bool:
     return all(count <= problem.room(tier) for tier, count in held.items())
 
 
-def least_seconds(problem: StepProblem, homes: Homes) -> tuple[float, float]:
-    """Return the seconds of the busiest lane, of what the homes make each step move at least, and those of all links."""
-    lanes: dict[str, float] = defaultdict(float)
+def least_seconds(
+    problem: StepProblem, homes: Homes, *, beside: Mapping[str, float] = MappingProxyType({})
+) -> tuple[float, float]:
+    """Return the seconds of the busiest lane, of what the homes make each step move at least, and those of all links.
+
+    `beside`: seconds by lane of what moves beside.
+    """
+    lanes: dict[str, float] = defaultdict(float, beside)
     compute, host = problem.compute_seconds, 0.0
     for unit in problem.units:
         if unit.trained:

@@ -1,0 +1,96 @@
+"""The account of compute's memory: what each value takes, and one graph that moves all as the account of any part of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from irtext import graph_of, unit
+from torch import fx
+
+from zinf_compile.ir.tiers import Tier, Topology
+from zinf_compile.passes import as_performed
+from zinf_compile.passes.analysis.compute_memory import measure_compute
+from zinf_compile.passes.analysis.saved_memories import find_memories
+from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
+from zinf_compile.passes.graph.node_facts import mark_moving
+from zinf_compile.plan.compute_memory import ComputeMemory
+
+VALUE = 4 * 16 * 16
+"""Bytes of each value here."""
+
+UNITS = {name: unit(16, 16) for name in ("w", "u", "z")}
+INPUTS = {"x": torch.empty(16, 16), **UNITS}
+BACKWARD_INPUTS = {**{name: torch.empty(16, 16) for name in ("r", "t", "e", "y", "n")}, **UNITS}
+
+FORWARD = """
+g = all_gather(w); v = wait(g); a = mm(x, v); r = relu(a); t = t(r); release(v)
+h = all_gather(u); f = wait(h); b = mm(r, f); e = exp(b); release(f)
+k = all_gather(z); q = wait(k); c = mm(e, q); y = sin(c); d = mm(y, q); release(q); return (d, r, t, e, y)
+"""
+BACKWARD = """
+k = all_gather(z); q = wait(k); a = mm(n, q); b = mul(a, y); release(q)
+h = all_gather(u); f = wait(h); c = mm(b, f); d = mul(c, e); release(f)
+g = all_gather(w); v = wait(g); i = mm(d, v); j = mul(i, r); o = mm(j, t); release(v); return (o, j)
+"""
+
+
+def pair() -> tuple[fx.GraphModule, fx.GraphModule]:
+    return graph_of(FORWARD, **INPUTS), graph_of(BACKWARD, **BACKWARD_INPUTS)
+
+
+def measured(
+    moving: tuple[str, ...], stays: tuple[str, ...] = (), *, apart: bool = False, by_operator: bool = True
+) -> list[ComputeMemory]:
+    """Return the accounts of forward and backward with some values moving, all of them marked but `stays` counted as staying."""
+    forward, backward = pair()
+    found = find_memories(forward.graph, backward.graph, own_outputs=1)
+    topology = Topology(host_apart=apart)
+    marked = tuple(dataclasses.replace(each, tier=Tier.NVME) for each in found if each.name in (*moving, *stays))
+    mark_moving(forward, backward, marked)
+    names = frozenset(name for each in found if each.name in stays for name in each.inputs)
+    device = torch.device("cpu")
+    ahead, values = measure_compute(
+        as_performed(forward.graph, hops=topology.hops), device, by_operator=by_operator, results=1, stays=names
+    )
+    back, _ = measure_compute(
+        as_performed(backward.graph, hops=topology.hops), device, by_operator=by_operator, forward=values, stays=names
+    )
+    return [ahead, back]
+
+
+def test_what_is_kept_and_what_moves() -> None:
+    forward, backward = measured(())
+    assert (forward.saved, forward.results) == (4 * VALUE, VALUE), "a view takes nothing; the result is the caller's"
+    assert forward.peak == 6 * VALUE, "x, r, e, y, d, and the result of the call before"
+    assert backward.peak == 7 * VALUE, "n, r, e, y, and the forward's result and input, which the caller has; a product"
+    forward, backward = measured(("r", "e", "y"))
+    assert (forward.saved, forward.results) == (VALUE, VALUE)
+    assert forward.peak == 6 * VALUE, "none has left before the last of three stretches"
+    assert backward.peak == 7 * VALUE, "and r alone is away during the first one of the backward, where less is needed"
+
+
+@pytest.mark.parametrize(("apart", "by_operator"), list(itertools.product([False, True], repeat=2)))
+def test_one_graph_shows_what_each_choice_takes(apart: bool, by_operator: bool) -> None:
+    names = ("r", "e", "y")
+    for moving in itertools.chain.from_iterable(itertools.combinations(names, count) for count in range(4)):
+        stays = tuple(name for name in names if name not in moving)
+        how = {"apart": apart, "by_operator": by_operator}
+        assert measured(moving, stays, **how) == measured(moving, **how), moving
+
+
+def test_seconds_away_and_kinds() -> None:
+    """A product takes 2 * 16**3 operations, a value passes memory once; what is back as soon as it left has no time away."""
+    forward, backward = pair()
+    found = find_memories(forward.graph, backward.graph, own_outputs=1)
+    kinds = kinds_of(forward.graph, found)
+    assert len(set(kinds.values())) == 3
+    mark_moving(forward, backward, tuple(dataclasses.replace(each, tier=Tier.NVME) for each in found))
+    graphs = [as_performed(gm.graph, hops=Topology(host_apart=False).hops) for gm in (forward, backward)]
+    rates: Any = {"flops_per_second": lambda dtype: 2.0 * 16**3, "bytes_per_second": float(VALUE)}
+    away = seconds_away(*graphs, found, **rates)
+    assert away == {"r": 2.0}, "while the first stretch of the backward runs: one product and one pass"
+    assert seconds_away(*graphs, found, **rates, others=1.0) == {"r": 16.0, "e": 14.0, "y": 14.0}, "and two graphs more"

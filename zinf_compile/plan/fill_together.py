@@ -1,0 +1,76 @@
+"""Homes of parameters, gradients and states together with what becomes of saved values, under the same caps.
+
+`backend/home_planner` calls it with its own account of memory. The choices, and what each costs, follow from the problem without
+its budgets: a larger budget adds some and takes none away, so it never gives a plan that costs more. (Where host memory is beside
+the device, states that come to the device are updated there, which may cost more than what no longer moves.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from .fill_homes import Excess, Filled, fill_homes
+from .plan import Homes
+from .planners._build import farthest
+from .planners._homes import least_seconds
+from .problem import StepProblem
+from .saved_homes import Saving
+
+Check = Callable[[Homes, Saving], Excess]
+
+
+def fill_together(problem: StepProblem, savings: Sequence[Saving], check: Check) -> tuple[Filled, Saving]:
+    """Return homes and one of the choices for saved values that fit, and of which a step takes least on its busiest lane.
+
+    Of those that are equal in this, the ones that move least. Where none fits, those are returned for which the least memory is
+    missing. `savings` are in the order in which more leaves.
+    """
+
+    first, *others = savings
+    if not others:
+        return fill_homes(problem, lambda homes: check(homes, first)), first
+    near, far = _nearest(problem), farthest(problem)
+    best: tuple[tuple[float, float], Filled, Saving] | None = None
+    lacking: list[int] = []
+    for saving in savings:
+        if best is not None and together_seconds(problem, near, saving) >= best[0]:
+            continue
+        excess = check(far, saving)
+        lacking.append(excess.lacking)
+        if not excess.fits:
+            continue
+        filled = fill_homes(problem, partial(_check, check, saving))
+        cost = together_seconds(problem, filled.homes, saving)
+        if filled.excess.fits and (best is None or cost < best[0]):
+            best = cost, filled, saving
+    if best is not None:
+        return best[1], best[2]
+    least = lacking.index(min(lacking))
+    tried = [savings[number] for number in sorted({0, least, len(savings) - 1})]  # nearer homes may need less for what moves
+    found = [(fill_homes(problem, partial(_check, check, saving)), saving) for saving in tried]
+    return min(found, key=lambda row: (not row[0].excess.fits, row[0].excess.lacking))
+
+
+def together_seconds(problem: StepProblem, homes: Homes, saving: Saving) -> tuple[float, float]:
+    """Return the seconds of the busiest lane, of what a step moves at least, and those of all links.
+
+    Without updates where all homes are as near as may be: what stays there is not asked what it costs.
+    """
+    if homes == _nearest(problem):
+        return max(problem.compute_seconds, *saving.seconds.values(), 0.0), saving.cost
+    return least_seconds(problem, homes, beside=saving.seconds)
+
+
+def _check(check: Check, saving: Saving, homes: Homes) -> Excess:
+    return check(homes, saving)
+
+
+def _nearest(problem: StepProblem) -> Homes:
+    """Return homes as near as is allowed: what moves least."""
+    allowed, tiers = problem.allowed, problem.tiers
+    return Homes(
+        params={unit.name: problem.param_tiers(unit.name)[0] for unit in problem.units},
+        grads={unit.name: (allowed.grads or tiers)[0] for unit in problem.units if unit.trained},
+        states={piece.name: (allowed.states or tiers)[0] for piece in problem.pieces},
+    )
