@@ -257,7 +257,8 @@ def test_double_backward_is_refused_by_name(pair: Any) -> None:
 
 
 def test_options() -> None:
-    with pytest.raises(OptionError, match=r"option activations='disk' is not known; accepted: 'auto', 'keep', 'host', 'nvme'"):
+    accepted = "'auto', 'keep', 'recompute', 'host', 'nvme'"
+    with pytest.raises(OptionError, match=f"option activations='disk' is not known; accepted: {accepted}"):
         Config.from_options({"activations": "disk"})
     with pytest.raises(OptionError, match=r"option activations='nvme' needs a drive"):
         Config.from_options({"activations": "nvme"})
