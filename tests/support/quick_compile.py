@@ -1,4 +1,4 @@
-"""What PyTorch does at each compilation and nobody here uses, left out: some 8 % of the time that a compilation takes."""
+"""What PyTorch does at each compilation and nobody here uses, left out: 5 % or more of the time that a compilation takes."""
 
 from __future__ import annotations
 
