@@ -87,8 +87,10 @@ def _rewrite(graph: fx.Graph, stretch: Stretch, maker: LoopMaker, tile: int) -> 
         nodes = (*stretch.again, *stretch.backward)
         plans.append((stretch.backward, maker.make(stretch.ops, nodes, _given(stretch.backward, stretch.backward), tile)))
     places = [(nodes, plan, _dependent(nodes, plan)) for nodes, plan in plans]
+    replaced: dict[fx.Node, fx.Node] = {}
     for nodes, plan, dependent in places:
-        _write(graph, nodes, plan, dependent)
+        inputs = [replaced.get(node, node) for node in (*plan.rows, *plan.whole)]  # the backward may read results
+        replaced.update(_write(graph, nodes, plan, inputs, dependent))
     for nodes, _ in reversed(plans):
         for node in reversed(nodes):
             for user in list(node.users):  # transposes that nothing reads any more
@@ -126,22 +128,26 @@ def _dependent(nodes: Sequence[fx.Node], plan: LoopPlan) -> list[fx.Node]:
     return behind
 
 
-def _write(graph: fx.Graph, nodes: Sequence[fx.Node], plan: LoopPlan, dependent: Sequence[fx.Node]) -> None:
-    """Insert the loop behind the last of its operators."""
+def _write(
+    graph: fx.Graph, nodes: Sequence[fx.Node], plan: LoopPlan, inputs: Sequence[fx.Node], dependent: Sequence[fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Insert the loop behind the last of its operators; return what its results replace."""
     inside, last = set(nodes), nodes[-1]
     with graph.inserting_after(last):
-        loop = graph.create_node("call_function", plan.loop, (*plan.rows, *plan.whole), name="loop")
+        loop = graph.create_node("call_function", plan.loop, tuple(inputs), name="loop")
     loop.meta.update({key: value for key, value in last.meta.items() if key not in ("val", "tensor_meta", "desc")})
     loop.meta["val"] = [out.meta["val"] for out in plan.outs]
-    place = loop
+    place, replaced = loop, {}
     for number, out in enumerate(plan.outs):
         with graph.inserting_after(place):
             place = graph.create_node("call_function", operator.getitem, (loop, number), name=f"{loop.name}_{number}")
         place.meta.update(out.meta)
+        replaced[out] = place
         out.replace_all_uses_with(place, delete_user_cb=lambda user: user not in inside)
     for node in dependent:
         place.append(node)
         place = node
+    return replaced
 
 
 def _note(gm: fx.GraphModule, node: fx.Node, reason: str) -> None:

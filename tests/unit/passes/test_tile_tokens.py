@@ -136,6 +136,19 @@ class Adapted(Mlp):
         return x + self.down(h) + 0.5 * F.linear(F.linear(h, low["c"]), low["d"])
 
 
+class Returned(Mlp):
+    """Something narrow that is made inside is a result, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(HIDDEN, 2), nn.Linear(2, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.gelu(self.up(x))
+        low = self.low(h)
+        return self.down(h) + self.high(low), low
+
+
 class Tied(Mlp):
     """One weight for both layers, and the whole MLP twice."""
 
@@ -189,6 +202,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "packed": (Packed, 1),
     "sliced": (Sliced, 1),
     "adapted": (Adapted, 1),
+    "returned": (Returned, 1),
     "tied": (Tied, 2),
     "deep": (Deep, 1),
     "masked": (Masked, 1),
