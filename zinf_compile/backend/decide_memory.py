@@ -71,7 +71,7 @@ def decide_memory(
     with outside_tracing():
         budget.decide_for_all(budget.unseen if homes is None else homes.unseen, strict=homes is not None)
         fit = Fit(budget, context, scheduled, results=results, together=homes is not None and homes.together)
-        choices = (Saving(forced),)
+        choices: tuple[Saving, ...] = (Saving(forced),)
         if open_to:
             choices = savings(_candidates(graphs[0], scheduled, open_to, tiers, budget))
         if homes is not None:
@@ -126,8 +126,10 @@ def _candidates(
     """Return what may leave, and is away for a while where it does."""
     topology, kind = budget.context.link.topology, budget.context.device.type
     links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *_drives(tiers)], 1))
+    ahead, back = map(budget.compute.performed, scheduled)
     away = seconds_away(
-        *map(budget.compute.performed, scheduled),
+        ahead,
+        back,
         memories,
         flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
         bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
