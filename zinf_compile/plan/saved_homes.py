@@ -3,7 +3,7 @@
 Note: order of choices
     Equal memory of equal blocks leaves together, the kind first that is away longest for what its transfers take: so each block's
     compute hides the same transfers. A kind with a large share leaves in parts, the first blocks' before the last ones', whose
-    way is shortest. Each choice moves all that the one before moves, so a larger budget never moves more.
+    way is shortest. Each choice moves all that the one before moves: beside given homes a larger budget never moves more.
 """
 
 from __future__ import annotations
