@@ -20,7 +20,7 @@ from zinf_compile.passes import region_passes, run_passes
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import Candidate, Saving, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
 
@@ -75,7 +75,7 @@ def decide_memory(
         if open_to:
             choices = savings(_candidates(graphs[0], scheduled, open_to, tiers, budget))
         if homes is not None:
-            placements = homes.decide(scheduled, fit, choices)
+            placements = homes.decide(scheduled, fit, a_few(choices))
         saving = first_that_fits(choices, lambda saving: fit.excess(placements, saving.moving))
         over = fit.excess(placements, saving.moving)
     decision = _decided(graphs, placements, memories, saving.moving, budget)

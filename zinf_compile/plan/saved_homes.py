@@ -122,6 +122,14 @@ def savings(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
     return tuple(found)
 
 
+def a_few(choices: Sequence[Saving], *, most: int = 7) -> tuple[Saving, ...]:
+    """Return choices from the first to the last, evenly: for decisions that take long for each of them."""
+    if len(choices) <= most:
+        return tuple(choices)
+    last = len(choices) - 1
+    return tuple(choices[last * number // (most - 1)] for number in range(most))
+
+
 def first_that_fits(choices: Sequence[Saving], check: Check) -> Saving:
     """Return the first choice that fits; where none does, the one that lacks least."""
     lacking: list[int] = []

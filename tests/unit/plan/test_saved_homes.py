@@ -18,7 +18,7 @@ from zinf_compile.plan.fill_together import fill_together, together_seconds
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
 
 HERE, APART = Topology(host_apart=False), Topology(host_apart=True)
 MIB = 1 << 20
@@ -61,6 +61,13 @@ def test_equal_blocks_alike_but_for_the_kind_that_leaves_in_part() -> None:
         for kind, count in by_kind.items():
             assert {each.outputs[0] // 3 for each in saving.moving if each.outputs[0] % 3 == kind} == set(range(count))
     assert [each.outputs[0] for each in found[2].moving] == sorted(each.outputs[0] for each in found[2].moving)
+
+
+def test_a_few_of_many_choices() -> None:
+    found = savings(candidates(blocks(24, [MIB, MIB]), [Tier.NVME], HERE))
+    few = a_few(found)
+    assert (len(few), few[0], few[-1]) == (7, found[0], found[-1])
+    assert a_few(found[:3]) == found[:3]
 
 
 def test_what_is_away_longest_leaves_first() -> None:
