@@ -103,7 +103,8 @@ def train_within_caps(rank: int, size: int, folder: str, free: bool) -> list[dic
     """
     words = {} if free else dict.fromkeys(("params", "grads", "optimizer"), "device")
     drive = {**words, "nvme": folder, "bucket": "16KiB"}
-    kept, least = (_least(rank, {**drive, "activations": word}) for word in ("keep", "auto"))
+    kept = _least(rank, {**(drive if free else {**words, "bucket": "16KiB"}), "activations": "keep"})
+    least = _least(rank, drive)
     assert least < kept, "all ranks are told one number"
     expected, _ = _within(rank, {"bucket": "16KiB"})
     decided = []

@@ -21,7 +21,7 @@ from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.passes.graph.remade import remaking
 from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import Candidate, Saving, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
 
@@ -76,7 +76,7 @@ def decide_memory(
         if open_to:
             choices = savings(_candidates(graphs[0], scheduled, open_to, tiers, budget))
         if homes is not None:
-            placements = homes.decide(scheduled, fit, choices)
+            placements = homes.decide(scheduled, fit, a_few(choices))
         saving = first_that_fits(choices, lambda saving: fit.excess(placements, saving.moving))
         over = fit.excess(placements, saving.moving)
     decision = _decided(graphs, placements, memories, saving.moving, budget)
@@ -129,10 +129,10 @@ def _candidates(
     """Return what may leave, and is away for a while where it does."""
     topology, kind = budget.context.link.topology, budget.context.device.type
     links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *_drives(tiers)], 1))
-    forward_runs, backward_runs = map(budget.compute.performed, scheduled)
+    ahead, back = map(budget.compute.performed, scheduled)
     away = seconds_away(
-        forward_runs,
-        backward_runs,
+        ahead,
+        back,
         memories,
         flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
         bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),

@@ -1,8 +1,7 @@
 """Homes of parameters, gradients and states together with what becomes of saved values, under the same caps.
 
 `backend/home_planner` calls it with its own account of memory. The choices, and what each costs, follow from the problem without
-its budgets: a larger budget adds some and takes none away, so it never gives a plan that costs more. (Where host memory is beside
-the device, states that come to the device are updated there, which may cost more than what no longer moves.)
+its budgets: a larger budget adds some and takes none away.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Note: order of choices
     Equal memory of equal blocks leaves together, the kind first that is away longest for what its transfers take: so each block's
     compute hides the same transfers. A kind with a large share leaves in parts, the first blocks' before the last ones', whose
-    way is shortest. Each choice moves all that the one before moves, so a larger budget never moves more.
+    way is shortest. Each choice moves all that the one before moves: beside given homes a larger budget never moves more.
 """
 
 from __future__ import annotations
@@ -120,6 +120,14 @@ def savings(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
             ways = [each.ways[-1] for each in leaving[: end - cheapest]] + [each.ways[0] for each in leaving[end - cheapest :]]
             found.append(_sum(ways))
     return tuple(found)
+
+
+def a_few(choices: Sequence[Saving], *, most: int = 7) -> tuple[Saving, ...]:
+    """Return choices from the first to the last, evenly: for decisions that take long for each of them."""
+    if len(choices) <= most:
+        return tuple(choices)
+    last = len(choices) - 1
+    return tuple(choices[last * number // (most - 1)] for number in range(most))
 
 
 def first_that_fits(choices: Sequence[Saving], check: Check) -> Saving:

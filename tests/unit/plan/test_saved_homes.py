@@ -13,12 +13,12 @@ from plan_cases import training_problems
 
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier, Topology
-from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.fill_homes import Excess, fill_homes
 from zinf_compile.plan.fill_together import fill_together, together_seconds
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
 
 HERE, APART = Topology(host_apart=False), Topology(host_apart=True)
 MIB = 1 << 20
@@ -61,6 +61,13 @@ def test_equal_blocks_alike_but_for_the_kind_that_leaves_in_part() -> None:
         for kind, count in by_kind.items():
             assert {each.outputs[0] // 3 for each in saving.moving if each.outputs[0] % 3 == kind} == set(range(count))
     assert [each.outputs[0] for each in found[2].moving] == sorted(each.outputs[0] for each in found[2].moving)
+
+
+def test_a_few_of_many_choices() -> None:
+    found = savings(candidates(blocks(24, [MIB, MIB]), [Tier.NVME], HERE))
+    few = a_few(found)
+    assert (len(few), few[0], few[-1]) == (7, found[0], found[-1])
+    assert a_few(found[:3]) == found[:3]
 
 
 def test_what_is_away_longest_leaves_first() -> None:
@@ -141,7 +148,7 @@ def within(problem: StepProblem, saved: int, device: int) -> Callable[[Homes, Sa
 
 @settings(max_examples=20, deadline=None)
 @given(training_problems(tiers=(2,)), rows, st.lists(st.floats(0, 1.1), min_size=2, max_size=2))
-def test_together_with_homes_a_larger_budget_never_costs_more(
+def test_together_with_homes_what_is_chosen_costs_least_of_what_fits(
     problem: StepProblem, drawn: list[tuple[int, float, int]], parts: list[float]
 ) -> None:
     states = sum(unit.stored_bytes + unit.gradient_bytes for unit in problem.units)
@@ -149,13 +156,16 @@ def test_together_with_homes_a_larger_budget_never_costs_more(
     unit = max(1, states // 100)
     found = savings(candidates([(size * unit, away, kind) for size, away, kind in drawn], [Tier.NVME], HERE))
     saved = sum(size * unit for size, *_ in drawn)
-    costs = []
+    fitted = []
     for part in sorted(parts):
         check = within(problem, saved, int(part * (states + saved)))
         filled, saving = fill_together(problem, found, check)
         assert filled.excess == check(filled.homes, saving)
-        if filled.excess.fits:
-            costs.append(together_seconds(problem, filled.homes, saving))
-    assert costs == sorted(costs, reverse=True)
+        fitted.append(filled.excess.fits)
+        for other in found if filled.excess.fits else ():
+            beside = fill_homes(problem, lambda homes, check=check, other=other: check(homes, other))  # type: ignore[misc]
+            cost = together_seconds(problem, beside.homes, other)
+            assert not beside.excess.fits or together_seconds(problem, filled.homes, saving) <= cost
+    assert fitted == sorted(fitted), "what a smaller budget has room for, a larger one has"
     filled, saving = fill_together(problem, found, within(problem, saved, states + saved))
     assert saving == KEPT
