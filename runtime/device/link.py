@@ -136,6 +136,8 @@ class AcceleratorLink:
     def device_buffer(self, numel: int, dtype: torch.dtype, *, lasting: bool = False) -> torch.Tensor:
         """See `DeviceLink.device_buffer`."""
         if not lasting:
+            for lane in self._lanes.values():
+                lane.settle()  # what copies hold that are over, and that only other lanes have waited for
             return self._memory.lend(numel, dtype)
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(numel, dtype=dtype, device=self._device)

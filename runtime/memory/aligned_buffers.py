@@ -27,9 +27,10 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     length = max(mmap.PAGESIZE, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     huge = length >= _HUGE_PAGE
     memory = private_memory(length + (_HUGE_PAGE if huge else 0), pinned=pinned)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
-    return whole[start : start + size]
+    with torch.inference_mode(False):  # it outlives the mode in which it is first asked for
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
+        return whole[start : start + size]
 
 
 def zeros_on(device: torch.device, numel: int, dtype: torch.dtype, *, beside: torch.device) -> torch.Tensor:

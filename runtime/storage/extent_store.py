@@ -235,7 +235,8 @@ def _bytes_of(tensor: torch.Tensor, key: Key) -> torch.Tensor:
             f"extent {key!r}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
             "give the flat memory, or a contiguous copy"
         )
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    with torch.inference_mode(False):  # a thread that isn't in that mode may fill it
+        return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _warn_of(folder: str, file: File) -> None:

@@ -140,7 +140,7 @@ def peak(device: torch.device) -> Finding:
     )
 
 
-_ROUNDED = 4 << 20
+_ROUNDED = 256 << 10
 """Bytes by which allocators may round all tensors of these models up."""
 
 
