@@ -11,6 +11,22 @@ from ranks import run_ranks
 
 import zinf_compile
 
+PLACES = {f"{seeded.place} on {seeded.ranks}": seeded for seeded in SEEDED.values()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_without_one_nothing_is_noticed(place: str, tmp_path: Path) -> None:
+    """With the delays, places and ranks with which defects are."""
+    seeded = PLACES[place]
+    options = on_drives(PLACEMENTS[seeded.place] if isinstance(seeded.place, str) else seeded.place, tmp_path)
+    try:
+        if seeded.ranks == 1:
+            assert found(0, 1, None, options) == set()
+        else:
+            assert run_ranks(found, seeded.ranks, None, options, backend="late") == [set()] * seeded.ranks
+    finally:
+        zinf_compile.reset()
+
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_each_is_noticed(name: str, tmp_path: Path) -> None:

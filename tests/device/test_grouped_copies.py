@@ -52,3 +52,16 @@ def test_large_ones_are_copied_by_themselves(issued: dict[str, int], monkeypatch
     monkeypatch.setattr(swap, "SMALL_BYTES", 32 * 96 * 4 - 1)
     _, copies = trained(issued)
     assert copies == 3 * (8 + 1 + 7), "weights one by one, and the biases of all layers"
+
+
+def test_a_group_is_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(into: list[torch.Tensor], *others: Any, **named: Any) -> Any:
+        groups.append(len(into))
+        return copy(into, *others, **named)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    train("late", HOST, micro_batches=1, before_step=lambda model: None)
+    assert groups == [16, 7] * 3, "a forward's, a backward's"

@@ -24,6 +24,11 @@ def test_a_touch_by_host_code_ends_the_process_with_a_message() -> None:
     assert "host code touched memory of the device late, at address 0x" in done.stderr
 
 
+def test_only_streams_see_the_writable_side() -> None:
+    with pytest.raises(RuntimeError, match="is for the threads of streams"):
+        torch.ops.late.host_view(torch.ones(4, device="late"))
+
+
 def test_system_calls_refuse_device_memory() -> None:
     done = _in_a_process(
         "t = torch.ones(4, device='late')\n"

@@ -9,7 +9,7 @@ from typing import Any
 import late
 import pytest
 import torch
-from late_training import PLACEMENTS, on_drives, same, train
+from late_training import PLACEMENTS, Training, on_drives, same, train
 from rank_late import check
 
 SLOW_S = 0.002
@@ -33,3 +33,22 @@ def test_bits_are_those_of_the_cpu_and_every_access_is_ordered(options: dict[str
     assert same(found, expected)
     check(sum(counts, Counter()))
     assert counts[2]["copies of unpinned memory"] == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", ["host", "drive"], indirect=True)
+def test_inference_before_and_between_steps(options: dict[str, Any], mode: Any) -> None:
+    torch.compiler.reset()
+    host, there = Training("cpu", None), Training("late", options)
+    losses: list[list[torch.Tensor]] = []
+    for training in (host, there):
+        found: list[torch.Tensor] = []
+        with late.delays(SLOW_S, seed=2):
+            for step in range(3):
+                with mode():
+                    found += [training.called(batch).cpu() for batch in training.batches(9 + step, 2)]
+                found += [loss.cpu() for loss in training.step(training.batches(step, 2))]
+        losses.append(found)
+    torch.accelerator.synchronize()
+    assert same(losses[1], losses[0])
+    check()

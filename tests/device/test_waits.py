@@ -11,6 +11,8 @@ import late
 import pytest
 import torch
 from late_training import EVERY, PLACEMENTS, Options, Training, on_drives
+from rank_steps_late import waits_on_ranks
+from ranks import run_ranks
 from torch import nn
 
 import zinf_compile
@@ -72,12 +74,22 @@ def cases(*by_default: str) -> list[Any]:
 def test_once_a_graph_and_twice_a_step_however_many_layers_there_are(name: str, tmp_path: Path, for_drives: Counter[str]) -> None:
     few, many = (waits_of_a_step(on_drives(CASES[name], tmp_path), layers, for_drives) for layers in (4, 16))
     assert few == many <= 2 * 1 + 2
+    assert not for_drives or "nvme" in CASES[name].values(), "only drives are waited for beside these"
 
 
 @pytest.mark.parametrize("name", cases(*BY_DEFAULT, "drive"))
 def test_no_more_where_gradients_are_accumulated_and_clipped(name: str, tmp_path: Path, for_drives: Counter[str]) -> None:
     few, many = (waits_of_a_step(on_drives(CASES[name], tmp_path), layers, for_drives, micro_batches=3) for layers in (4, 16))
     assert few == many <= 2 * 3 + 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", ["device", "host", "parameters on the host", MANY_CHUNKS])
+def test_no_more_on_two_ranks(name: str, micro_batches: int) -> None:
+    few, many = (run_ranks(waits_on_ranks, 2, CASES[name], layers, micro_batches, backend="late") for layers in (4, 16))
+    assert few == many
+    assert max(few) <= 2 * micro_batches + 2
 
 
 class Words(nn.Module):
