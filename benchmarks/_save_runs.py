@@ -107,28 +107,33 @@ def beside_gpt(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def _beside(folder: Path, training: Training, rounds: int) -> dict[str, Any]:
-    """Take a step without a save, save, and take one beside it; then let fio move the bytes of both.
+    """Take a step without a save, save, and take one beside it; then let fio move the bytes of both, into a file with its space.
 
-    Bytes are those that the process reads and writes, as the kernel counts them.
+    A save right after a step, "at once", waits for the updates that the step has left to the next forward. Bytes are those that
+    the process reads and writes, as the kernel counts them.
     """
-    seconds: Seconds = {name: [] for name in ("step", "save", "beside", "rest", "drive")}
+    seconds: Seconds = {name: [] for name in ("step", "at once", "save", "beside", "rest", "drive")}
     moved: dict[str, list[tuple[int, int]]] = {"step": [], "beside": []}
     source = folder / "fio-source"
     for _ in range(rounds):
         before = storage_bytes()
         seconds["step"].append(training.step() + timed(zinf_compile.synchronize))
+        own = storage_bytes()
+        training.step()
+        seconds["at once"].append(training.save(folder / "saved", wait=False))
+        zinf_compile.wait_for_save()
         middle = storage_bytes()
         seconds["save"].append(training.save(folder / "saved", wait=False))
         seconds["beside"].append(training.step())
         seconds["rest"].append(timed(lambda: (zinf_compile.synchronize(), zinf_compile.wait_for_save())))
         after = storage_bytes()
-        moved["step"].append((middle[0] - before[0], middle[1] - before[1]))
+        moved["step"].append((own[0] - before[0], own[1] - before[1]))
         moved["beside"].append((after[0] - middle[0], after[1] - middle[1]))
         read, written = moved["beside"][-1]
         if not source.exists():
             _fio.seconds(_fio.fresh(source, read))
         reads = _fio.job(source, min(read, source.stat().st_size), "read")
-        seconds["drive"].append(_fio.seconds(reads, _fio.job(folder / "fio", written, "write", "--fallocate=none")))
+        seconds["drive"].append(_fio.seconds(reads, _fio.job(folder / "fio", written, "write")))
         (folder / "fio").unlink()
     source.unlink()
     return {"bytes": training.bytes, "parameters": training.parameters, "seconds": seconds, "moved": moved}

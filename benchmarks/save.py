@@ -8,9 +8,9 @@ The model's parameters and Adam's two moments are saved: 12 bytes per parameter.
 preallocated, with `end_fsync=1`; `torch.distributed.checkpoint` has two threads and `sync_files=True`. From a drive to itself:
 fio reads as many bytes as it writes, at once. They take turns, and who goes first changes; medians count, and ratios of them.
 
-Beside the loop, with all states on the drive: how long `save` keeps the loop waiting; how long the step after it takes; and how
-long fio takes for the bytes of both, those that the kernel has counted, read and written at once. Once with layers of next to no
-arithmetic, once with a GPT of 354M parameters at 1,024 tokens.
+Beside the loop, with all states on the drive: how long `save` keeps the loop waiting, right after a step and once its updates are
+through; how long the step after it takes; and how long fio takes for the bytes of both, those that the kernel has counted, read
+and written at once. Once with layers of next to no arithmetic, once with a GPT of 354M parameters at 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, float, str]]:
             f"`save` keeps the loop waiting / step, {name}", loop["save"] / loop["step"], GOALS["waits"],
             f"{1e3 * loop['save']:.0f} ms, {loop['step']:.2f} s",
         ))  # fmt: skip
+        if "at once" in loop:
+            rows.append((
+                f"`save` right after a step, whose updates it waits for / step, {name}", loop["at once"] / loop["step"],
+                GOALS["waits"], f"{1e3 * loop['at once']:.0f} ms, {loop['step']:.2f} s",
+            ))  # fmt: skip
         both = loop["beside"] + loop["rest"]  # `step`, too, is until nothing of it is left to do
         if kind == "layers":
             limit = max(loop["step"], loop["drive"])
