@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 SMOKE = {
@@ -20,6 +22,15 @@ SMOKE = {
     "zinf_compile.stats": "test_stats.py::test_stats_of_a_step",
     "zinf dump": "test_cli.py::test_json_says_what_moves",
 }
+
+
+_FILES = {name.partition("::")[0] for name in SMOKE.values()}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no other files of this folder for `make test-core`, nor the libraries that they import."""
+    others = config.getoption("markexpr") == "unit or smoke" and collection_path.name.startswith("test_")
+    return True if others and collection_path.name not in _FILES else None
 
 
 @pytest.hookimpl(tryfirst=True)
