@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import fx
 
+from zinf_compile.ir.formats import format_of
 from zinf_compile.passes.graph.alias import MOVES, derived_from, is_cast
 from zinf_compile.passes.graph.node_facts import fake_value, is_backward, parameters, slot_of
 
@@ -316,7 +317,7 @@ class _Finder:
     def _row_bytes(self, node: fx.Node) -> int:
         value = node.meta["val"]
         values: Sequence[torch.Tensor] = value if isinstance(value, (list, tuple)) else [value]
-        return self._ops.width(node) * max(each.element_size() for each in values if isinstance(each, torch.Tensor))
+        return max(format_of(each.dtype).bytes(self._ops.width(node)) for each in values if isinstance(each, torch.Tensor))
 
 
 def _inner(product: fx.Node) -> int:

@@ -43,7 +43,7 @@ def test_json_has_the_documented_keys(capsys: pytest.CaptureFixture[str]) -> Non
     }  # fmt: skip
     assert set(found["traffic"]) == traffic
     for graph in found["graphs"]:
-        assert set(graph) == {"name", "kind", "collectives", "swaps", "traffic", "critical_path"}
+        assert set(graph) == {"name", "kind", "collectives", "swaps", "traffic", "critical_path", "saved"}
         assert set(graph["traffic"]) == traffic
         assert set(graph["critical_path"]) == {"bytes", "moved", "nodes"}
         assert {key for node in graph["critical_path"]["nodes"] for key in node} == {"name", "lane", "bytes"}

@@ -6,16 +6,21 @@ from collections.abc import Hashable, Sequence
 
 from torch import fx
 
+from zinf_compile.ir import ops
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.passes.analysis.memory_needs import measure_needs
 from zinf_compile.plan.compute_memory import ComputeMemory
 from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.runtime.context import Context
 
 from .budget import GraphBudget
 from .short_ranks import least_of_ranks
+
+_GATHERING = (ops.all_gather, ops.gather_rows, ops.wait, ops.release)
+"""Operators of which the account of a graph asks whether they take memory."""
 
 
 class Fit:
@@ -49,6 +54,8 @@ class Fit:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
         self._room = room
         self._compute: dict[Hashable, list[ComputeMemory]] = {}
+        self._gathers = [[node for node in graph.nodes if node.target in _GATHERING] for graph in graphs]
+        self._needs: dict[Hashable, GraphMemory] = {}
 
     def excess(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
         """Return the bytes by which they exceed what is left."""
@@ -57,7 +64,7 @@ class Fit:
         model, found = budget.model, Sides(0, 0)
         measured = self._measured(moving)
         for number, (graph, compute) in enumerate(zip(self._graphs, measured, strict=True)):
-            least = model.transient(measure_needs(graph, counts=budget.counts), compute).least
+            least = model.transient(self._needs_of(number, graph), compute).least
             makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
             needed = Sides(*map(max, least, budget.later)).plus(model.states if makes_none else model.added_by_steps)
             found = Sides(*map(max, found, needed))
@@ -65,6 +72,13 @@ class Fit:
         host = found.host + budget.saved_on_host - self._room[1] if self._apart else 0
         others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
         return Excess(found.device + others - self._room[0], host)
+
+    def _needs_of(self, number: int, graph: fx.Graph) -> GraphMemory:
+        """Return what gathers and reductions need; placements change that by which gathers take memory alone."""
+        key = number, tuple(map(self._budget.counts, self._gathers[number]))
+        if key not in self._needs:
+            self._needs[key] = measure_needs(graph, counts=self._budget.counts)
+        return self._needs[key]
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
         key = (budget := self._budget).gradients_that_stay, tuple((memory.name, memory.tier) for memory in moving)

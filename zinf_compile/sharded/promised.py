@@ -12,6 +12,7 @@ from torch import nn
 
 from zinf_compile._frames import callers
 from zinf_compile._torch import PARAMETER_TYPES, no_torch_function
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.ir.tiers import Tier
@@ -46,7 +47,7 @@ def bytes_beside(known: Iterable[object]) -> int:
         for module in [caller for caller in callers() if isinstance(caller, nn.Module)]:
             for parameter in module.parameters():
                 if id(parameter) not in seen:
-                    found += parameter.numel() * parameter.element_size()
+                    found += format_of(parameter.dtype).bytes(parameter.numel())
                 seen.add(id(parameter))
     return found
 
