@@ -14,8 +14,8 @@
 | `zinf::wait_value(values, number)`        | one of them, once its memory has moved: there, or a stand-in for it        |
 | `zinf::drop_value(value)`                 | this graph lets a saved value go; a stand-in for it, without memory        |
 | `zinf::copy_value(value)`                 | a copy of a value that the caller may write to                             |
-| `zinf::random_state(device)`              | the state of the device's default random generator                         |
-| `zinf::set_random_state(state, device)`   | sets that state; the one before                                            |
+| `zinf::random_state(generator)`           | the state of a device's default random generator                           |
+| `zinf::set_random_state(state, generator)`| sets that state; the one before                                            |
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
@@ -134,18 +134,18 @@ def _copy_value(value: torch.Tensor) -> torch.Tensor:
     return _in_own_memory(value)
 
 
-def _random_state(device: str) -> torch.Tensor:
-    return state_of(device)
+def _random_state(generator: str) -> torch.Tensor:
+    return state_of(generator)
 
 
-def _set_random_state(state: torch.Tensor, device: str) -> torch.Tensor:
-    before = state_of(device)
-    set_state_of(device, state)
+def _set_random_state(state: torch.Tensor, generator: str) -> torch.Tensor:
+    before = state_of(generator)
+    set_state_of(generator, state)
     return before
 
 
-def _some_state(device: str) -> torch.Tensor:
-    return torch.empty(STATE_BYTES if torch.device(device).type == "cpu" else ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
+def _some_state(generator: str) -> torch.Tensor:
+    return torch.empty(STATE_BYTES if torch.device(generator).type == "cpu" else ACCELERATOR_STATE_BYTES, dtype=torch.uint8)
 
 
 def _read_or_copied(src: str, dst: str) -> str:
@@ -249,7 +249,7 @@ copy_value = define(
 random_state = define(
     OpSpec(
         name="random_state",
-        schema="(str device) -> Tensor",
+        schema="(str generator) -> Tensor",
         kernel=_random_state,
         fake=_some_state,
         step=RandomState.of,
@@ -259,9 +259,9 @@ random_state = define(
 set_random_state = define(
     OpSpec(
         name="set_random_state",
-        schema="(Tensor state, str device) -> Tensor",
+        schema="(Tensor state, str generator) -> Tensor",
         kernel=_set_random_state,
-        fake=lambda state, device: torch.empty_like(state),
+        fake=lambda state, generator: torch.empty_like(state),
         step=SetRandomState.of,
         has_unit=False,
     )

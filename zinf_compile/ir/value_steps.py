@@ -141,7 +141,7 @@ class RandomState:
     def of(cls, issued: Sequence[Issued]) -> RandomState:
         """Make one step of one generator."""
         (only,) = issued
-        return cls(only.args.get("device"), only.out)
+        return cls(only.args["generator"], only.out)
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class SetRandomState:
     def of(cls, issued: Sequence[Issued]) -> SetRandomState:
         """Make one step of one generator."""
         (only,) = issued
-        return cls(only.args["state"], only.args.get("device"), only.out)
+        return cls(only.args["state"], only.args["generator"], only.out)
 
     @property
     def reads(self) -> tuple[int, ...]:
