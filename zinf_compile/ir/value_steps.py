@@ -7,58 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 from .steps import Issued
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SwapValuesOut:
+class _Swap:
+    """One hop of the memory of saved values."""
+
+    src: str
+    dst: str
+    values: tuple[int, ...]
+    """Registers of the values, all views of one memory, or of what the forward saved in their place; or the one register of the
+    handle of the hop before."""
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> Self:
+        """Make one step of one swap."""
+        (only,) = issued
+        return cls(only.args["src"], only.args["dst"], registers_of(only.args["values"]), only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.values
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+class SwapValuesOut(_Swap):
     """Start to move the memory of saved values away from the device, by one hop."""
 
-    src: str
-    dst: str
-    values: tuple[int, ...]
-    """Registers of the values, all views of one memory; or the one register of the handle of the hop before."""
-    out: int
-
-    @classmethod
-    def of(cls, issued: Sequence[Issued]) -> SwapValuesOut:
-        """Make one step of one swap."""
-        (only,) = issued
-        return cls(only.args["src"], only.args["dst"], registers_of(only.args["values"]), only.out)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.values
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+    __slots__ = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SwapValuesIn:
+class SwapValuesIn(_Swap):
     """Start to move the memory of saved values to the device, by one hop."""
 
-    src: str
-    dst: str
-    values: tuple[int, ...]
-    """Registers of what the forward saved in their place; or the one register of the handle of the hop before."""
-    out: int
-
-    @classmethod
-    def of(cls, issued: Sequence[Issued]) -> SwapValuesIn:
-        """Make one step of one swap."""
-        (only,) = issued
-        return cls(only.args["src"], only.args["dst"], registers_of(only.args["values"]), only.out)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.values
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,47 +76,37 @@ class WaitValue:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DropValue:
+class _OfOne:
+    """What becomes of one value."""
+
+    value: int
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> Self:
+        """Make one step of one value."""
+        (only,) = issued
+        return cls(only.args["value"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.value,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+class DropValue(_OfOne):
     """Let a saved value go; what the forward returns in its place holds no memory."""
 
-    value: int
-    out: int
-
-    @classmethod
-    def of(cls, issued: Sequence[Issued]) -> DropValue:
-        """Make one step of one value."""
-        (only,) = issued
-        return cls(only.args["value"], only.out)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.value,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+    __slots__ = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyValue:
+class CopyValue(_OfOne):
     """Copy a value that the caller may write to before the backward."""
 
-    value: int
-    out: int
-
-    @classmethod
-    def of(cls, issued: Sequence[Issued]) -> CopyValue:
-        """Make one step of one value."""
-        (only,) = issued
-        return cls(only.args["value"], only.out)
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.value,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
