@@ -177,6 +177,13 @@ def _last_passes(hops: Callable[[Tier], Sequence[str]]) -> tuple[Pass, ...]:
     return (*IN_PLACE, partial(offload_saved_values, hops=hops), partial(fetch_saved_values, hops=hops))
 
 
+def just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
+    """Return a copy of a graph that `region_passes` have seen, for decisions about it: the compiler goes on with the original."""
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied.meta.update(gm.meta)
+    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes))
+
+
 def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()) -> fx.Graph:
     """Return a graph in the middle of `graph_passes` as it will compute in the end: tiles in place, saved values moved.
 
@@ -219,6 +226,7 @@ __all__ = [
     "graph_passes",
     "inference_passes",
     "joint_passes",
+    "just_in_time",
     "pass_name",
     "planned_passes",
     "region_passes",

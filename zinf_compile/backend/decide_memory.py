@@ -4,7 +4,6 @@ parameters, and values that its forward saves, under the same caps. Called by `g
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from zinf_compile._torch import outside_tracing
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes import region_passes, run_passes
+from zinf_compile.passes import just_in_time
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.passes.graph.remade import remaking
@@ -110,13 +109,6 @@ def _mark(graphs: Sequence[fx.GraphModule], moving: tuple[SavedMemory, ...]) -> 
     if len(graphs) > 1:
         forward, backward = graphs
         mark_moving(forward, backward, moving)
-
-
-def just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
-    """Return the graph with gathers just in time, a copy: the compiler goes on with the original."""
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    copied.meta.update(gm.meta)
-    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes))
 
 
 def _candidates(

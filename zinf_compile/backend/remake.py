@@ -5,7 +5,6 @@ Called by `graph_compiler`, with option activations="recompute"; `plan/recompute
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import fx
 from zinf_compile._torch import aot_index, mutated_inputs
 from zinf_compile.ir import ops
 from zinf_compile.ir.saved_memory import RECOMPUTE
-from zinf_compile.passes import region_passes, run_passes
+from zinf_compile.passes import just_in_time
 from zinf_compile.passes.activations.carry_values import carry_values
 from zinf_compile.passes.analysis.region_facts import bytes_of_value
 from zinf_compile.passes.analysis.repeatable import ForwardCompute, memories_of, random_devices
@@ -40,7 +39,7 @@ def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *,
     """
     if word != RECOMPUTE:
         return
-    source = _just_in_time(forward, bucket_bytes)
+    source = just_in_time(forward, bucket_bytes)
     compute = ForwardCompute(source.graph, known={node.name for node in forward.graph.nodes})
     described = compute.describe()
     remake = choose_remake(described, _saved(forward, backward, bucket_bytes, own_outputs), memories_of(source.graph.nodes))
@@ -75,14 +74,9 @@ def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *,
     mark_remade(forward, backward, Remade(forward=source.graph, blocks=blocks, carried=carried, states=named))
 
 
-def _just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes))
-
-
 def _saved(forward: fx.GraphModule, backward: fx.GraphModule, bucket_bytes: int, own_outputs: int) -> dict[str, int]:
     """Return the saved values that may be dropped, with the compute of the backward that reads them first."""
-    scheduled = _just_in_time(backward, bucket_bytes).graph
+    scheduled = just_in_time(backward, bucket_bytes).graph
     stretches, place = Stretches(scheduled), positions(scheduled)
     found: dict[str, int] = {}
     by_name = {node.name: node for node in scheduled.nodes if node.op == "placeholder"}
