@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from late_training import PLACEMENTS, on_drives
-from rank_defects import SEEDED, found
+from rank_defects import SEEDED, Seeded, found
 from ranks import run_ranks
 
 import zinf_compile
@@ -14,29 +14,25 @@ import zinf_compile
 PLACES = {f"{seeded.place} on {seeded.ranks}": seeded for seeded in SEEDED.values()}
 
 
+def shown(seeded: Seeded, name: str | None, folder: Path) -> list[set[str]]:
+    """Return what each rank is shown where a defect is, with it or, without a name, without any."""
+    options = on_drives(PLACEMENTS[seeded.place] if isinstance(seeded.place, str) else seeded.place, folder)
+    try:
+        if seeded.ranks == 1:
+            return [found(0, 1, name, options)]
+        return run_ranks(found, seeded.ranks, name, options, backend="late")
+    finally:
+        zinf_compile.reset()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_without_one_nothing_is_noticed(place: str, tmp_path: Path) -> None:
     """With the delays, places and ranks with which defects are."""
     seeded = PLACES[place]
-    options = on_drives(PLACEMENTS[seeded.place] if isinstance(seeded.place, str) else seeded.place, tmp_path)
-    try:
-        if seeded.ranks == 1:
-            assert found(0, 1, None, options) == set()
-        else:
-            assert run_ranks(found, seeded.ranks, None, options, backend="late") == [set()] * seeded.ranks
-    finally:
-        zinf_compile.reset()
+    assert shown(seeded, None, tmp_path) == [set()] * seeded.ranks
 
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_each_is_noticed(name: str, tmp_path: Path) -> None:
     seeded = SEEDED[name]
-    options = on_drives(PLACEMENTS[seeded.place] if isinstance(seeded.place, str) else seeded.place, tmp_path)
-    try:
-        if seeded.ranks == 1:
-            assert seeded.shows in found(0, 1, name, options)
-        else:
-            for shown in run_ranks(found, seeded.ranks, name, options, backend="late"):
-                assert seeded.shows in shown
-    finally:
-        zinf_compile.reset()
+    assert all(seeded.shows in each for each in shown(seeded, name, tmp_path))

@@ -77,30 +77,28 @@ def _let_copies_go(model: nn.Module) -> None:
     link.to_host(there, host, None).wait()
 
 
-def test_values_that_are_made_again() -> None:
+def _with_the_bits_of_the_cpu(options: dict[str, Any]) -> Any:
+    """Train as on the CPU, bit by bit and with every access ordered; return the model."""
     expected, _ = _train("cpu", {})
     with late.delays(0.0003, seed=7, chance=0.3):
-        losses, model = _train("late", {"activations": "recompute", "params": "host"})
+        losses, model = _train("late", options)
         found = [loss.cpu() for loss in losses]
     torch.accelerator.synchronize()
     _let_copies_go(model)
     assert all(map(torch.equal, found, expected))
     assert not late.defects()
     assert late.counters()["unordered accesses"] == 0
+    return model
+
+
+def test_values_that_are_made_again() -> None:
+    _with_the_bits_of_the_cpu({"activations": "recompute", "params": "host"})
 
 
 @pytest.mark.parametrize("options", OFFLOADED.values(), ids=OFFLOADED)
 def test_the_bits_of_the_cpu(options: dict[str, Any], tmp_path: Path) -> None:
-    expected, _ = _train("cpu", {})
     given = {**options, "nvme": str(tmp_path)} if "nvme" in options.values() else options
-    with late.delays(0.0003, seed=7, chance=0.3):
-        losses, model = _train("late", given)
-        found = [loss.cpu() for loss in losses]
-    torch.accelerator.synchronize()
-    _let_copies_go(model)
-    assert all(map(torch.equal, found, expected))
-    assert not late.defects()
-    assert late.counters()["unordered accesses"] == 0
+    model = _with_the_bits_of_the_cpu(given)
     stats = zinf_compile.stats(model)
     moved = stats["links"]
     saved = 2 * 3 * 3 * 128 * (256 + 256) * 4  # batches, steps, blocks: what goes into GELU, and what comes out

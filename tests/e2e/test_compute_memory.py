@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compute_models import MODELS, allocated_at_most
+from compute_models import MODELS, Stretches, allocated_at_most
 from torch import nn
 from training import BACKEND, adamw
 from transformer_models import WithLoss, causal, t5
@@ -100,7 +100,7 @@ def test_without_the_option_nothing_of_it_counts() -> None:
 
 def test_saved_values_that_leave_count_while_they_move(tmp_path: Path) -> None:
     """Eight activations of 4 MiB: on a drive the cap is lower by most of them, but for what is on its way."""
-    ALL["deep"] = (Deep, lambda: (torch.ones(16384, 64),))
+    ALL["deep"] = (Stretches, lambda: (torch.ones(16384, 64),))
     words = dict.fromkeys(("params", "grads", "optimizer"), "device")
     kept = least_for("deep", words)
     moved = least_for("deep", {**words, "activations": "nvme", "nvme": str(tmp_path)})
@@ -131,17 +131,4 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        return x.square().mean()
-
-
-class Deep(nn.Module):
-    """Eight layers, each with a result that its backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
         return x.square().mean()

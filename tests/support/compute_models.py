@@ -11,6 +11,19 @@ from torch import nn
 Batch = tuple[torch.Tensor, ...]
 
 
+class Stretches(nn.Module):
+    """Eight layers, each with a result that its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

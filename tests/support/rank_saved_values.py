@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compute_models import Stretches
 from models import Case
 from tiers import context_of
 from torch import fx, nn
@@ -81,19 +82,6 @@ def run_out_of_space(rank: int, size: int, folder: str) -> str:
     first.sum().backward()
     call(x).sum().backward()
     return found
-
-
-class Stretches(nn.Module):
-    """Eight layers, each with a result that its backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 def train_within_caps(rank: int, size: int, folder: str, free: bool) -> list[dict[str, int]]:
