@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import training_problems
@@ -11,6 +9,7 @@ from plan_cases import training_problems
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.fill_homes import Check, Excess, fill_homes
 from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._homes import held_bytes
 from zinf_compile.plan.problem import StepProblem
 
 
@@ -18,13 +17,7 @@ def within(problem: StepProblem, device: int, host: int) -> Check:
     """Return a check that counts what lives on each tier, and nothing else."""
 
     def check(homes: Homes) -> Excess:
-        held: dict[Tier, int] = defaultdict(int)
-        for unit in problem.units:
-            held[homes.params[unit.name]] += unit.stored_bytes
-            if unit.trained:
-                held[homes.grads[unit.name]] += unit.gradient_bytes
-        for piece in problem.pieces:
-            held[homes.states[piece.name]] += piece.state_bytes
+        held = held_bytes(problem, homes)
         return Excess(held[Tier.DEVICE] - device, held[Tier.HOST] - host if Tier.HOST in problem.tiers else 0)
 
     return check

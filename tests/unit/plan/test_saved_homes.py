@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -16,6 +16,7 @@ from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.plan.fill_homes import Excess, fill_homes
 from zinf_compile.plan.fill_together import fill_together, together_seconds
 from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._homes import held_bytes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.rough_links import rough_links
 from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
@@ -134,13 +135,7 @@ def within(problem: StepProblem, saved: int, device: int) -> Callable[[Homes, Sa
     """Return a check that counts what lives on each tier: host memory has room for anything."""
 
     def check(homes: Homes, saving: Saving) -> Excess:
-        held: dict[Tier, int] = defaultdict(int)
-        for unit in problem.units:
-            held[homes.params[unit.name]] += unit.stored_bytes
-            if unit.trained:
-                held[homes.grads[unit.name]] += unit.gradient_bytes
-        for piece in problem.pieces:
-            held[homes.states[piece.name]] += piece.state_bytes
+        held = held_bytes(problem, homes)
         return Excess(held[Tier.DEVICE] + saved - moved(saving) - device)
 
     return check

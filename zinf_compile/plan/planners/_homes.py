@@ -115,8 +115,8 @@ def _bring(problem: StepProblem, homes: Homes, order: Sequence[Item], tier: Tier
     return Homes(params=tables["params"], grads=tables["grads"], states=tables["states"]), left
 
 
-def fits(problem: StepProblem, homes: Homes) -> bool:
-    """Say whether what lives on each tier fits there."""
+def held_bytes(problem: StepProblem, homes: Homes) -> dict[Tier, int]:
+    """Return the bytes of parameters, gradients and states that live on each tier; 0 for any other."""
     held: dict[Tier, int] = defaultdict(int)
     for unit in problem.units:
         held[homes.params[unit.name]] += unit.stored_bytes
@@ -124,7 +124,12 @@ def fits(problem: StepProblem, homes: Homes) -> bool:
             held[homes.grads[unit.name]] += unit.gradient_bytes
     for piece in problem.pieces:
         held[homes.states[piece.name]] += piece.state_bytes
-    return all(count <= problem.room(tier) for tier, count in held.items())
+    return held
+
+
+def fits(problem: StepProblem, homes: Homes) -> bool:
+    """Say whether what lives on each tier fits there."""
+    return all(count <= problem.room(tier) for tier, count in held_bytes(problem, homes).items())
 
 
 def least_seconds(
