@@ -44,6 +44,20 @@ def test_training_on_equals_the_run_that_went_on(ranks: int, place: str, done: i
         assert_equal(again, went_on)
 
 
+def test_a_load_into_host_memory_comes_after_copies_out_of_it(tmp_path: Path) -> None:
+    training = Training("late", PLACEMENTS["host"])
+    going_on(training, range(2))
+    zinf_compile.save(tmp_path / "saved", training.model, training.optimizer, wait=True)
+    going_on(training, range(2, 3))
+    torch.accelerator.synchronize()
+    late.clear()
+    with late.delays(0.01, seed=2):
+        training.called(training.batches(3, 1)[0])
+        zinf_compile.load(tmp_path / "saved", training.model, training.optimizer)
+        torch.accelerator.synchronize()
+    check()
+
+
 MOVES: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
     "to the device": (("cpu", "device"), ("late", "host, updated on the device")),
     "from the device": (("late", "states on the drive"), ("cpu", "device")),

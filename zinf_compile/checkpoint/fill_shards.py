@@ -70,7 +70,9 @@ def fill_shards(shards: Iterable[ShardToFill]) -> None:
     try:
         for (shard, start, end), reading in zip(planned, readings, strict=True):
             if shard.resident is not None:
-                reading.finish(shard.resident[start:end])
+                piece = shard.resident[start:end]
+                shard.unit.context.link.wait_read(piece)
+                reading.finish(piece)
                 continue
             size = format_of(shard.dtype).bytes(end - start)
             writing.make_room(size)
