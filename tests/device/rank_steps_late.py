@@ -25,7 +25,7 @@ def waits_on_ranks(rank: int, size: int, options: Options, layers: int, micro_ba
     return waits_of_compute()
 
 
-def allocations_of_steps(rank: int, size: int, options: Options, steps: int = 8) -> list[int]:
+def allocations_of_steps(rank: int, size: int, options: Options, steps: int = 24) -> list[int]:
     """Return how often memory of the device was allocated in each of some steps."""
     torch.compiler.reset()
     zinf_compile.reset()

@@ -168,9 +168,10 @@ def test_gathers_and_swaps_allocate_nothing_after_the_first_steps() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("grads", ["device", "host"])
 def test_gathers_of_ranks_allocate_nothing_after_the_first_steps(grads: str) -> None:
+    """The arena grows as often as threads give loans back in an order that needs more than all orders before: some steps."""
     options = {"params": "host", "grads": grads}
     for without, found in zip(*(run_ranks(allocations_of_steps, 2, o, backend="late") for o in ({}, options)), strict=True):
-        assert min(found[-3:]) <= min(without[-3:])  # the arena may still grow in one of them
+        assert min(found[8:]) <= min(without[8:])
 
 
 def peak_beside_ours(options: dict[str, Any]) -> int:
