@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import zinf_compile
+from zinf_compile.checkpoint.file_layout import Part
+from zinf_compile.checkpoint.parts_writer import PartsWriter
+from zinf_compile.checkpoint.shard_reader import ShardReading
 from zinf_compile.runtime.storage.engine import Engine, File, Request
 
 LONGEST_S = 0.0005
@@ -29,8 +32,11 @@ DEFECTS = (
 
 @contextlib.contextmanager
 def watched_drives() -> Iterator[None]:
-    """Context in which the device's detector knows what drives do to host memory, and what the host has waited for of it."""
-    submit, wait = Engine._submit, Request.wait
+    """Context in which the device's detector knows what drives do to host memory, and what the host has waited for of it.
+
+    So it does of checkpoints, which fill it from files, and read it to be saved, without an operator of PyTorch's.
+    """
+    submit, wait, finish, save = Engine._submit, Request.wait, ShardReading.finish, PartsWriter.write
     if submit.__module__ == __name__:  # inside of another one
         yield
         return
@@ -51,9 +57,21 @@ def watched_drives() -> Iterator[None]:
         late.drive_ended(numbers.get(self, 0))
         return found
 
+    def finished(self: ShardReading, into: torch.Tensor) -> None:
+        number = late.drive_begins("filling from a file", into.data_ptr(), into.nbytes, writes=True)
+        finish(self, into)
+        late.drive_ended(number)
+
+    def saved(self: PartsWriter, part: Part, start: int, values: torch.Tensor) -> None:
+        number = late.drive_begins("saving to a file", values.data_ptr(), values.nbytes, writes=False)
+        save(self, part, start, values)
+        late.drive_ended(number)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_submit", submitted)
         patch.setattr(Request, "wait", waited)
+        patch.setattr(ShardReading, "finish", finished)
+        patch.setattr(PartsWriter, "write", saved)
         yield
 
 

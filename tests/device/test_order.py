@@ -184,3 +184,26 @@ def test_what_a_drive_moves_is_ordered_by_waits_of_the_host() -> None:
     assert not _unordered()
     late.drive_begins("read from a drive", staging.data_ptr(), 40, writes=True)
     assert len(_unordered()) == 1
+
+
+def test_what_the_host_does_to_pinned_memory_is_ordered_by_its_waits() -> None:
+    tensor = torch.zeros(10, device="late")
+    staging = torch.zeros(10).pin_memory()
+    torch.accelerator.synchronize()
+    tensor.copy_(staging, non_blocking=True)
+    staging[:5].sum()  # as the copy does
+    assert not _unordered()
+    staging[:5].add_(1)
+    assert _unordered() == ["aten::add_.Tensor on the host writes what copy to device on stream 0 reads"]
+    torch.accelerator.synchronize()
+    staging.add_(1)
+    late.clear()
+    staging.copy_(tensor, non_blocking=True)
+    staging.view(2, 5).t().detach()  # reads nothing
+    assert not _unordered()
+    staging.sum()
+    assert _unordered()[0] == "aten::sum on the host reads what copy to host on stream 0 writes"
+    torch.accelerator.synchronize()
+    late.clear()
+    staging.sum()
+    assert not _unordered()

@@ -1,8 +1,9 @@
 """`late`: a device for tests, on the CPU, that is never earlier than it has to be.
 
 Memory that host code can't touch; streams that only events order, each work of them after a random delay; an allocator that
-poisons what is freed; counters of what the host waits for; a detector of accesses that nothing orders. Import it before anything
-runs backward: PyTorch starts autograd's threads once, one for each device that it knows then.
+poisons what is freed; counters of what the host waits for; a detector of accesses that nothing orders, those of the host's own
+operators to pinned memory among them. Import it before anything runs backward: PyTorch starts autograd's threads once, one for
+each device that it knows then.
 
     with late.delays(0.002, seed=3):  # or late.lazily(): no stream runs before the host waits
         train(model.to("late"))
@@ -19,7 +20,7 @@ runs backward: PyTorch starts autograd's threads once, one for each device that 
     gaps.py           what PyTorch gets wrong for devices outside of it
     process_group.py  collectives over gloo, in the order of a stream
     csrc/             the device: memory, order, streams, counters, pinned; PyTorch's side of it: guard, tensors, fallback,
-                      operators, generator, settings, autocast; the functions of library.py: controls
+                      operators, generator, settings, autocast, host; the functions of library.py: controls
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ class Logged(NamedTuple):
     """Seconds of `time.monotonic()`, after the delay; inside `durations`, of the model of time."""
     end: float
     bytes: int
+    late_by: float
+    """Seconds that it was held back before it started."""
 
 
 @dataclass(frozen=True)

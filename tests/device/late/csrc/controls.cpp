@@ -9,6 +9,7 @@
 
 #include "device.hpp"
 #include "fallback.hpp"
+#include "host.hpp"
 
 namespace {
 
@@ -44,6 +45,7 @@ extern "C" {
 void late_start() {
   device();
   late::prefer_cpu_kernels();
+  late::watch_host();
 }
 
 void late_stop() {
@@ -101,14 +103,14 @@ char* late_report() {
   return given(text.str());
 }
 
-// [[name, start, end, bytes]] of one stream, in its order.
+// [[name, start, end, bytes, delay]] of one stream, in its order.
 char* late_log(int64_t stream) {
   std::ostringstream text;
   text.precision(9);
   text << std::fixed << "[";
   const char* between = "";
   for (const late::Logged& work : device().streams.log(static_cast<size_t>(stream))) {
-    text << between << "[" << quoted(work.name) << ", " << work.start << ", " << work.end << ", " << work.bytes << "]";
+    text << between << "[" << quoted(work.name) << ", " << work.start << ", " << work.end << ", " << work.bytes << ", " << work.late_by << "]";
     between = ", ";
   }
   text << "]";

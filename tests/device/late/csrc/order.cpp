@@ -86,13 +86,34 @@ void Order::access(size_t stream, const std::string& name, const std::vector<Acc
   }
 }
 
+void Order::host_access(const std::string& name, const std::vector<Access>& accesses,
+                        const std::function<void(const std::string&)>& report) const {
+  std::set<std::pair<size_t, uint64_t>> reported;
+  auto check = [&](const Use& before, const char* did, const char* does) {
+    if (host_knows(before) || !reported.emplace(before.stream, before.number).second) return;
+    report(name + " on the host " + does + " what " + before.name + " on stream " + std::to_string(before.stream) + " " + did);
+  };
+  for (const Access& access : accesses) {
+    auto range = ranges_.upper_bound(access.begin);
+    if (range != ranges_.begin()) --range;
+    for (; range != ranges_.end() && range->first < access.end; ++range) {
+      const Range& known = range->second;
+      if (known.end <= access.begin) continue;
+      if (known.written) check(known.writer, "writes", access.write ? "writes" : "reads");
+      if (access.write) {
+        for (const Use& reader : known.readers) check(reader, "reads", "writes");
+      }
+    }
+  }
+}
+
 bool Order::host_knows_writes(uintptr_t begin, uintptr_t end) const {
   auto range = ranges_.upper_bound(begin);
   if (range != ranges_.begin()) --range;
   for (; range != ranges_.end() && range->first < end; ++range) {
     const Use& writer = range->second.writer;
     if (range->second.end <= begin || !range->second.written) continue;
-    if (writer.stream >= host_.size() || host_[writer.stream] < writer.number) return false;
+    if (!host_knows(writer)) return false;
   }
   return true;
 }

@@ -35,6 +35,9 @@ class Order {
   // Books the accesses of the work just issued; tells `report` of each earlier one that it conflicts with and isn't ordered after.
   void access(size_t stream, const std::string& name, const std::vector<Access>& accesses,
               const std::function<void(const std::string&)>& report);
+  // The same of what the host itself does there now, which is ordered after all that it has waited for.
+  void host_access(const std::string& name, const std::vector<Access>& accesses,
+                   const std::function<void(const std::string&)>& report) const;
   // Whether the host has waited for all that streams were to write there.
   bool host_knows_writes(uintptr_t begin, uintptr_t end) const;
   // Forgets what is known of these bytes: host memory that went, device memory given back to the system.
@@ -53,6 +56,7 @@ class Order {
     std::vector<Use> readers{};  // since the last write, one per stream
   };
   bool knows(size_t stream, const Use& use);
+  bool host_knows(const Use& use) const { return use.stream < host_.size() && host_[use.stream] >= use.number; }
   void split(uintptr_t at);
 
   std::vector<Clock> clocks_;

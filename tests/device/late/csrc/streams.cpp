@@ -138,6 +138,12 @@ bool Streams::host_knows_writes(uintptr_t begin, uintptr_t end) {
   return order_.host_knows_writes(begin, end);
 }
 
+void Streams::host_access(const std::string& name, const std::vector<Access>& accesses) {
+  if (!detects_) return;
+  const std::lock_guard lock(mutex_);
+  order_.host_access(name, accesses, [&](const std::string& text) { counters_.defect("unordered accesses", text); });
+}
+
 double Streams::delay(size_t stream, uint64_t number) {
   if (delays_.longest <= 0) return 0;
   const uint64_t bits = mixed(delays_.seed ^ mixed(stream * 0x10001 ^ mixed(number)));
@@ -179,7 +185,7 @@ void Streams::issue(size_t stream, Work work) {
     }
     if (work.prompt) return;
     const std::lock_guard logging(on.mutex);
-    on.log.push_back({work.name, modelled ? from : start, modelled ? to : seconds(), work.bytes});
+    on.log.push_back({work.name, modelled ? from : start, modelled ? to : seconds(), work.bytes, late_by});
     if (on.log.size() > 200'000) on.log.pop_front();
   });
 }

@@ -48,6 +48,7 @@ struct Logged {
   double start;  // seconds, after the delay; of the model of time where there is one
   double end;
   size_t bytes;
+  double late_by;  // the delay before it; seconds
 };
 
 struct Drive {
@@ -88,6 +89,8 @@ class Streams {
   void set_durations(std::map<std::string, double> durations, double otherwise);
   void set_lazy(bool on);  // streams run only while the host waits, or asks and finds that something isn't done
   bool host_knows_writes(uintptr_t begin, uintptr_t end);  // see Order
+  // What the host does to pinned memory, for the detector: unordered with what it hasn't waited for. See Order.
+  void host_access(const std::string& name, const std::vector<Access>& accesses);
   void set_detection(bool on) { detects_ = on; }
   void forbid_waits(bool on) { waits_forbidden_ = on; }  // the next host wait that counts raises
   void forget(uintptr_t begin, uintptr_t end);           // see Order
