@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from typing import Any
 
 import late
 import pytest
@@ -66,18 +68,27 @@ def test_nothing_but_an_event_orders_two_streams() -> None:
 
 
 def test_delays_follow_their_seed() -> None:
-    def starts(seed: int) -> list[float]:
+    def drawn(seed: int, **how: Any) -> list[float]:
         late.clear()
-        begin = time.monotonic()
-        with late.delays(0.01, seed=seed):
+        with late.delays(0.004, seed=seed, **how):
             tensor = torch.zeros(10, device="late")
-            for _ in range(5):
+            for _ in range(9):
                 tensor.add_(1)
             torch.accelerator.synchronize()
-        return [work.start - begin for work in late.log()]
+        works = late.log()
+        assert all(b.start > a.end + b.late_by - 1e-6 for a, b in itertools.pairwise(works))
+        return [work.late_by for work in works]
 
-    ends = [starts(seed)[-1] for seed in (1, 1, 2)]
-    assert all(end > 0.005 for end in ends)
+    first = drawn(1)
+    assert len(first) == 10
+    assert all(0 < delay <= 0.004 for delay in first)
+    assert len(set(first)) == 10
+    assert drawn(1) == first
+    assert not set(drawn(2)) & set(first)
+    some = drawn(1, chance=0.5)
+    assert 0 < some.count(0) < 10
+    assert drawn(1, chance=0.5) == some
+    assert drawn(1, exponential=True) != first
 
 
 def test_lazy_streams_run_when_the_host_waits() -> None:
