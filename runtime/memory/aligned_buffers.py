@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from zinf_compile._csrc import address_of
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.system.page_locked import LockableMemory, lock, locked_memory, locks_mapped_memory
 
@@ -25,12 +26,9 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
     are made of huge pages where the kernel has them: pinning pages for a transfer is most of what direct I/O costs the CPU.
     """
     length = max(mmap.PAGESIZE, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    huge = length >= _HUGE_PAGE
-    memory = private_memory(length + (_HUGE_PAGE if huge else 0), pinned=pinned)
+    memory = private_memory(length, pinned=pinned, aligned=length >= _HUGE_PAGE)
     with torch.inference_mode(False):  # it outlives the mode in which it is first asked for
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
-        return whole[start : start + size]
+        return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
 def zeros_on(device: torch.device, numel: int, dtype: torch.dtype, *, beside: torch.device) -> torch.Tensor:
@@ -40,23 +38,27 @@ def zeros_on(device: torch.device, numel: int, dtype: torch.dtype, *, beside: to
     return with_own_storage(aligned_buffer(format_of(dtype).bytes(numel), pinned=True).view(dtype))
 
 
-def private_memory(length: int, *, pinned: bool = False) -> memoryview:
+def private_memory(length: int, *, pinned: bool = False, aligned: bool = False) -> memoryview:
     """Map fresh memory of `length` bytes, zeroed; of huge pages where the kernel has them and they fit.
 
-    `pinned`: locked, where the system allows it, so that the accelerator copies from and to it by itself.
+    `pinned`: locked, where the system allows it, so that the accelerator copies from and to it by itself. `aligned`: it begins
+    at a huge page, but where the accelerator gives its own; addresses before and after it are mapped for that and take no memory.
     """
     if pinned and not locks_mapped_memory():
         locked = locked_memory(length)
         if locked is not None:
             return locked
         pinned = False  # refused
-    memory = LockableMemory(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = LockableMemory(-1, length + (_HUGE_PAGE if aligned else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = memoryview(memory)
+    start = -address_of(whole, writable=True) % _HUGE_PAGE if aligned else 0
     if length >= _HUGE_PAGE:
         with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE, start, length)
+    part = whole[start : start + length]
     if pinned:
-        lock(memory)
-    return memoryview(memory)
+        lock(memory, part)
+    return part
 
 
 class Holder(Protocol):

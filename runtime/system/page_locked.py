@@ -40,7 +40,9 @@ def locks_mapped_memory() -> bool:
 def locked_memory(length: int) -> memoryview | None:
     """Return fresh, zeroed memory of whole pages, locked, which begins at a page; None where the system refuses."""
     try:
-        memory = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        if memory.data_ptr() % mmap.PAGESIZE:  # an allocator that aligns to less
+            memory = torch.empty(length + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         warn_of_refusal(length, str(error))
         return None
@@ -59,21 +61,21 @@ class LockableMemory(mmap.mmap):
             self.unlock()
 
 
-def lock(memory: LockableMemory) -> None:
-    """Lock mapped memory for CUDA or ROCm until it is unmapped; other accelerators lock their own, see `locked_memory`.
+def lock(memory: LockableMemory, part: memoryview) -> None:
+    """Lock a part of mapped memory for CUDA or ROCm until it is unmapped; other accelerators lock their own: `locked_memory`.
 
     PyTorch's own allocator of such memory rounds sizes up to powers of two; this is what was asked for.
     """
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    touch(whole)
-    runtime, address = torch.cuda.cudart(), whole.data_ptr()
-    code = int(runtime.cudaHostRegister(address, len(memory), _PORTABLE))
+    pages = torch.frombuffer(part, dtype=torch.uint8)
+    touch(pages)
+    runtime, address = torch.cuda.cudart(), pages.data_ptr()
+    code = int(runtime.cudaHostRegister(address, len(part), _PORTABLE))
     if not code:
         memory.unlock = functools.partial(runtime.cudaHostUnregister, address)
         return
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")  # the next kernel is told of the error: this one
-    warn_of_refusal(len(memory), f"cudaHostRegister returned {code}")
+    warn_of_refusal(len(part), f"cudaHostRegister returned {code}")
 
 
 def touch(memory: torch.Tensor) -> None:

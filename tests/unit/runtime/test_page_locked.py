@@ -56,6 +56,38 @@ def test_memory_is_registered_as_long_as_there_is_a_tensor_on_it() -> None:
     assert runtime.mapped == [True], "else another thread may have mapped, and registered, the same addresses meanwhile"
 
 
+@pytest.mark.parametrize("pages", [1, 511, 512, 513, 5000])
+def test_no_more_is_registered_than_was_asked_for(pages: int) -> None:
+    """Also where a buffer begins at a huge page, for which more addresses are mapped."""
+    runtime, size = _Runtime(), pages * mmap.PAGESIZE
+    with _on_cuda(runtime):
+        buffer = aligned_buffer(size, pinned=True)
+        assert runtime.registered == {buffer.data_ptr(): size}
+        assert size < 2 << 20 or buffer.data_ptr() % (2 << 20) == 0
+        del buffer
+        assert not runtime.registered
+
+
+@pytest.mark.parametrize("shift", [0, 512])
+def test_an_accelerator_s_own_memory_is_no_more_than_was_asked_for(shift: int) -> None:
+    """Unless its allocator begins in the middle of a page."""
+    asked: list[int] = []
+    plain = torch.empty
+
+    def empty(numel: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        asked.append(numel)
+        whole = plain(numel + 2 * mmap.PAGESIZE, dtype=dtype)
+        start = -whole.data_ptr() % mmap.PAGESIZE + shift
+        return whole[start : start + numel]
+
+    with patch.object(torch, "empty", empty):
+        memory = page_locked.locked_memory(8192)
+    assert memory is not None
+    assert len(memory) == 8192
+    assert asked == ([8192] if shift == 0 else [8192, 8192 + mmap.PAGESIZE])
+    assert torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % mmap.PAGESIZE == 0
+
+
 def test_a_refusal_costs_speed_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     runtime = _Runtime(code=2)
     page_locked._told.clear()
@@ -64,7 +96,7 @@ def test_a_refusal_costs_speed_and_is_told_once(caplog: pytest.LogCaptureFixture
         buffers = [aligned_buffer(4 << 20, pinned=True) for _ in range(2)]
     assert told.call_count == 2
     assert all((buffer == 0).all() for buffer in buffers)
-    assert [record.getMessage().split(" bytes")[0] for record in caplog.records] == ["the system refuses to lock 6,291,456"]
+    assert [record.getMessage().split(" bytes")[0] for record in caplog.records] == ["the system refuses to lock 4,194,304"]
     assert "ulimit -l" in caplog.text
     assert "cudaHostRegister returned 2" in caplog.text
 
