@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import late
 import pytest
 import torch
@@ -85,6 +87,29 @@ def test_copies_are_timed_beside_a_plain_one_and_beside_compute() -> None:
     assert speed.text.count("GB/s, a plain copy") == 2
     assert "copies end at" in overlap.text
     assert late.defects() == []
+
+
+@pytest.mark.parametrize("expands", [True, False])
+def test_the_program_with_expandable_segments(
+    expands: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the process of its own runs on a GPU: bits as eager PyTorch's, and whether a segment can expand."""
+    monkeypatch.setattr(sys, "argv", ["-c", str(LATE)])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}, {"is_expandable": expands}, {}])
+    exec(selftest_training._IN_SEGMENTS, {})
+    expected = selftest_training.train(LATE, None).digest()
+    assert capsys.readouterr().out.split()[-2:] == [expected, str(expands)]
+    assert late.defects() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu runs on it")
+def test_a_process_with_expandable_segments_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows nothing of `late`, and there is nothing else to train on."""
+    monkeypatch.setattr(selftest_training, "digest", lambda device: "0a1b")
+    found = selftest_training.expandable_segments(torch.device("cuda", 0))
+    assert not found.passed
+    assert found.text.startswith("the process ended with status 1: ")
+    assert found.text.splitlines()[-1].startswith("RuntimeError: "), "what ended it, in its own words"
 
 
 @pytest.mark.thorough
