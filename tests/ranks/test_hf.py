@@ -32,10 +32,23 @@ def test_the_trainer_trains_as_with_ddp_and_resumes_bit_by_bit(place: str, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_trainer_in_one_process_resumes_bit_by_bit(tmp_path: Path) -> None:
+    run_ranks(rank_hf.trained_and_resumed, 1, str(tmp_path), placed(ALL_ON_DRIVE, str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("place", [more(PLACES[0]), PLACES[1]])
 def test_an_accelerator_trains_as_with_ddp_and_resumes_bit_by_bit(place: str, tmp_path: Path) -> None:
     options = placed(ALL_ON_DRIVE, str(tmp_path)) if place == PLACES[1] else None
     run_ranks(rank_hf.bare_accelerator, 2, str(tmp_path), options)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_file_and_its_states_belong_together(tmp_path: Path) -> None:
+    run_ranks(rank_hf.stopped_between, 2, str(tmp_path), placed(ALL_ON_DRIVE, str(tmp_path)))
 
 
 def test_anything_else_is_refused() -> None:

@@ -54,11 +54,21 @@ def test_it_equals_the_run_that_went_on(size: int, place: str, done: int, tmp_pa
 def test_generators_of_ranks_that_exist_are_kept_and_others_seeded(tmp_path: Path) -> None:
     saved = run_ranks(saved_generators, 2, str(tmp_path / "saved"))
     fewer = run_ranks(loaded_generators, 1, str(tmp_path / "saved"))
-    assert_equal(fewer[0], (*saved[0], []))
+    (line,) = fewer[0][3]
+    assert line.endswith(
+        "save-00000001 is of 2 ranks, loaded on 1: random generators of rank 0 are as they were saved, those of rank 1 are left "
+        "out"
+    )
+    assert_equal(fewer[0], (*saved[0], [line]))
     more = [run_ranks(loaded_generators, 3, str(tmp_path / "saved")) for _ in range(2)]
     assert_equal(more[0], more[1])
-    for rank in (0, 1):
-        assert_equal(more[0][rank], (*saved[rank], []))
+    (line,) = more[0][0][3]
+    assert line.endswith(
+        "is of 2 ranks, loaded on 3: random generators of ranks 0 to 1 are as they were saved, those of rank 2 are seeded from "
+        "the seed 0 and the rank"
+    )
+    assert_equal(more[0][0], (*saved[0], [line]))
+    assert_equal(more[0][1], (*saved[1], []))
     (line,) = more[0][2][3]
     expected = seed_of(0, 2)
     assert f"rank 2: the checkpoint is of 2 ranks; random generators are seeded with {expected}, from the seed 0 and" in line

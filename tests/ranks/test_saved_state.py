@@ -25,6 +25,9 @@ def test_companions_and_generators_at_other_worlds(before: int, after: int, tmp_
     assert by_rank[0][2] == 2, "they are partitioned"
     for rank, (averages, drawn, messages) in enumerate(found):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(averages, by_rank[0][0], strict=True))
+        if rank == 0 and before != after:
+            there = "ranks 0 to 1" if after > before else "rank 0"
+            assert f"is of {before} ranks, loaded on {after}: random generators of {there} are as" in messages.pop(0)
         if rank < before:
             assert drawn == by_rank[rank][1]
             assert not messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,18 @@ def counting(act: Callable[[int, str, tuple[Any, ...]], object]) -> Iterator[Non
     finally:
         for name, function in really.items():
             setattr(os, name, function)
+
+
+class Dying:
+    """From the system call of some number on, none reaches the drive, as of a process that was killed as it began."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.dead = number, False
+
+    def __call__(self, at: int, name: str, args: tuple[Any, ...]) -> None:
+        if at >= self.number and name != "close":
+            self.dead = True
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def killed_at(number: int, save: Callable[[], object]) -> bool:

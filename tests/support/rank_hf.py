@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
+import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from same_leaves import assert_equal
 from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
 from zinf_compile.errors import UnsupportedModelError, ZinfError
+from zinf_compile.hf.states_beside import named_by
 from zinf_compile.sharded.parameter import ShardedParameter
 
 WORDS = 29
+PARAMETERS = 5
+"""Of `Tiny`."""
 
 
 def as_under_torchrun(world: int) -> None:
@@ -101,6 +110,16 @@ def _states(trainer: hf.Trainer) -> Any:
     return zinf_compile.full_optimizer_state_dict(trainer.optimizer.optimizer).get("state")
 
 
+def check_states_beside(file: Path, *, on_drives: bool) -> None:
+    """Check that states on drives, which fit into no memory, went to a folder, and that the file has nothing but their name."""
+    assert file.with_suffix("").is_dir() == on_drives
+    assert (named_by(file) is not None) == on_drives
+    if on_drives:
+        assert file.stat().st_size < 2000
+        (states,) = file.with_suffix("").iterdir()
+        assert sum("exp_avg" in key for key in json.loads((states / "manifest.json").read_text())["tensors"]) == 2 * PARAMETERS
+
+
 def trained_and_resumed(rank: int, world: int, folder: str, options: dict[str, Any] | None) -> None:
     """Train four steps beside DDP, and from the checkpoint of the second again. What is loaded as best is the second's, too."""
     as_under_torchrun(world)
@@ -125,9 +144,9 @@ def trained_and_resumed(rank: int, world: int, folder: str, options: dict[str, A
         torch.testing.assert_close(*ends, rtol=0, atol=0)
         assert not torch.equal(ends[0]["embed.weight"], best["embed.weight"])
         files = {path.name for path in Path(folder, "run", "checkpoint-4").iterdir()}
-        kept = "optimizer.pt" if options is None else "optimizer"  # those on drives, which fit into no memory
-        beside = {"config.json", "training_args.bin", kept, "scheduler.pt", "rng_state_1.pth"}
-        assert beside <= files, files
+        generators = "rng_state_1.pth" if world > 1 else "rng_state.pth"
+        assert {"config.json", "training_args.bin", "optimizer.pt", "scheduler.pt", generators} <= files, files
+        check_states_beside(Path(folder, "run", "checkpoint-4", "optimizer.pt"), on_drives=options is not None)
     if options is None:
         reference = trainer_of(tiny(0), f"{folder}/ddp")
         reference.train()
@@ -170,6 +189,7 @@ def bare_accelerator(rank: int, world: int, folder: str, options: dict[str, Any]
     assert accelerator.unwrap_model(prepared[0]) is model
     norms = _steps(accelerator, *prepared, range(2))
     accelerator.save_state(f"{folder}/state")
+    check_states_beside(Path(folder, "state", "optimizer.bin"), on_drives=options is not None)
     after = _steps(accelerator, *prepared, range(2, 4)), accelerator.get_state_dict(model)
     accelerator.save_model(model, f"{folder}/model")
     accelerator.load_state(f"{folder}/state")
@@ -195,3 +215,55 @@ def bare_accelerator(rank: int, world: int, folder: str, options: dict[str, Any]
             wrapped(input_ids=_batch(rank, 0), labels=_batch(rank, 0))
         with pytest.raises(ZinfError, match=r"zinf_compile\.hf\.adopt"):
             nn.parallel.DistributedDataParallel(model)
+
+
+def stopped_between(rank: int, world: int, folder: str, options: dict[str, Any]) -> None:
+    """Let rank 0 fail between states and the file that names them: the file's own are loaded, and the others go.
+
+    Then save states in memory to the same path, and leave those of the first save there, as an earlier program has.
+    """
+    as_under_torchrun(world)
+    accelerator = zinf_compile.hf.adopt(Accelerator(cpu=True))
+    model = _compiled(0, options)
+    prepared = _prepared(accelerator, model)
+    file = Path(folder, "state", "optimizer.bin")
+    states, whole = file.with_suffix(""), []
+    for steps in (range(1), range(1, 2)):
+        _steps(accelerator, *prepared, steps)
+        stopping = mock.patch.object(os, "rename", _refusing(file, os.rename)) if steps[0] and rank == 0 else None
+        with stopping or contextlib.nullcontext(), pytest.raises((OSError, ZinfError)) if steps[0] else contextlib.nullcontext():
+            accelerator.save_state(file.parent)
+        whole.append(zinf_compile.full_optimizer_state_dict(prepared[1].optimizer).get("state"))
+    names = [path.name for path in sorted(states.iterdir())]
+    assert names == ["save-00000001", "save-00000002"]
+    accelerator.load_state(file.parent)
+    assert_equal(zinf_compile.full_optimizer_state_dict(prepared[1].optimizer).get("state"), whole[0])
+    accelerator.save_state(file.parent)
+    assert [path.name for path in states.iterdir()] == ["save-00000002"]
+    stale = shutil.copytree(states, f"{folder}/stale-{rank}")
+
+    accelerator.free_memory()
+    torch.compiler.reset()
+    in_memory = _compiled(1, None)
+    new = _prepared(accelerator, in_memory)
+    _steps(accelerator, *new, range(3))
+    expected = zinf_compile.full_optimizer_state_dict(new[1].optimizer).get("state")
+    accelerator.save_state(file.parent)
+    assert not states.exists()
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        shutil.copytree(stale, states)
+    _steps(accelerator, *new, range(3, 4))
+    accelerator.load_state(file.parent)
+    assert_equal(zinf_compile.full_optimizer_state_dict(new[1].optimizer).get("state"), expected)
+
+
+def _refusing(file: Path, really: Callable[..., None]) -> Callable[..., None]:
+    """Return what renames anything but what would become that file."""
+
+    def rename(source: Any, target: Any, **kwargs: Any) -> None:
+        if Path(target) == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        really(source, target, **kwargs)
+
+    return rename

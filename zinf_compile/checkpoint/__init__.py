@@ -38,6 +38,7 @@ load_optimizer_state — Loading of an optimizer's full states: rank 0 reads the
 local_buffers — Buffers that differ from rank to rank, such as running means of each rank's own batches: each rank's own.
 manifest — Names and JSON files of a checkpoint's folder: one manifest of the whole, and one of each rank's files.
 model_files — The files of a model's values: safetensors files, or what `save`, DeepSpeed or `torch.save` have written.
+notices — Lines that a user is to see once, whether or not the program has set up logging.
 open_files — Recognises and opens what `load` is given: what `save` has written, a checkpoint of DeepSpeed, a file of
     `torch.save`.
 parts_writer — Writes the files of a checkpoint in any order, past the page cache, with a bounded number of bytes in

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import logging
 import os
 import secrets
 import weakref
@@ -41,14 +40,13 @@ from .fit import named_optimizers
 from .gathered import plain, state_names
 from .local_buffers import add_any_buffers
 from .manifest import as_json, saves_in
+from .notices import notify
 from .random_states import add_random_states
 from .rank_contents import RankContents
 from .rank_files import SPARE_BYTES, RankFiles, free_bytes
 from .reserved_space import ReservedSpace, space_in
 from .save import description
 from .save_folder import SaveFolder
-
-_log = logging.getLogger("zinf_compile")
 
 _SPARE_BYTES = 4096
 """Beside the manifest of each rank."""
@@ -82,7 +80,7 @@ class _Rehearsal:
         self._rank, self._size = self._ranks.rank, self._ranks.size
 
     def run(self, optimizer: Optimizer) -> None:
-        """Check everything, and reserve space; log what it takes."""
+        """Check everything, and reserve space; say what it takes."""
         with self._together():
             models, optimizers = self._saved_together(optimizer)
             contents, gradients = self._contents(models, optimizers)
@@ -102,7 +100,7 @@ class _Rehearsal:
         supported = self._sum(space.supported) == self._size
         if self._rank == 0:
             names = [type(plain(model)).__name__ for model in models] + [type(each).__name__ for each in optimizers]
-            _log.info("%s", self._line(space, names, size, of_gradients, supported=supported))
+            notify(self._line(space, names, size, of_gradients, supported=supported))
         for each in optimizers:
             _rehearsed.setdefault(each, set()).add(self._announced)
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.comm.ranks import Ranks
 
+from .notices import notify
 from .rank_contents import RankContents
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ def load_random_states(files: CheckpointFiles, ranks: Ranks | None) -> None:
     if settings is None:
         return
     rank = number_of_this_rank(ranks)
+    size = number_of_ranks(ranks)
+    if rank == 0 and size != settings["ranks"]:
+        notify(_line(files, settings, size))
     if rank >= settings["ranks"]:
         seed = seed_of(settings["seed"], rank)
         _log.info(
@@ -134,6 +138,29 @@ def number_of_this_rank(ranks: Ranks | None) -> int:
     if ranks is not None:
         return ranks.rank
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def number_of_ranks(ranks: Ranks | None) -> int:
+    """Return how many share the model or, before it is partitioned, how many there are."""
+    if ranks is not None:
+        return ranks.size
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _line(files: CheckpointFiles, settings: dict[str, Any], size: int) -> str:
+    """Say what becomes of the generators where another number of ranks loads them than has saved them."""
+    saved = settings["ranks"]
+    rest = f"those of {_ranks(size, saved)} are left out"
+    if size > saved:
+        rest = f"those of {_ranks(saved, size)} are seeded from the seed {settings['seed']} and the rank"
+    return (
+        f"{files.folder} is of {saved} rank{'s' if saved > 1 else ''}, loaded on {size}: random generators of "
+        f"{_ranks(0, min(saved, size))} are as they were saved, {rest}"
+    )
+
+
+def _ranks(start: int, end: int) -> str:
+    return f"rank {start}" if end - start == 1 else f"ranks {start} to {end - 1}"
 
 
 def seed_of(seed: int, rank: int) -> int:

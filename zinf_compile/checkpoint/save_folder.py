@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import weakref
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from zinf_compile.errors import CheckpointError
@@ -134,15 +135,20 @@ class SaveFolder:
         self.staging = self.folder
         sync_folder(self.folder)
         try:
-            self._remove_older()
+            self._remove_saves(saves_in(self.folder)[: -self.keep])
         except OSError as error:  # it is saved
             _log.warning("older checkpoints in %s stay until the next save: %s", self.folder, error)
 
-    def _remove_older(self) -> None:
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Prepare the folder, and remove all checkpoints but those of some numbers. Raises as `prepare`."""
+        self.prepare()
+        self._remove_saves([number for number in saves_in(self.folder) if number not in numbers])
+
+    def _remove_saves(self, numbers: Iterable[int]) -> None:
         going = []
-        for older in saves_in(self.folder)[: -self.keep]:
-            going.append(self.folder / partial_name(older, secrets.token_hex(8)))
-            (self.folder / saved_name(older)).rename(going[-1])
+        for number in numbers:
+            going.append(self.folder / partial_name(number, secrets.token_hex(8)))
+            (self.folder / saved_name(number)).rename(going[-1])
         for path in going:
             _remove(path)
         if going:

@@ -22,7 +22,8 @@ def adopt(trainer_or_accelerator: Adoptable) -> Adoptable:
     Rank 0 writes weights as safetensors, with one file's tensors in memory at a time; they are read one parameter at a time.
     Optimizer states in memory are one file of full states, which needs host memory for all of them on rank 0 and loads on any
     number of ranks. Those on drives are a folder beside (`optimizer`, or the checkpoint's name with `.states`), which each rank
-    writes its own part of by `zinf_compile.save`, and which `zinf_compile.load` reads. While rank 0 writes it the others wait,
+    writes its own part of by `zinf_compile.save`, and which `zinf_compile.load` reads. The file names the save in that folder
+    that belongs to it: a process killed at any moment leaves both of one checkpoint. While rank 0 writes a file the others wait,
     at most for option `timeout_s` of the backend. On several nodes all ranks must see the folder that rank 0 writes. peft's
     adapters, trainers with their own `_save` and pickled files need the whole model in rank 0's memory for saving; adapters
     need it on each rank for loading.

@@ -16,15 +16,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.gathered import load_full_state_dict, partitioned_parameters, plain, state_names
-from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.load_optimizer_state import load_full_optimizer_state_dict
 from zinf_compile.checkpoint.safetensors_index import INDEX
 from zinf_compile.checkpoint.safetensors_reader import TensorFiles
-from zinf_compile.checkpoint.save import save
 from zinf_compile.checkpoint.save_optimizer_state import full_optimizer_state_dict, units_of
 from zinf_compile.errors import CheckpointError
 from zinf_compile.optim.state_dict_hooks import drive_bytes
+from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.context import Context
+
+from .states_beside import NamedStates, failing_together, load_beside, named_by, remove_others, save_beside, write_file
 
 SAFETENSORS = ("model.safetensors", INDEX)
 PICKLED = "pytorch_model.bin"
@@ -89,42 +90,69 @@ def load_weights(model: nn.Module, folder: Path, context: Context | None) -> Non
 
 
 def states_folder(file: Path) -> Path:
-    """Return the folder that takes a file's place where states are on drives: `optimizer` for `optimizer.pt`."""
+    """Return the folder beside a file that has the states on drives: `optimizer` for `optimizer.pt`."""
     return file.with_suffix("")
 
 
 def has_optimizer(file: Path) -> bool:
-    """Return whether there are an optimizer's states, as the file or in the folder that takes its place."""
+    """Return whether there are an optimizer's states, or states that no file names, which `load_optimizer` refuses."""
     return file.is_file() or states_folder(file).is_dir()
 
 
+def is_ours(file: Path) -> bool:
+    """Return whether `load_optimizer` alone can read an optimizer's states, whatever the optimizer is."""
+    return names_states(file) if file.is_file() else states_folder(file).is_dir()
+
+
+def names_states(file: Path) -> bool:
+    """Return whether a file has the name of states beside it in the place of states."""
+    try:
+        return named_by(file) is not None
+    except CheckpointError:  # it says so when it is loaded
+        return False
+
+
 def save_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module], *, writes: bool) -> None:
-    """Write an optimizer's states.
+    """Write an optimizer's states, all of them or, if the process is killed, none.
 
     Where they are on drives, they fit into no memory: each rank writes its own by `save`, with `models`, to
-    `states_folder(file)`. Elsewhere rank 0 writes full states in the format of eager's `state_dict()`; with no partitioned
-    parameter, where `writes`.
+    `states_folder(file)`, and the file names them. Elsewhere rank 0 writes full states in the format of eager's `state_dict()`;
+    with no partitioned parameter, where `writes`.
     """
     context = units_of(optimizer)[1]
-    if drive_bytes(optimizer):
-        save(states_folder(file), together(models), optimizer, wait=True)
-        return
-    state = full_optimizer_state_dict(optimizer)
-    if context is None:
-        if writes:
-            torch.save(state, file)
-        return
-    with context.ranks.fail_together(f"writing {file}"):
-        if context.rank == 0:
-            torch.save(state, file)
+    ranks = None if context is None else context.ranks
+    new: NamedStates | None = None
+    if _on_drives(optimizer, ranks):
+        new = save_beside(file, states_folder(file), together(models), optimizer, ranks)
+        state = None if new is None else new.as_plain()
+    else:
+        state = full_optimizer_state_dict(optimizer)
+    with failing_together(ranks, f"writing {file}"):
+        if writes if ranks is None else ranks.rank == 0:
+            write_file(file, state)
+            remove_others(file, states_folder(file), new)
 
 
 def load_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]) -> None:
-    """Load what `save_optimizer` wrote, on any ranks and tiers; `models` too, where it wrote them."""
+    """Load what `save_optimizer` wrote, on any ranks and tiers; `models` too, where it wrote them.
+
+    Raises `CheckpointError` on all ranks for states of a save that didn't come to its end.
+    """
     context = units_of(optimizer)[1]
-    here = states_folder(file).is_dir()
-    if here if context is None else context.ranks.share(here, what="finding an optimizer's states"):
-        load(states_folder(file), together(models), optimizer)
+    ranks = None if context is None else context.ranks
+    named: NamedStates | None = None
+    with failing_together(ranks, f"reading {file}"):
+        if ranks is None or ranks.rank == 0:
+            if not file.exists() and states_folder(file).is_dir():
+                raise CheckpointError(
+                    f"{states_folder(file)} has states that belong to no {file.name}: the save didn't come to its end. Go back "
+                    "to another checkpoint"
+                )
+            named = named_by(file)
+    if ranks is not None:
+        named = ranks.share(named, what="finding an optimizer's states")
+    if named is not None:
+        load_beside(file, states_folder(file), named, together(models), optimizer, ranks)
         return
     if context is None:
         optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -132,6 +160,12 @@ def load_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]
     with context.ranks.fail_together(f"reading {file}"):
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True) if context.rank == 0 else None
     load_full_optimizer_state_dict(optimizer, state)
+
+
+def _on_drives(optimizer: Optimizer, ranks: Ranks | None) -> bool:
+    """Return whether any rank has states on drives."""
+    mine = torch.tensor([drive_bytes(optimizer)], dtype=torch.float64)
+    return bool(mine.any() if ranks is None else ranks.exchange(mine, what="saving an optimizer's states").any())
 
 
 def together(models: Sequence[nn.Module]) -> nn.Module:

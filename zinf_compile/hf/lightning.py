@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zinf_compile.checkpoint.load import load
-from zinf_compile.checkpoint.save import save
+from zinf_compile.checkpoint.save_optimizer_state import units_of
 from zinf_compile.optim.state_dict_hooks import drive_bytes
+from zinf_compile.runtime.comm.ranks import Ranks
+
+from .states_beside import NamedStates, load_beside, remove_others, save_beside
 
 
 def adopt_lightning(trainer: Any) -> None:
@@ -29,8 +31,10 @@ class _Adopted:
             strategy.load_optimizer_state_dict,
             strategy.remove_checkpoint,
         )
-        self._folder: Path | None = None
-        """Of the states beside the checkpoint that was read last."""
+        self._file: Path | None = None
+        """The checkpoint that was read last."""
+        self._saved: dict[Path, list[int]] = {}
+        """Numbers of the states saved by this process, which a file may be about to name, by folder."""
         strategy.optimizer_state, strategy.save_checkpoint = self.optimizer_state, self.save_checkpoint
         strategy.load_checkpoint, strategy.load_optimizer_state_dict = self.load_checkpoint, self.load_optimizers
         strategy.remove_checkpoint = self.remove_checkpoint
@@ -40,22 +44,36 @@ class _Adopted:
         return {} if self._on_drives() else self._state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None) -> None:
-        """Save the states before the checkpoint that they belong to."""
+        """Save the states before the checkpoint that names them; remove those that it doesn't name."""
+        file, folder = Path(filepath), states_beside(filepath)
+        new: NamedStates | None = None
         if "optimizer_states" in checkpoint and self._on_drives():
-            save(states_beside(filepath), self._strategy.lightning_module, self._strategy.optimizers, wait=True)
+            model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
+            saved = self._saved.setdefault(folder, [])
+            new = save_beside(file, folder, model, optimizers, self._ranks(), pending=saved)
+            assert new is not None, "one process"
+            saved.append(new.number)
+            checkpoint = {**checkpoint, **new.as_plain()}
         self._save(checkpoint, filepath, storage_options=storage_options)
+        if self._strategy.is_global_zero:
+            remove_others(file, folder, new)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Note where the states are."""
-        self._folder = states_beside(checkpoint_path)
+        self._file = Path(checkpoint_path)
         return self._read(checkpoint_path, *args, **kwargs)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states, and the model once more, from where each rank's own are."""
-        if self._folder is None or not self._folder.is_dir():
+        """Load the states that a checkpoint names, and the model once more, from where each rank's own are."""
+        named = NamedStates.of(checkpoint)
+        if self._file is None or named is None:
             self._load(checkpoint)
-        else:
-            load(self._folder, self._strategy.lightning_module, self._strategy.optimizers)
+            return
+        model, optimizers = self._strategy.lightning_module, self._strategy.optimizers
+        folder = states_beside(self._file)
+        if not folder.is_dir():  # where the file is a link, as Lightning makes to the last one
+            folder = states_beside(os.path.realpath(self._file))
+        load_beside(self._file, folder, named, model, optimizers, self._ranks())
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove the states with their checkpoint."""
@@ -65,6 +83,10 @@ class _Adopted:
 
     def _on_drives(self) -> bool:
         return any(drive_bytes(optimizer) for optimizer in self._strategy.optimizers)
+
+    def _ranks(self) -> Ranks | None:
+        contexts = (units_of(optimizer)[1] for optimizer in self._strategy.optimizers)
+        return next((context.ranks for context in contexts if context is not None), None)
 
 
 def states_beside(filepath: str | os.PathLike[str]) -> Path:

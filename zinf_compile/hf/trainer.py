@@ -19,12 +19,13 @@ from .files import (
     context_of,
     has_optimizer,
     has_weights,
+    is_ours,
     load_optimizer,
     load_weights,
     save_optimizer,
-    states_folder,
     unwrapped,
 )
+from .states_beside import write_file
 
 
 def adopt_trainer(trainer: transformers.Trainer) -> None:
@@ -103,7 +104,7 @@ class _Adopted:
         save_optimizer(optimizer, Path(output_dir, OPTIMIZER_NAME), [trainer.model], writes=False)
         with context.ranks.fail_together(f"saving the scheduler in {output_dir}"):
             if context.rank == 0:
-                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+                write_file(Path(output_dir, SCHEDULER_NAME), trainer.lr_scheduler.state_dict())
 
     def load_optimizer(self, checkpoint: str | None) -> None:
         """Load what `save_optimizer` wrote, on any number of ranks."""
@@ -113,7 +114,7 @@ class _Adopted:
             self._load_optimizer(checkpoint)
             return
         file, scheduler = Path(checkpoint, OPTIMIZER_NAME), Path(checkpoint, SCHEDULER_NAME)
-        ours = units_of(optimizer)[1] is not None or states_folder(file).is_dir()
+        ours = units_of(optimizer)[1] is not None or is_ours(file)
         if not ours or not has_optimizer(file) or not scheduler.is_file():
             self._load_optimizer(checkpoint)
         else:
