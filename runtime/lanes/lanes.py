@@ -153,6 +153,8 @@ class ThreadLane:
         self._device = device
         self._forgiving = forgiving
         self._closed = False
+        self.refused: BaseException | None = None
+        """Why its thread could not begin with its device: the error of each transfer, none of which is performed."""
         self.log: Spans | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._most = most
@@ -189,18 +191,24 @@ class ThreadLane:
             atexit.unregister(self.close)
 
     def _work(self) -> None:
-        failure: BaseException | None = None
+        self._enter_device()
+        failure = self.refused
         work_for(self._waits)
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device)
         with torch.inference_mode(False), torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 error = job.run(failure)
-                failure = None if self._forgiving else error
+                failure = self.refused if self._forgiving else error
                 del job  # with the buffers that its transfer held
                 with self._lock:
                     self._unfinished -= 1
                     self._changed.notify_all()
+
+    def _enter_device(self) -> None:
+        try:
+            if self._device.type != "cpu":
+                torch.accelerator.set_device_index(self._device)
+        except Exception as error:  # handed to whoever waits
+            self.refused = error
 
 
 class InlineLane:

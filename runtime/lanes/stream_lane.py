@@ -194,8 +194,16 @@ class StreamLane:
                     ended()
 
         if not at_once:
-            self._issuer = self._issuer or ThreadLane(self._name, most=self._most + 1, forgiving=True, device=self._device)
-            self._issuer.submit(issue)
+            issuer = self._issuer or ThreadLane(self._name, most=self._most + 1, forgiving=True, device=self._device)
+            self._issuer = issuer
+
+            def leave_out() -> None:
+                if issuer.refused is not None:
+                    job.fail(issuer.refused)
+                    if ended is not None:
+                        ended()
+
+            issuer.submit(issue, ended=leave_out)
             return job
         issue()
         job.raise_interrupt()

@@ -25,6 +25,14 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.accelerator.memory_allocated(device)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Return a device by its number, as tensors name it: of an accelerator without one, this thread's current one."""
+    found = torch.accelerator.current_accelerator()
+    if device.index is not None or found is None or device.type != found.type:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return this thread's current stream of an accelerator, an object of the caller's own to be entered; None on the CPU."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)

@@ -22,6 +22,7 @@ from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.system.accelerator import numbered
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.units.create import make_units
 from zinf_compile.runtime.units.unit import Unit
@@ -90,7 +91,7 @@ def partition(
         raise UnsupportedModelError("partition() was given init and checkpoint: values come from one of them; omit one")
     if checkpoint is None and (dtype is not None or rename is not None):
         raise UnsupportedModelError("partition() was given dtype or rename, which are for a checkpoint: give one, too")
-    model, device = plain(model), torch.device(device)
+    model, device = plain(model), numbered(torch.device(device))
     targets = collect(model, device)
     steps = list(steps_before(model, init, loads=checkpoint is not None))
     context = context_for(config.resolve_group(), device, timeout_s=config.timeout_s, signature=config.signature())

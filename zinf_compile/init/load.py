@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zinf_compile.checkpoint.intake import DType, Rename
 from zinf_compile.checkpoint.load import load as load_checkpoint
+from zinf_compile.runtime.system.accelerator import numbered
 
 from .onto_meta import OntoMeta, is_on_meta
 
@@ -43,5 +44,5 @@ def load(
     `rename`: a mapping of names in the checkpoint to names in the model, or a function. `CheckpointError` names all collisions,
     all names that match nothing and all conversions that lose more than digits behind the point.
     """
-    meta = OntoMeta(model, torch.device(device)) if is_on_meta(model) else None
+    meta = OntoMeta(model, numbered(torch.device(device))) if is_on_meta(model) else None
     return load_checkpoint(folder, model, optimizer, dtype=dtype, rename=rename, meta=meta)

@@ -17,6 +17,7 @@ from zinf_compile.errors import UnsupportedModelError
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.runtime.context import Context, context_for
+from zinf_compile.runtime.system.accelerator import numbered
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_free_memory
 from zinf_compile.runtime.units.create import make_units
@@ -60,7 +61,7 @@ def partitioned(*, device: torch.device | str = "cpu", **options: Any) -> Iterat
     """
     if _active:
         raise UnsupportedModelError("partitioned() inside partitioned(): one block is enough for several models")
-    config, on_device = Config.from_options(options), torch.device(device)
+    config, on_device = Config.from_options(options), numbered(torch.device(device))
     group, signature = config.resolve_group(), config.signature()
     context = context_for(group, on_device, timeout_s=config.timeout_s, signature=signature)
     host = context_for(group, torch.device("cpu"), timeout_s=config.timeout_s, signature=signature)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zinf_compile.runtime.lanes.lanes import InlineLane, ThreadLane
-from zinf_compile.runtime.system.accelerator import on_this_device
+from zinf_compile.runtime.system.accelerator import numbered, on_this_device
 
 
 @pytest.mark.parametrize("forgiving", [False, True])
@@ -59,6 +59,33 @@ def test_the_thread_of_a_devices_lane_begins_with_that_device() -> None:
         lane.close()
         ThreadLane("on the host").close()
     assert chosen == [(there, "test")]
+
+
+@pytest.mark.parametrize("forgiving", [False, True])
+def test_a_device_that_its_lane_cannot_enter_is_told_to_who_waits(forgiving: bool) -> None:
+    def refuse(device: torch.device) -> None:
+        raise ValueError("no such device")
+
+    with patch.object(torch, "accelerator", SimpleNamespace(set_device_index=refuse)):
+        lane = ThreadLane("test", device=torch.device("cuda", 3), forgiving=forgiving)
+        ended: list[bool] = []
+        jobs = [lane.submit(lambda: ended.append(False), ended=lambda: ended.append(True)) for _ in range(2)]
+        for job in jobs:
+            with pytest.raises(ValueError, match="no such device"):
+                job.wait()
+        lane.close()
+    assert ended == [True, True]
+
+
+def test_an_accelerator_has_a_number() -> None:
+    """As tensors on it say; other devices stay as they are."""
+    found = SimpleNamespace(current_accelerator=lambda: torch.device("cuda"), current_device_index=lambda: 2)
+    with patch.object(torch, "accelerator", found):
+        assert numbered(torch.device("cuda")) == torch.device("cuda", 2)
+        assert numbered(torch.device("cuda", 0)) == torch.device("cuda", 0)
+        assert numbered(torch.device("cpu")) == torch.device("cpu")
+    with patch.object(torch, "accelerator", SimpleNamespace(current_accelerator=lambda: None)):
+        assert numbered(torch.device("cuda")) == torch.device("cuda")
 
 
 def test_another_thread_begins_with_the_device_of_the_one_that_made_it() -> None:

@@ -196,3 +196,20 @@ def test_a_drive_that_fails_is_told_to_whoever_waits(streams: list[FakeStream]) 
     with pytest.raises(OSError, match="drive"):
         job.wait()
     lane.close()
+
+
+def test_a_device_that_the_lanes_thread_cannot_enter_is_told_to_whoever_waits(streams: list[FakeStream]) -> None:
+    def refuse(device: torch.device) -> None:
+        raise ValueError("no such device")
+
+    ended, order = list[int](), list[str]()
+    with patch.object(torch.accelerator, "set_device_index", refuse, create=True):
+        lane = StreamLane(torch.device("meta"), "test", forgiving=True)
+        after = [SimpleNamespace(wait=lambda: None)]
+        jobs = [lane.submit(note(order, "copy"), after=after, ended=lambda n=n: ended.append(n)) for n in range(2)]
+        for job in jobs:
+            with pytest.raises(ValueError, match="no such device"):
+                job.wait()
+        lane.close()
+    assert ended == [0, 1]
+    assert order == []
