@@ -10,7 +10,8 @@ in turns with fio, of which one process reads as many bytes while another writes
 this package's own I/O engine takes its place: eight requests of 1 MiB read, as many written.
 
 `--large`: the process that trains and saves, and the new one that loads and goes on, have RLIMIT_DATA of 2.5 GiB. Peaks are of
-anonymous memory; the loss of the step after the save and of that after the load must be the same number.
+anonymous memory, of the save and of the load each beside that of training in the same process; the loss of the step after the
+save and of that after the load must be the same number.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ BLOCK, DEPTH = 1 << 20, 8
 GOAL, GOAL_MIB = 1.3, 128
 
 
-def run(do: str, folder: Path, model: dict[str, int], *, world: int = 1, cap: int = 0) -> list[dict[str, Any]]:
-    """Run the ranks of a worker; return the lines of the first one."""
+def run(do: str, folder: Path, model: dict[str, int], *, world: int = 1, cap: int = 0) -> list[list[dict[str, Any]]]:
+    """Run the ranks of a worker; return the lines of each."""
     with tempfile.TemporaryDirectory(dir=folder) as drive:
         settings = {"do": do, "model": model, "cap": cap, "drive": drive, "saved": str(folder / "saved"), "world": world}
         commands = [[sys.executable, str(WORKER), json.dumps(settings | {"rank": rank})] for rank in range(world)]
@@ -51,7 +52,12 @@ def run(do: str, folder: Path, model: dict[str, int], *, world: int = 1, cap: in
         said = [rank.communicate()[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
             raise SystemExit(f"a rank of {do!r} failed; see above")
-    return [json.loads(line) for line in said[0].splitlines()]
+    return [[json.loads(line) for line in lines.splitlines()] for lines in said]
+
+
+def slowest(ranks: list[list[dict[str, Any]]], phase: str) -> float:
+    """Return the seconds of a phase on the rank that took the longest."""
+    return float(max(line["s"] for said in ranks for line in said if line.get("phase") == phase))
 
 
 def saved_bytes(folder: Path) -> list[Path]:
@@ -102,7 +108,10 @@ def by_copy(folder: Path) -> float:
 
 
 def elsewhere(folder: Path, width: int, rounds: int) -> dict[str, Any]:
-    """Save by one process, load by two in turns with a copy of as many bytes; return the median seconds of each."""
+    """Save by one process, load by two in turns with a copy of as many bytes; return the median seconds of each.
+
+    A load takes as long as on the slower of the two.
+    """
     model = {"layers": 12, "width": width, "heads": width // 64, "vocabulary": 8192, "length": 128}
     run("save", folder, model)
     other = by_fio if shutil.which("fio") else by_copy
@@ -112,8 +121,7 @@ def elsewhere(folder: Path, width: int, rounds: int) -> dict[str, Any]:
             if name == "copy":
                 seconds[name].append(other(folder))
             else:
-                said = run("only load", folder, model, world=2)
-                seconds[name].append(next(line["s"] for line in said if line.get("phase") == "load"))
+                seconds[name].append(slowest(run("only load", folder, model, world=2), "load"))
     size = sum(path.stat().st_size for path in saved_bytes(folder))
     found: dict[str, Any] = {name: statistics.median(values) for name, values in seconds.items()}
     return {"bytes": size, "by": "fio" if other is by_fio else "copy", "all": seconds, **found}
@@ -121,7 +129,7 @@ def elsewhere(folder: Path, width: int, rounds: int) -> dict[str, Any]:
 
 def large(folder: Path) -> dict[str, Any]:
     """Train and save, load and go on, within the cap; return what both processes say."""
-    trained, loaded = (run(do, folder, LARGE, cap=CAP) for do in ("save", "load"))
+    (trained,), (loaded,) = (run(do, folder, LARGE, cap=CAP) for do in ("save", "load"))
     expected, found = ([line["loss"] for line in said if "loss" in line][-1] for said in (trained, loaded))
     if expected != found:
         raise SystemExit(f"the loss after the load is {found}, after the save it was {expected}")
@@ -135,9 +143,13 @@ def report(result: dict[str, Any]) -> str:
         phases = [(process, line) for process in ("saved", "loaded") for line in result[process] if "phase" in line]
         rows = [[process, line["phase"], f"{line['s']:.0f}", f"{line['peak_bytes'] / 2**20:,.0f}"] for process, line in phases]
         heads = ["process that", f"1.56B parameters, {result['bytes'] / 1e9:.1f} GB saved", "s", "peak MiB of 2,560"]
-        peaks = {line["phase"]: line["peak_bytes"] / 2**20 for process, line in phases if process == "saved"}
-        more = peaks["save, beside a step"] - peaks["train"]
-        line = f"peak beside the save above training's: {more:,.0f} MiB, target at most {GOAL_MIB}: {_met(more <= GOAL_MIB)}"
+        peaks = {(process, line["phase"]): line["peak_bytes"] / 2**20 for process, line in phases}
+        saving = peaks["saved", "save, beside a step"] - peaks["saved", "train"]
+        loading = peaks["loaded", "load"] - peaks["loaded", "train"]
+        line = f"peak beside the save above training's: {saving:,.0f} MiB, target at most {GOAL_MIB}: {_met(saving <= GOAL_MIB)}"
+        line += (
+            f"\n- peak of the load above training's: {loading:,.0f} MiB, target at most {GOAL_MIB}: {_met(loading <= GOAL_MIB)}"
+        )
     else:
         found = [["load on two ranks", result["load"]], [f"read and write by {result['by']}", result["copy"]]]
         rows = [[name, f"{s:.2f}", f"{result['bytes'] / s / 1e9:.2f}", f"{result['load'] / s:.2f}"] for name, s in found]

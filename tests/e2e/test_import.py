@@ -115,6 +115,25 @@ def test_partition_renames_and_converts(
     torch.testing.assert_close(zinf_compile.full_state_dict(again), dict(source[0].state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", ["zinf", "torch.pt"])
+def test_load_onto_meta_renames_and_converts(
+    path: str, dtype: torch.dtype, source: tuple[Source, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = source
+    with torch.device("meta"):
+        target = Target().to(dtype)
+    away = {"params": "nvme", "optimizer": "nvme", "nvme": str(tmp_path)}
+    target.compile(backend="zero_infinity", options={"compute": "fx", **away})
+    mine = torch.optim.AdamW([target.get_parameter(rename(name)) for name, _ in model.named_parameters()], lr=0.5)
+    assert zinf_compile.load(tmp_path / path, target, mine, dtype=dtype, rename=rename) == {"step": 4}
+    assert_is(target, model, dtype)
+    states = zinf_compile.full_optimizer_state_dict(mine)["state"]
+    for number, parameter in enumerate(model.parameters()):
+        found = states[number]["exp_avg"]
+        assert torch.equal(found, optimizer.state[parameter]["exp_avg"].to(found.dtype)), number
+
+
 WRONG: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"rename": {"none": "a", "nothing": "b", "first.weight": "second.weight", "scale": "first.bias"}},

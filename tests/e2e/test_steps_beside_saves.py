@@ -238,6 +238,21 @@ def test_an_error_in_a_step_is_that_of_the_save(place: str, drive: Path, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("place", ["device", "nvme"])
+def test_the_next_save_raises_an_error_once(place: str, drive: Path, tmp_path: Path) -> None:
+    training = Training(place, drive)
+    expected = training.whole()
+    with mock.patch.object(PartsWriter, "finish", side_effect=no_space):
+        zinf_compile.save(tmp_path, training.model, training.optimizers)
+        with pytest.raises(OSError, match="No space left on device: 'the drive'"):
+            zinf_compile.save(tmp_path, training.model, training.optimizers)
+    assert list(tmp_path.iterdir()) == []
+    zinf_compile.save(tmp_path, training.model, training.optimizers)
+    training.step()
+    zinf_compile.load(tmp_path, training.model, training.optimizers)
+    assert_equal(training.whole(), expected)
+
+
 def interrupted() -> None:
     raise KeyboardInterrupt
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from deepspeed_model import FOLDER, build, expected
-from rank_import import imported, refused
+from rank_checkpoint import saved
+from rank_import import imported, refused, renamed
 from ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -46,3 +47,19 @@ def test_an_error_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
     said = run_ranks(refused, 2, str(FOLDER / "stage1-bf16"), {"timeout_s": 60})
     assert "would both be x" in said[1]
     assert said[0]
+
+
+@pytest.mark.parametrize(("on_meta", "dtype", "place"), [(False, torch.bfloat16, "memory"), (True, torch.float64, "drive")])
+def test_names_and_types_on_two_ranks(on_meta: bool, dtype: torch.dtype, place: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"timeout_s": 60}
+    if place == "drive":
+        options |= {**dict.fromkeys(("params", "grads", "optimizer"), "nvme"), "nvme": str(tmp_path)}
+    (values, states), _ = run_ranks(saved, 2, str(tmp_path / "saved"), {"timeout_s": 60})[0]
+    results = run_ranks(renamed, 2, str(tmp_path / "saved"), options, dtype, on_meta)
+    found, its, _ = results[0]
+    torch.testing.assert_close(found, {f"net.{name}": value.to(dtype) for name, value in values.items()}, rtol=0, atol=0)
+    assert its["param_groups"] == states["param_groups"]
+    for number, own in states["state"].items():
+        for name, value in own.items():
+            assert torch.equal(its["state"][number][name], value.to(its["state"][number][name].dtype)), (number, name)
+    assert results[0][2] == results[1][2], "all ranks go on together"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed_model import FOLDER, adamw, build
+from rank_checkpoint import Uneven, full, optimizer_of
+from torch import nn
 from training import BACKEND
 
 import zinf_compile
@@ -63,3 +66,32 @@ def refused(rank: int, size: int, folder: str, options: dict[str, Any]) -> str:
         torch.testing.assert_close(zinf_compile.full_state_dict(model), before, rtol=0, atol=0)
         return str(error)
     return ""
+
+
+class Renamed(nn.Module):
+    """`Uneven` under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Uneven()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net(tokens)
+        return loss
+
+
+def renamed(rank: int, size: int, folder: str, options: dict[str, Any], dtype: torch.dtype, on_meta: bool) -> Any:
+    """Load what `Uneven` has saved under other names and in another type; return the whole states, and a loss after it."""
+    options = {**options, "process_group": dist.new_group(list(range(size)))}
+    torch.compiler.reset()
+    torch.manual_seed(7)
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = Renamed().to(dtype)
+    compiled = torch.compile(model, backend="zero_infinity", options={"compute": "fx", **options})
+    optimizer = optimizer_of(model)
+    if not on_meta:
+        compiled(torch.zeros(2, 8, dtype=torch.long))  # partitioned
+    rename: Any = {name: f"net.{name}" for name in Uneven().state_dict()} if on_meta else lambda name: f"net.{name}"
+    extra = zinf_compile.load(folder, compiled, optimizer, rename=rename, dtype=dtype)
+    assert extra["step"] == 3
+    return *full(model, optimizer), float(compiled(torch.ones(2, 8, dtype=torch.long)).detach())

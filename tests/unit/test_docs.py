@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -152,6 +153,18 @@ def test_all_kept_numbers_but_those_of_two_scripts_are_shown() -> None:
     shown = {name for table in _load(ROOT / "benchmarks" / "_docs.py").tables() for name in table.files}
     kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert kept - shown == {"overhead.json", "prefetch.json"}
+
+
+@pytest.mark.usefixtures("_benchmarks")
+def test_a_load_is_judged_by_its_own_peak_and_by_the_slowest_rank() -> None:
+    load = _load(ROOT / "benchmarks" / "load.py")
+    kept = json.loads((ROOT / "benchmarks" / "results" / "load-large.json").read_text())
+    assert load.report(kept).count(": met") == 2
+    (phase,) = [line for line in kept["loaded"] if line.get("phase") == "load"]
+    phase["peak_bytes"] = 2 << 30
+    assert re.search(r"peak of the load above training's: 1,031 MiB, target at most 128: missed", load.report(kept))
+    ranks = [[{"phase": "load", "s": 1.5}, {"loss": 1.0}], [{"phase": "load", "s": 2.5}, {"phase": "train", "s": 9.0}]]
+    assert load.slowest(ranks, "load") == 2.5
 
 
 @pytest.mark.usefixtures("_benchmarks")
