@@ -10,6 +10,7 @@ import torch
 from deepspeed_model import CASES, FOLDER, adamw, build, expected
 from safetensors.torch import save_file
 from torch import nn
+from training import BACKEND
 
 import zinf_compile
 from zinf_compile.checkpoint.converted_files import new_key
@@ -132,6 +133,64 @@ def test_load_onto_meta_renames_and_converts(
     for number, parameter in enumerate(model.parameters()):
         found = states[number]["exp_avg"]
         assert torch.equal(found, optimizer.state[parameter]["exp_avg"].to(found.dtype)), number
+
+
+class Net(nn.Module):
+    """A weight whose states are of its size, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.scale = nn.Linear(30, 20), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(self.down(x)) * self.scale).float().square().mean()
+
+
+def steps(call: Any, optimizer: torch.optim.Optimizer, count: int, dtype: torch.dtype) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = call(torch.ones(2, 30, dtype=dtype))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:all 3 parameters are torch.bfloat16")
+@pytest.mark.parametrize(
+    ("dtype", "options", "kept"),
+    [
+        (torch.float64, {}, torch.float64),
+        (torch.float64, {"optimizer": "nvme"}, torch.float64),
+        (torch.bfloat16, {}, torch.bfloat16),
+        (torch.bfloat16, {"master": "float32"}, torch.float32),
+        (torch.bfloat16, {"master": "float32", "optimizer": "nvme"}, torch.float32),
+        (torch.float64, None, torch.float64),
+    ],
+)
+def test_training_goes_on_in_another_type(
+    dtype: torch.dtype, options: dict[str, Any] | None, kept: torch.dtype, tmp_path: Path
+) -> None:
+    """States of a parameter's type get its new one, or that of its master copy: the type in which the next step updates them."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    steps(model, optimizer, 2, torch.float32)
+    zinf_compile.save(tmp_path, model, optimizer, wait=True)
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+    again = Net().to(dtype)
+    call: Any = again
+    if options is not None:
+        places = options | ({"nvme": str(tmp_path)} if "optimizer" in options else {})
+        call = torch.compile(again, backend=BACKEND, options=places)
+    mine = torch.optim.AdamW(again.parameters(), lr=0.5, fused=True)
+    steps(call, mine, 1, dtype)
+    zinf_compile.load(tmp_path, again, mine, dtype=dtype)
+    for number, state in zinf_compile.full_optimizer_state_dict(mine)["state"].items():
+        assert (state["exp_avg"].dtype, state["step"].dtype) == (kept, torch.float32)
+        assert torch.equal(state["exp_avg"], moments[number].to(kept))
+    expected = steps(model, optimizer, 3, torch.float32)
+    assert steps(call, mine, 3, dtype) == pytest.approx(expected, rel=0.05 if dtype == torch.bfloat16 else 1e-5)
 
 
 WRONG: list[tuple[dict[str, Any], list[str]]] = [

@@ -128,6 +128,15 @@ def test_states_that_are_not_the_files_own(drive: Path, tmp_path: Path) -> None:
     assert_equal(two.states(), before)
 
 
+def test_a_file_that_pytorch_alone_reads(drive: Path, tmp_path: Path) -> None:
+    """In the format of PyTorch before 1.6, which the reader of names refuses, onto a model that isn't partitioned yet."""
+    training, other = Training("memory", drive, 2), Training("drive", drive, 0)
+    training.save(tmp_path)
+    torch.save(training.optimizer.state_dict(), tmp_path / "optimizer.pt", _use_new_zipfile_serialization=False)
+    other.load(tmp_path)
+    assert_equal(other.states(), training.states())
+
+
 KILLED = """
 import os, signal, sys, torch, zinf_compile
 from pathlib import Path

@@ -53,7 +53,7 @@ def open_files(
     if dtype is None and rename is None:
         return files
     try:
-        return ConvertedFiles(files, dtype=dtype, rename=rename)
+        return ConvertedFiles(files, targets, dtype=dtype, rename=rename)
     except BaseException:
         files.close()
         raise

@@ -101,15 +101,15 @@ def has_optimizer(file: Path) -> bool:
 
 def is_ours(file: Path) -> bool:
     """Return whether `load_optimizer` alone can read an optimizer's states, whatever the optimizer is."""
-    return names_states(file) if file.is_file() else states_folder(file).is_dir()
+    return _named(file) is not None if file.is_file() else states_folder(file).is_dir()
 
 
-def names_states(file: Path) -> bool:
-    """Return whether a file has the name of states beside it in the place of states."""
+def _named(file: Path) -> NamedStates | None:
+    """Return what a file names in the place of states; None for anything else, which PyTorch alone is to read or refuse."""
     try:
-        return named_by(file) is not None
-    except CheckpointError:  # it says so when it is loaded
-        return False
+        return named_by(file)
+    except CheckpointError:
+        return None
 
 
 def save_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module], *, writes: bool) -> None:
@@ -148,7 +148,7 @@ def load_optimizer(optimizer: Optimizer, file: Path, models: Sequence[nn.Module]
                     f"{states_folder(file)} has states that belong to no {file.name}: the save didn't come to its end. Go back "
                     "to another checkpoint"
                 )
-            named = named_by(file)
+            named = _named(file) if context is None else named_by(file)
     if ranks is not None:
         named = ranks.share(named, what="finding an optimizer's states")
     if named is not None:

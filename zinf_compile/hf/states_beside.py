@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zinf_compile.checkpoint.background import wait_for_save
 from zinf_compile.checkpoint.load import load
 from zinf_compile.checkpoint.manifest import MANIFEST, saved_name, saves_in
 from zinf_compile.checkpoint.save import save
@@ -80,6 +81,7 @@ def save_beside(
 
     `pending`: numbers of saves that the file is about to name, where it is written in the background.
     """
+    wait_for_save()
     first, kept = ranks is None or ranks.rank == 0, 0
     with failing_together(ranks, f"saving states beside {file}"):
         if first:
