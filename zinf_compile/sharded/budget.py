@@ -151,11 +151,6 @@ class GraphBudget:
         """Say whether a gradient is kept where it is made: on one rank, on the device."""
         return self._size == 1 and not self.context.link.topology.is_offloaded(self.placements.of(slot).grads)
 
-    @property
-    def gradients_that_stay(self) -> frozenset[int]:
-        """The parameters for which that holds, by `ParameterSlot.index`."""
-        return frozenset(slot.index for slot in self._slots if self._gradient_stays(slot))
-
     def decide_for_all(self, unseen: Sequence[ParameterSlot], *, strict: bool) -> None:
         """Let homes be decided within the caps, or `strict`ly refuse graphs that don't fit with all that steps add.
 

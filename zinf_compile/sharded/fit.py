@@ -10,8 +10,10 @@ from zinf_compile.ir import ops
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.sizes import Sides
+from zinf_compile.passes.analysis.compute_account import ComputeAccount
 from zinf_compile.passes.analysis.memory_needs import measure_needs
-from zinf_compile.plan.compute_memory import ComputeMemory
+from zinf_compile.passes.graph.node_facts import leaving
+from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.runtime.context import Context
@@ -53,9 +55,16 @@ class Fit:
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
         self._room = room
-        self._compute: dict[Hashable, list[ComputeMemory]] = {}
+        self._facts = budget.compute.facts(graphs)
+        self._marked = _marked(graphs)
+        self._accounts: dict[frozenset[str], list[ComputeAccount]] = {}
         self._gathers = [[node for node in graph.nodes if node.target in _GATHERING] for graph in graphs]
         self._needs: dict[Hashable, GraphMemory] = {}
+
+    @property
+    def performed(self) -> list[fx.Graph]:
+        """The graphs as they will compute, with all that may leave leaving; none where compute isn't counted."""
+        return [known.graph for known in self._facts]
 
     def excess(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
         """Return the bytes by which they exceed what is left."""
@@ -81,7 +90,16 @@ class Fit:
         return self._needs[key]
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
-        key = (budget := self._budget).gradients_that_stay, tuple((memory.name, memory.tier) for memory in moving)
-        if key not in self._compute:
-            self._compute[key] = budget.compute.of_step(self._graphs, self._results, moving)
-        return self._compute[key]
+        compute = self._budget.compute
+        if not compute.counts:
+            return [NO_COMPUTE for _ in self._graphs]
+        stays = self._marked - {name for memory in moving for name in memory.inputs}
+        if stays not in self._accounts:
+            self._accounts[stays] = compute.accounts(self._facts, self._results, stays)
+        return [compute.memory(account) for account in self._accounts[stays]]
+
+
+def _marked(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+    """Return the names of the values that are marked as moving in a forward, and its backward."""
+    owners = [graph.owning_module for graph in graphs]
+    return frozenset(name for gm in owners if isinstance(gm, fx.GraphModule) for memory in leaving(gm) for name in memory.inputs)
