@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -95,7 +96,8 @@ class _Account:
         for node in self._nodes:
             self._enter(node, shared)
         output = self._nodes[-1]
-        given = [self._staying(n) or n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []
+        outputs: Any = output.args[0] if output.args else ()
+        given = [self._staying(n) or n for n in outputs if isinstance(n, fx.Node)]
         returned = given if self._results is None else given[: self._results]
         end = len(self._nodes) - 1
         for node in given:
