@@ -111,12 +111,14 @@ def _least_lacking(ladders: Sequence[_Ladder], fits: _Fits) -> Filled:
     """Return the homes of all rungs for which the least memory is missing, the first of those that are equal in this."""
     best: tuple[int, _Ladder, tuple[int, int]] | None = None
     for ladder in ladders:
-        for rung in ladder.all():
-            if best is not None and fits.at_least(ladder, *rung).lacking >= best[0]:
+        for near, middle in ladder.all():
+            if best is not None and middle == 0 and fits.at_least(ladder, near, 0).device >= best[0]:
+                break  # as those with more on the device do
+            if best is not None and fits.at_least(ladder, near, middle).lacking >= best[0]:
                 continue
-            lacking = fits.excess(ladder, *rung).lacking
+            lacking = fits.excess(ladder, near, middle).lacking
             if best is None or lacking < best[0]:
-                best = lacking, ladder, rung
+                best = lacking, ladder, (near, middle)
     assert best is not None, "each ladder has the farthest homes"
     _, ladder, rung = best
     return Filled(ladder.homes(*rung), fits.excess(ladder, *rung))

@@ -99,7 +99,7 @@ class GraphBudget:
         self._together = together and context.size > 1
         self._signature, self._tile = config.signature(), config.tile_bytes
         self.context, self._bucket = context, config.shape().bucket_of(slots)
-        self._slots, self._size = slots, shard_group_of(units.values(), context).size
+        self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
@@ -128,7 +128,7 @@ class GraphBudget:
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
         self.placements = placements
-        moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self.context.link.topology
+        moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
         self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
         """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
         if self._saves_on_drives:
@@ -136,10 +136,9 @@ class GraphBudget:
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
         homes = {slot.index: placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
         apart = len(set(homes.values())) > 1
-        self.gathered: frozenset[int] | None = None
+        away = frozenset(index for index, tier in homes.items() if topology.is_offloaded(tier))
+        self.gathered = away if apart and self._size == 1 else None
         """The parameters that take memory while they are gathered, wherever others like them live; None: all do."""
-        if apart and self._size == 1:
-            self.gathered = frozenset(index for index, tier in homes.items() if topology.is_offloaded(tier))
         self.counts: Counts = self._takes_memory if apart else counts_all
         """Says which units take memory while they are gathered."""
 
@@ -150,8 +149,7 @@ class GraphBudget:
 
     def held_at(self, placements: Placements) -> tuple[Sides, Sides, Sides]:
         """Return of that memory what is held all the while: shards, one gradient of each parameter, and states."""
-        held = self._units.keys()
-        return held_memory(self.counted, placements, size=self._size, topology=self.context.link.topology, held=held)
+        return held_memory(self.counted, placements, size=self._size, topology=self._topology, held=self._units.keys())
 
     def _gradient_stays(self, slot: ParameterSlot) -> bool:
         """Say whether a gradient is kept where it is made: on one rank, on the device."""
@@ -160,10 +158,10 @@ class GraphBudget:
     def decide_for_all(self, unseen: Sequence[ParameterSlot], *, strict: bool) -> None:
         """Let homes be decided within the caps, or `strict`ly refuse graphs that don't fit with all that steps add.
 
-        Room is left for parameters that no graph has seen yet, where placements say of the rest; for what other graphs don't hold
-        yet; and for all that steps add.
+        Room is left for parameters that no graph has seen yet, for what other graphs don't hold yet, and for what steps add.
         """
-        gc.collect()  # models that nobody uses any more
+        if not self.measuring:  # what nobody uses went before
+            gc.collect()
         self._strict, self._unseen = strict, list(unseen)
         self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
@@ -369,7 +367,8 @@ class GraphBudget:
             known: dict[int, GraphBudget] = {}
 
             def needed(cap: int) -> int:
-                known[cap] = measure(cap)
+                own = not self._together and tile_range(cap) == tile_range(self.caps.device)  # with the tiles of these graphs
+                known[cap] = self if own else measure(cap)
                 return of_all(known[cap].works(Tier.DEVICE))
 
             floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
