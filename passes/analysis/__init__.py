@@ -2,6 +2,8 @@
 
 blocks — Block boundaries of the model, from names, order and sizes of units alone. `align_regions` and `group_units` cut
     there.
+compute_account — The account of compute's memory, for any choice of gradients that stay where they are made.
+compute_graph — Facts of a graph that its account reads: runs that may be fused, bytes of results, aliases.
 compute_memory — Memory of one graph's compute, an upper bound: saved activations and temporaries. `GraphBudget` counts it.
 fold_blocks — Folding of a summary: lines that repeat from block to block of a model are printed once. `summary` calls it.
 gather_stages — Stages of a schedule: runs of adjacent gathers, and the stages at which their units are released.

@@ -8,10 +8,10 @@ Note: what a value takes
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,53 +23,20 @@ from zinf_compile.ir.op_spec import SCHEDULE_OPS, moves_values
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
 from zinf_compile.passes.graph.build_nodes import can_view
-from zinf_compile.passes.graph.node_facts import hinted_numel, slot_behind, slot_of, starts_region, values_behind
+from zinf_compile.passes.graph.node_facts import hinted_numel, slot_behind, slot_of, values_behind
 from zinf_compile.passes.graph.remade import is_dropped
-from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop, is_token_loop
+from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
 from zinf_compile.plan.compute_memory import ComputeMemory
 
-ROUNDING = {"cpu": 64}
-"""Bytes to whose multiples PyTorch's allocators round what is asked for, by type of device; elsewhere `DEVICE_ROUNDING`."""
-
-DEVICE_ROUNDING = 512
-"""Of accelerators' allocators."""
-
-aten = torch.ops.aten
+from .compute_account import ComputeAccount, ForwardValues, Stretch
+from .compute_graph import ATTENTIONS, CONVOLUTIONS, ComputeGraph, hint_of, tensors_of
 
 _MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state})
 """Operators of the schedule whose results are memory of compute's."""
 
-CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
-
-ATTENTIONS = frozenset(
-    {aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward}
-)
-
-LIBRARY_CALLS = (
-    CONVOLUTIONS
-    | ATTENTIONS
-    | {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, aten.baddbmm_}
-    | {aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward}
-    | {aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward}
-    | {aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward}
-)
-"""Operators that no compiler fuses with others: they separate what it may fuse."""
-
 Memory = tuple[fx.Node, int]
 """A node that makes memory, and which of its results this is."""
-
-
-class ForwardValues:
-    """What a forward hands to its backward, by the names that AOTAutograd gives in both."""
-
-    def __init__(self) -> None:
-        self.memory_of: dict[str, tuple[str, int]] = {}
-        """By the name of a value, a key of its memory: equal for views of one memory."""
-        self.bytes: dict[tuple[str, int], int] = {}
-        self.kept: set[tuple[str, int]] = set()
-        """Memories that are the caller's: the graph's inputs, and its results."""
 
 
 def measure_compute(
@@ -84,32 +51,35 @@ def measure_compute(
 ) -> tuple[ComputeMemory, ForwardValues]:
     """Return the memory of a scheduled graph's compute on `device`, and what its backward must know of it.
 
-    `forward`: of the graph whose backward this is. `by_operator`: regions run operator by operator; otherwise a compiler fuses
-    what lies between two calls of libraries, whose inputs and results are then there at once. `results`: the number of outputs
-    that the caller gets, the rest are saved for the backward; None: all. `gradient_stays`: whether
-    a parameter's gradient is kept where it is made; another account has it then. `stays`: names of saved values that count as
-    if they stayed on the device, although the graph moves them: so one graph shows what each choice of them takes.
+    `by_operator`: regions run operator by operator; otherwise a compiler fuses what lies between two calls of libraries, whose
+    inputs and results are then there at once. `gradient_stays`: whether a parameter's gradient is kept where it is made. The
+    others are those of `account_compute`.
     """
-    account = _Account(graph, device, by_operator=by_operator, forward=forward, results=results, stays=stays)
-    return account.measure(gradient_stays)
+    account = account_compute(ComputeGraph(graph, device, by_operator=by_operator), forward=forward, results=results, stays=stays)
+    return account.memory(gradient_stays), account.handed
+
+
+def account_compute(
+    graph: ComputeGraph,
+    *,
+    forward: ForwardValues | None = None,
+    results: int | None = None,
+    stays: frozenset[str] = frozenset(),
+) -> ComputeAccount:
+    """Return the account of a scheduled graph's compute.
+
+    `forward`: of the graph whose backward this is. `results`: the number of outputs that the caller gets, the rest are saved for
+    the backward; None: all. `stays`: names of saved values that count as if they stayed on the device, although the graph moves
+    them: so one graph shows what each choice of them takes.
+    """
+    return _Account(graph, forward=forward, results=results, stays=stays).account()
 
 
 class _Account:
     def __init__(
-        self,
-        graph: fx.Graph,
-        device: torch.device,
-        *,
-        by_operator: bool,
-        forward: ForwardValues | None,
-        results: int | None,
-        stays: frozenset[str] = frozenset(),
+        self, graph: ComputeGraph, *, forward: ForwardValues | None, results: int | None, stays: frozenset[str] = frozenset()
     ) -> None:
-        self._nodes = list(graph.nodes)
-        self._place = {node: number for number, node in enumerate(self._nodes)}
-        self._device = device
-        self._align = ROUNDING.get(device.type, DEVICE_ROUNDING)
-        self._by_operator = by_operator
+        self._graph, self._nodes, self._place = graph, graph.nodes, graph.place
         self._forward = forward
         self._results = results
         self._stays = stays
@@ -121,33 +91,25 @@ class _Account:
         self._kept: set[Memory] = set()
         """Activations: not temporaries."""
 
-    def measure(self, gradient_stays: Callable[[ParameterSlot], bool]) -> tuple[ComputeMemory, ForwardValues]:
-        self._find_regions()
+    def account(self) -> ComputeAccount:
         shared = self._shared_placeholders()
         for node in self._nodes:
             self._enter(node, shared)
         output = self._nodes[-1]
-        given = [self._staying(n) or n for n in output.args[0] if isinstance(n, fx.Node)] if output.args else []
+        outputs: Any = output.args[0] if output.args else ()
+        given = [self._staying(n) or n for n in outputs if isinstance(n, fx.Node)]
         returned = given if self._results is None else given[: self._results]
         end = len(self._nodes) - 1
         for node in given:
             for memory in self._memories.get(node, ()):
                 self._dies[memory] = end
                 self._kept.add(memory)
-        staying = 0
-        for memory, slot in self._taken_over():
-            if gradient_stays(slot):
-                staying += self._bytes[memory]
-                self._dies[memory] = end
-            else:
-                self._bytes[memory] = 0
-        if not self._by_operator:
+        gradients = [(memory, slot, self._bytes[memory]) for memory, slot in self._taken_over()]
+        if not self._graph.by_operator:
+            staying = {memory for memory, *_ in gradients}
             for memory in self._bytes:
-                if self._is_fused_away(memory[0]):
-                    self._bytes[memory] = 0
-                born, dies = self._fused[self._born[memory]], self._fused[min(self._dies[memory], end)]
-                if born != dies:  # else it stays inside of a kernel, or lives as long as it would operator by operator
-                    self._born[memory], self._dies[memory] = born[0], dies[1]
+                self._fuse(memory, end if memory in staying else min(self._dies[memory], end))
+        made = {memory: (slot, self._bytes.pop(memory), own) for memory, slot, own in gradients}
         handed = ForwardValues()
         results = {memory for node in returned for memory in self._memories.get(node, ()) if memory[0].op != "placeholder"}
         for node in given:
@@ -159,49 +121,61 @@ class _Account:
                     handed.kept.add(key)
         of_results = sum(self._bytes.get(memory, 0) for memory in results)
         saved = {m for n in given for m in self._memories.get(n, ()) if m[0].op != "placeholder"}
-        kept, temporary = self._peak()
-        kept, temporary = min(kept, kept + temporary - staying), max(0, temporary - staying)
         if self._forward is None:  # the caller may hold those of the call before
-            kept += of_results
+            beside = of_results
         else:
             shown = set(shared.values())
-            kept += sum(self._forward.bytes[key] for key in self._forward.kept - shown)
-        return ComputeMemory(
-            activations=kept,
-            temporaries=temporary,
+            beside = sum(self._forward.bytes[key] for key in self._forward.kept - shown)
+        return ComputeAccount(
+            stretches=self._stretches(made),
+            beside=beside,
             saved=sum(self._bytes.get(memory, 0) for memory in saved),
             results=of_results,
-        ), handed
+            handed=handed,
+        )
 
-    def _peak(self) -> tuple[int, int]:
-        """Return the bytes of activations and of temporaries at the moment when they are most."""
-        births: dict[int, list[Memory]] = defaultdict(list)
-        deaths: dict[int, list[Memory]] = defaultdict(list)
+    def _fuse(self, memory: Memory, dies: int) -> None:
+        """Let a memory live from the beginning of the kernel that may make it to the end of the one that may read it last."""
+        if self._graph.is_fused_away(memory[0]):
+            self._bytes[memory] = 0
+        first, last = self._graph.fused_run(self._born[memory]), self._graph.fused_run(dies)
+        if first != last:  # else it stays inside of a kernel, or lives as long as it would operator by operator
+            self._born[memory], self._dies[memory] = first[0], last[1]
+
+    def _stretches(self, gradients: Mapping[Memory, tuple[ParameterSlot, int, int]]) -> list[Stretch]:
+        """Return the parts of the graph between the moments when `gradients` are made: (whose, bytes, by their own account)."""
+        live = self._live()
+        order = sorted(gradients, key=lambda memory: self._born[memory])
+        starts = [0, *(self._born[memory] for memory in order)]
+        found = []
+        for (start, end), memory in zip(itertools.pairwise([*starts, len(live)]), [None, *order], strict=True):
+            kept, temporaries = max(live[start:end], key=sum, default=(0, 0))
+            slot, made, own = (None, 0, 0) if memory is None else gradients[memory]
+            found.append(Stretch(kept=kept, temporaries=temporaries, gradient=slot, made=made, own=own))
+        return found
+
+    def _live(self) -> list[tuple[int, int]]:
+        """Return the bytes of activations and of temporaries at each node, without gradients that may stay."""
+        changes = [[0, 0] for _ in range(len(self._nodes) + 1)]
         for memory, size in self._bytes.items():
-            if size:
-                births[self._born[memory]].append(memory)
-                deaths[self._dies[memory]].append(memory)
-        live = [0, 0]
-        most = (0, 0)
-        for number in range(len(self._nodes)):
-            for memory in births.pop(number, ()):
-                live[memory not in self._kept] += self._bytes[memory]
-            here = live[0], live[1] + self._scratch(self._nodes[number])
-            if sum(here) > sum(most):
-                most = here
-            for memory in deaths.pop(number, ()):
-                live[memory not in self._kept] -= self._bytes[memory]
-        return most
+            kind = memory not in self._kept
+            changes[self._born[memory]][kind] += size
+            changes[self._dies[memory] + 1][kind] -= size
+        kept = temporaries = 0
+        live = []
+        for node, (more_kept, more) in zip(self._nodes, changes, strict=False):
+            kept, temporaries = kept + more_kept, temporaries + more
+            live.append((kept, temporaries + self._scratch(node)))
+        return live
 
     def _enter(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
         """Note the memories of a node's value, which live until its last reader."""
-        place = self._place[node]
         if node.op == "placeholder":
             self._enter_placeholder(node, shared)
         elif node.op == "call_function":
             if node.target is operator.getitem and (node.args[0], node.args[1]) in self._bytes:
                 self._memories[node] = ((node.args[0], node.args[1]),)  # type: ignore[assignment]
-            elif sources := aliased_inputs(node):
+            elif sources := self._graph.aliases(node):
                 self._memories[node] = tuple(dict.fromkeys(m for s in sources for m in self._memories.get(s, ())))
                 if len(sources) > 1:  # some of them, or memory of its own
                     self._make(node)
@@ -209,9 +183,10 @@ class _Account:
                 self._enter_moving(node)
             elif node.target not in SCHEDULE_OPS or node.target in _MAKING:
                 self._make(node)
-        last = max((self._place[user] for user in node.users), default=place)
-        for memory in self._memories.get(node, ()):
-            self._dies[memory] = max(self._dies[memory], last)
+        if memories := self._memories.get(node):
+            last = self._graph.last_reader(node)
+            for memory in memories:
+                self._dies[memory] = max(self._dies[memory], last)
 
     def _enter_moving(self, node: fx.Node) -> None:
         """Saved values are on the device until the wait for their first hop away, and from the start of their last hop back."""
@@ -224,7 +199,7 @@ class _Account:
             self._memories[node] = tuple(dict.fromkeys(m for value in moved for m in self._memories.get(value, ())))
         elif node.target is ops.swap_values_in and node.args[2] == Tier.DEVICE:
             memory = (node, 0)
-            self._bytes[memory] = sum(round_up(_extent_bytes(tensor), self._align) for tensor in _tensors(values_behind(node)))
+            self._bytes[memory] = sum(map(self._graph.bytes, tensors_of(values_behind(node))))
             self._born[memory] = self._dies[memory] = self._place[node]
             self._memories[node] = (memory,)
         elif node.target is ops.wait_value and isinstance(values, fx.Node) and values.target is ops.swap_values_in:
@@ -238,16 +213,14 @@ class _Account:
         return value if value.name in self._stays else None
 
     def _make(self, node: fx.Node) -> None:
-        value = node.meta.get("val")
         made = []
-        for number, tensor in enumerate(value if isinstance(value, (list, tuple)) else (value,)):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
-                memory = (node, number)
-                self._bytes[memory] = round_up(_extent_bytes(tensor), self._align)
-                self._born[memory] = self._dies[memory] = self._place[node]
-                made.append(memory)
+        for number, size in self._graph.made(node):
+            memory = (node, number)
+            self._bytes[memory] = size
+            self._born[memory] = self._dies[memory] = self._place[node]
+            made.append(memory)
         # of several results each lives by itself, until the last reader of its item
-        if not isinstance(value, (list, tuple)):
+        if not isinstance(node.meta.get("val"), (list, tuple)):
             self._memories[node] = (*self._memories.get(node, ()), *made)
 
     def _enter_placeholder(self, node: fx.Node, shared: Mapping[fx.Node, tuple[str, int]]) -> None:
@@ -289,94 +262,42 @@ class _Account:
             memories = self._memories.get(node.args[0], ())
             if len(memories) != 1 or memories[0][0].op != "call_function" or memories[0] in self._kept:
                 continue
-            if self._dies[memories[0]] == self._place[node] and self._computed_just_before(memories[0][0], node):
+            if self._dies[memories[0]] == self._place[node] and self._graph.computed_just_before(memories[0][0], node):
                 yield memories[0], slot_behind(node)
-
-    def _computed_just_before(self, node: fx.Node, reduction: fx.Node) -> bool:
-        """Return whether a node belongs to the region that ends before the reduction and the transfers beside it."""
-        before = reduction.prev
-        while before.target in SCHEDULE_OPS:
-            before = before.prev
-        return self._regions[self._place[node]] == self._regions[self._place[before]]
-
-    def _find_regions(self) -> None:
-        """Find for each node the first and the last of its region, and of what a compiler may fuse with it."""
-        self._regions = self._runs(lambda node: False)
-        self._fused = self._runs(_calls_library)
-
-    def _is_fused_away(self, node: fx.Node) -> bool:
-        """Return whether a value is element-wise and element-wise operators that are fused with it are all that read it."""
-        run, stack = self._fused[self._place[node]], [node]
-        while stack:
-            reader = stack.pop()
-            if not is_elementwise(reader) and (reader is node or not is_view(reader)):
-                return False
-            if reader is node or is_view(reader):
-                stack += reader.users
-            if reader.op != "call_function" or self._fused[self._place[reader]] != run:
-                return False
-        return True
-
-    def _runs(self, alone: Callable[[fx.Node], bool]) -> list[tuple[int, int]]:
-        """Return for each node the first and last number of its run of compute; a transfer is a run by itself."""
-        firsts: list[int] = []
-        before = None
-        for number, node in enumerate(self._nodes):
-            lone = node.op != "call_function" or node.target in SCHEDULE_OPS or alone(node)
-            begins = number == 0 or lone or before or starts_region(node)
-            firsts.append(number if begins else firsts[-1])
-            before = lone
-        lasts = {first: number for number, first in enumerate(firsts)}
-        return [(first, lasts[first]) for first in firsts]
-
-    def _slice(self, loop: TokenLoop, node: fx.Node) -> int:
-        """Return what a loop takes beside its results: the values of a slice, sums in a wider type, copies of strided inputs."""
-        graph = loop.body.graph
-        inputs = graph.find_nodes(op="placeholder")
-        account = _Account(graph, self._device, by_operator=self._by_operator, forward=None, results=0)
-        found, _ = account.measure(lambda slot: False)
-        most = found.activations + found.temporaries
-        most -= sum(round_up(_extent_bytes(value), self._align) for value in _tensors(inputs))
-        for out in loop.outs:
-            if isinstance(out, SumOut) and out.summed_in != out.dtype:
-                most += round_up(format_of(out.summed_in).bytes(math.prod(out.shape)), self._align)
-        for value, form in zip(_tensors(node.all_input_nodes), loop.rows, strict=False):
-            if not can_view(value, (-1, *value.shape[form.lead :])):
-                most += round_up(format_of(value.dtype).bytes(hinted_numel(value)), self._align)
-        return most
 
     def _scratch(self, node: fx.Node) -> int:
         """Return what an operator takes beside its results: a loop over tokens, or a library as far as that is known."""
-        if isinstance(node.target, TokenLoop):
-            return self._slice(node.target, node)
-        packet = getattr(node.target, "overloadpacket", None)
-        if self._device.type != "cpu" or packet is None:
-            return 0
-        if packet in CONVOLUTIONS:  # oneDNN's copies of what it reads, in layouts of its own
-            return sum(round_up(_extent_bytes(v), self._align) for v in _tensors(node.all_input_nodes))
-        if packet in ATTENTIONS:  # of each thread, a block of scores and its part of the results
-            query, key = list(_tensors(node.all_input_nodes[:3]))[-3:-1]
-            rows, columns = min(256, _hint(query.shape[-2])), min(512, _hint(key.shape[-2]))
-            return torch.get_num_threads() * 4 * (2 * rows * columns + 3 * max(rows, columns) * _hint(query.shape[-1]))
+        known = self._graph.scratch
+        if node not in known:
+            known[node] = (
+                _slice(node.target, node, self._graph) if isinstance(node.target, TokenLoop) else _library(node, self._graph)
+            )
+        return known[node]
+
+
+def _slice(loop: TokenLoop, node: fx.Node, outer: ComputeGraph) -> int:
+    """Return what a loop takes beside its results: the values of a slice, sums in a wider type, copies of strided inputs."""
+    graph = ComputeGraph(loop.body.graph, outer.device, by_operator=outer.by_operator)
+    found = account_compute(graph, results=0).memory(lambda slot: False)
+    most = found.activations + found.temporaries
+    most -= sum(map(graph.bytes, tensors_of(loop.body.graph.find_nodes(op="placeholder"))))
+    for out in loop.outs:
+        if isinstance(out, SumOut) and out.summed_in != out.dtype:
+            most += round_up(format_of(out.summed_in).bytes(math.prod(out.shape)), graph.align)
+    for value, form in zip(tensors_of(node.all_input_nodes), loop.rows, strict=False):
+        if not can_view(value, (-1, *value.shape[form.lead :])):
+            most += round_up(format_of(value.dtype).bytes(hinted_numel(value)), graph.align)
+    return most
+
+
+def _library(node: fx.Node, graph: ComputeGraph) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    if graph.device.type != "cpu" or packet is None:
         return 0
-
-
-def _calls_library(node: fx.Node) -> bool:
-    return is_token_loop(node) or getattr(node.target, "overloadpacket", None) in LIBRARY_CALLS
-
-
-def _tensors(nodes: Iterable[fx.Node]) -> Iterator[torch.Tensor]:
-    return (value for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from a traced tensor's first element to its last, dynamic sizes as traced."""
-    sizes = [_hint(size) for size in tensor.shape]
-    if 0 in sizes or tensor.layout != torch.strided:
-        return 0
-    extent = 1 + sum((size - 1) * _hint(stride) for size, stride in zip(sizes, tensor.stride(), strict=True))
-    return format_of(tensor.dtype).bytes(extent)
-
-
-def _hint(size: Any) -> int:
-    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)
+    if packet in CONVOLUTIONS:  # oneDNN's copies of what it reads, in layouts of its own
+        return sum(map(graph.bytes, tensors_of(node.all_input_nodes)))
+    if packet in ATTENTIONS:  # of each thread, a block of scores and its part of the results
+        query, key = list(tensors_of(node.all_input_nodes[:3]))[-3:-1]
+        rows, columns = min(256, hint_of(query.shape[-2])), min(512, hint_of(key.shape[-2]))
+        return torch.get_num_threads() * 4 * (2 * rows * columns + 3 * max(rows, columns) * hint_of(query.shape[-1]))
+    return 0

@@ -73,7 +73,7 @@ def decide_memory(
         fit = Fit(budget, context, scheduled, results=results, together=homes is not None and homes.together)
         choices: tuple[Saving, ...] = (Saving(forced),)
         if open_to:
-            choices = savings(_candidates(graphs[0], scheduled, open_to, tiers, budget))
+            choices = savings(_candidates(graphs[0], fit.performed, open_to, tiers, budget))
         if homes is not None:
             placements = homes.decide(scheduled, fit, a_few(choices))
         saving = first_that_fits(choices, lambda saving: fit.excess(placements, saving.moving))
@@ -113,7 +113,7 @@ def _mark(graphs: Sequence[fx.GraphModule], moving: tuple[SavedMemory, ...]) -> 
 
 def _candidates(
     forward: fx.GraphModule,
-    scheduled: Sequence[fx.Graph],
+    performed: Sequence[fx.Graph],
     memories: Sequence[SavedMemory],
     tiers: Sequence[Tier],
     budget: GraphBudget,
@@ -121,7 +121,7 @@ def _candidates(
     """Return what may leave, and is away for a while where it does."""
     topology, kind = budget.context.link.topology, budget.context.device.type
     links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *_drives(tiers)], 1))
-    ahead, back = map(budget.compute.performed, scheduled)
+    ahead, back = performed
     away = seconds_away(
         ahead,
         back,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from functorch.compile import min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx
 
 from zinf_compile._torch import aot_autograd, aot_settings, is_first_variant, raise_through_dynamo
@@ -19,12 +19,11 @@ from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
-from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, run_passes, verify
+from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, region_passes, run_passes, verify
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.node_facts import counts_all, fake_value, pass_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
 from zinf_compile.passes.joint.decompose_kept_ops import WHOLE
-from zinf_compile.passes.loss._read_logits import Logits
 from zinf_compile.passes.loss.chunk_loss import logits_bytes, may_chunk
 from zinf_compile.passes.lower import RegionCompiler, lower, run_by_operator
 from zinf_compile.plan.saved_homes import choose_homes
@@ -319,7 +318,9 @@ class GraphCompiler:
         return {
             "chunk": self.shape.chunk_loss,
             "chunk_bytes": self.shape.chunk_bytes,
-            "worth": choices.chunks if together and choices is not None else self._is_worth,
+            "worth": choices.chunks
+            if together and choices is not None
+            else (lambda logits: logits_bytes(fake_value(logits.product)) > self.shape.worth_bytes),
             "rows": None if choices is None else choices.rows,
             "rules": self._rules,
             "token_tile": self.shape.token_tile,
@@ -330,9 +331,6 @@ class GraphCompiler:
         """Make the open choices for losses and lookups of this graph, a collective operation."""
         if self._choices is not None:
             self._choices.decide(graph.graph, losses=self._together, worth_bytes=self.shape.worth_bytes)
-
-    def _is_worth(self, logits: Logits) -> bool:
-        return logits_bytes(fake_value(logits.product)) > self.shape.worth_bytes
 
     def _decompositions(self, gm: fx.GraphModule) -> dict[Any, Any] | None:
         """Return AOTAutograd's decompositions, without the operators that `chunk_loss` matches if it may run."""
@@ -367,7 +365,7 @@ class GraphCompiler:
 
 
 class _Measurer(GraphCompiler):
-    """Compiles a graph that exceeds its budget with other tiles, to measure its memory. The result never runs."""
+    """Compiles a graph that exceeds its budget with other tiles, up to where that is asked for limits. The result never runs."""
 
     def measure(
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
@@ -383,15 +381,17 @@ class _Measurer(GraphCompiler):
         return self._budget
 
     def schedule(self, graph: fx.GraphModule, kind: str) -> Program:
-        run_passes(graph, self.graph_passes(kind))
+        assert self._budget is not None, "a graph's caps are known before it is traced"
+        self._budget.compute.expect(backward=kind == "backward", results=self._results if kind == "forward" else None)
+        self._budget.limits(run_passes(graph, region_passes(bucket_bytes=self._bucket)).graph)
         return NOTHING
 
     def finish(self, program: Program, context: Context) -> Compiled:
-        def run(args: list[Any]) -> list[Any]:
-            raise AssertionError("a graph that is measured never runs")
+        return make_boxed_func(_never_runs)
 
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+
+def _never_runs(*args: Any) -> Any:
+    raise AssertionError("a graph that is measured never runs")
 
 
 __all__ = ["Compiled", "GraphCompiler", "zero_infinity"]

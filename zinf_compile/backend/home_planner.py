@@ -7,7 +7,7 @@ Rank 0 chooses for all ranks: shards are alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.tiers import Tier
+from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
 from zinf_compile.plan.fill_together import fill_together
@@ -61,6 +61,7 @@ class HomePlanner:
         self.together = together and context.size > 1
         """Whether several ranks decide at the same point."""
         self._allowed = allowed_homes(config, context.link.topology)
+        self._made: dict[Hashable, Placement] = {}
 
     def likely(self) -> Placements:
         """Return the placements by which ways to transfer are chosen before homes are decided. Collective, as `decide`."""
@@ -78,7 +79,10 @@ class HomePlanner:
         homes = farthest(problem)  # of a rank that compiles alone: as others may have it
         if self._context.size == 1 or self.together:
             filled, _ = fill_together(
-                problem, savings, lambda homes, saving: fit.excess(self._placed(homes, members), saving.moving)
+                problem,
+                savings,
+                lambda homes, saving: fit.excess(self._placed(homes, members), saving.moving),
+                at_least=lambda homes, saving: fit.at_least(self._placed(homes, members), saving.moving),
             )
             homes = filled.homes
         if self.together:
@@ -117,8 +121,15 @@ class HomePlanner:
                             else nearest
                         )
                 if slot.index not in self._placements.own:
-                    own[slot.index] = dataclasses.replace(self._placements.rest, **given)
+                    own[slot.index] = self._with_tiers(given)
         return Placements(self._placements.rest, own)
+
+    def _with_tiers(self, tiers: Mapping[str, Tier]) -> Placement:
+        """Return the placement of the rest with other tiers: many parameters have the same, at many homes that are tried."""
+        key = tuple(tiers.items())
+        if key not in self._made:
+            self._made[key] = dataclasses.replace(self._placements.rest, **tiers)  # type: ignore[arg-type]
+        return self._made[key]
 
     def _facts(self) -> StepFacts:
         context, kind = self._context, self._context.device.type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from .tiers import Tier
 
@@ -25,3 +26,8 @@ class SavedMemory:
     dynamic: bool = False
     """Whether that changes from call to call."""
     tier: Tier = Tier.DEVICE
+
+
+def bytes_in_memory(moving: Iterable[SavedMemory]) -> int:
+    """Return the bytes of what lives in memory, by its tier."""
+    return sum(memory.bytes for memory in moving if memory.tier.in_memory)

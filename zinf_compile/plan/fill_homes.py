@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from zinf_compile.ir.tiers import Tier
@@ -46,6 +47,11 @@ class Excess:
 Check = Callable[[Homes], Excess]
 
 
+def no_bound(homes: Homes) -> Excess:
+    """Bound nothing: any homes may fit."""
+    return Excess(-sys.maxsize, -sys.maxsize)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Filled:
     """Homes, and whether they fit: where none do, those that lack least."""
@@ -54,50 +60,88 @@ class Filled:
     excess: Excess
 
 
-def fill_homes(problem: StepProblem, check: Check) -> Filled:
+def fill_homes(problem: StepProblem, check: Check, *, at_least: Check = no_bound) -> Filled:
     """Return homes that fit, of which each step moves least over the busiest link.
 
     Along each order of things, as many as fit live on the device, then as many on the host. The farthest homes are among the
     choices. Where none fits, those are returned for which the least memory is missing.
+
+    `at_least`: no more than `check` says of the same homes, on either side, and never less for nearer ones: homes that can't fit
+    by it, or lack more than others, are not checked. It changes no choice.
     """
-    known: dict[Hashable, Excess] = {}
+    fits = _Fits(check, at_least)
     ladders = [_Ladder(problem, order) for order in orders(problem)]
-
-    def excess(ladder: _Ladder, near: int, middle: int) -> Excess:
-        key = ladder.key(near, middle)
-        if key not in known:
-            known[key] = check(ladder.homes(near, middle))
-        return known[key]
-
     found: list[Homes] = []
     for ladder in ladders:
-        if excess(ladder, ladder.rungs, 0).fits:  # all that may is on the device
-            return Filled(ladder.homes(ladder.rungs, 0), excess(ladder, ladder.rungs, 0))
-        chosen = _fill(ladder, excess)
+        if fits.excess(ladder, ladder.rungs, 0).fits:  # all that may is on the device
+            return Filled(ladder.homes(ladder.rungs, 0), fits.excess(ladder, ladder.rungs, 0))
+        chosen = _fill(ladder, fits)
         if chosen is not None:
             found.append(ladder.homes(*chosen))
     if found:
         best = min(found, key=lambda homes: least_seconds(problem, homes))
         return Filled(best, check(best))
-    tried = [(excess(ladder, *rung).lacking, number, rung) for number, ladder in enumerate(ladders) for rung in ladder.all()]
-    _, number, rung = min(tried)
-    return Filled(ladders[number].homes(*rung), excess(ladders[number], *rung))
+    return _least_lacking(ladders, fits)
 
 
-def _fill(ladder: _Ladder, excess: Callable[[_Ladder, int, int], Excess]) -> tuple[int, int] | None:
+class _Fits:
+    """What was asked of a check, and of its bound, so far."""
+
+    def __init__(self, check: Check, at_least: Check) -> None:
+        self._check, self._at_least = check, at_least
+        self._known: dict[Hashable, Excess] = {}
+        self._bounds: dict[Hashable, Excess] = {}
+
+    def excess(self, ladder: _Ladder, near: int, middle: int) -> Excess:
+        """Return what the homes of a rung exceed."""
+        key = ladder.key(near, middle)
+        if key not in self._known:
+            self._known[key] = self._check(ladder.homes(near, middle))
+        return self._known[key]
+
+    def at_least(self, ladder: _Ladder, near: int, middle: int) -> Excess:
+        """Return what they exceed at least."""
+        key = ladder.key(near, middle)
+        if key not in self._bounds:
+            self._bounds[key] = self._at_least(ladder.homes(near, middle))
+        return self._bounds[key]
+
+
+def _least_lacking(ladders: Sequence[_Ladder], fits: _Fits) -> Filled:
+    """Return the homes of all rungs for which the least memory is missing, the first of those that are equal in this."""
+    best: tuple[int, _Ladder, tuple[int, int]] | None = None
+    for ladder in ladders:
+        for near, middle in ladder.all():
+            if best is not None and middle == 0 and fits.at_least(ladder, near, 0).device >= best[0]:
+                break  # as those with more on the device do
+            if best is not None and fits.at_least(ladder, near, middle).lacking >= best[0]:
+                continue
+            lacking = fits.excess(ladder, near, middle).lacking
+            if best is None or lacking < best[0]:
+                best = lacking, ladder, (near, middle)
+    assert best is not None, "each ladder has the farthest homes"
+    _, ladder, rung = best
+    return Filled(ladder.homes(*rung), fits.excess(ladder, *rung))
+
+
+def _fill(ladder: _Ladder, fits: _Fits) -> tuple[int, int] | None:
     """Return the rungs of device and host that fit, as high as possible; None where none do."""
 
     def middle_of(near: int) -> int | None:
         if not ladder.has_middle:
-            return 0 if excess(ladder, near, 0).fits else None
-        return _highest(ladder.rungs - near, lambda rung: excess(ladder, near, rung).fits)
+            return 0 if fits.excess(ladder, near, 0).fits else None
+        return _highest(
+            ladder.rungs - near,
+            lambda rung: fits.excess(ladder, near, rung).fits,
+            may_fit=lambda rung: fits.at_least(ladder, near, rung).host <= 0,
+        )
 
-    def fits(near: int) -> bool:
-        if excess(ladder, near, 0).device > 0:
+    def near_fits(near: int) -> bool:
+        if fits.excess(ladder, near, 0).device > 0:
             return False
         return middle_of(near) is not None
 
-    near = _highest(ladder.rungs, fits)
+    near = _highest(ladder.rungs, near_fits, may_fit=lambda near: fits.at_least(ladder, near, 0).device <= 0)
     if near is None:
         return None
     middle = middle_of(near)
@@ -105,14 +149,24 @@ def _fill(ladder: _Ladder, excess: Callable[[_Ladder, int, int], Excess]) -> tup
     return near, middle
 
 
-def _highest(most: int, fits: Callable[[int], bool]) -> int | None:
-    """Return a number up to `most` that fits while the next one doesn't: 0 if that fits, else the highest that does."""
-    if not fits(0):
-        return next((number for number in range(most, 0, -1) if fits(number)), None)
+def _highest(most: int, fits: Callable[[int], bool], *, may_fit: Callable[[int], bool]) -> int | None:
+    """Return a number up to `most` that fits while the next one doesn't: 0 if that fits, else the highest that does.
+
+    `may_fit` holds for each that fits, and where it doesn't hold it doesn't for any higher number.
+    """
+    if not may_fit(0):
+        return None
+    if fits(0):
+        return _last(most, fits)
+    return next((number for number in range(_last(most, may_fit), 0, -1) if fits(number)), None)
+
+
+def _last(most: int, holds: Callable[[int], bool]) -> int:
+    """Return a number up to `most` of which something holds, as it does of 0, while of the next one it doesn't."""
     low, high = 0, most + 1
     while high - low > 1:
         between = (low + high) // 2
-        low, high = (between, high) if fits(between) else (low, between)
+        low, high = (between, high) if holds(between) else (low, between)
     return low
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .fill_homes import Excess, Filled, fill_homes
+from .fill_homes import Excess, Filled, fill_homes, no_bound
 from .plan import Homes
 from .planners._build import farthest
 from .planners._homes import least_seconds
@@ -19,16 +19,25 @@ from .saved_homes import Saving
 Check = Callable[[Homes, Saving], Excess]
 
 
-def fill_together(problem: StepProblem, savings: Sequence[Saving], check: Check) -> tuple[Filled, Saving]:
+def _no_bound(homes: Homes, saving: Saving) -> Excess:
+    return no_bound(homes)
+
+
+def fill_together(
+    problem: StepProblem, savings: Sequence[Saving], check: Check, *, at_least: Check = _no_bound
+) -> tuple[Filled, Saving]:
     """Return homes and one of the choices for saved values that fit, and of which a step takes least on its busiest lane.
 
     Of those that are equal in this, the ones that move least. Where none fits, those are returned for which the least memory is
-    missing. `savings` are in the order in which more leaves.
+    missing. `savings` are in the order in which more leaves. `at_least` bounds `check` as that of `fill_homes`.
     """
+
+    def fill(saving: Saving) -> Filled:
+        return fill_homes(problem, partial(_with, check, saving), at_least=partial(_with, at_least, saving))
 
     first, *others = savings
     if not others:
-        return fill_homes(problem, lambda homes: check(homes, first)), first
+        return fill(first), first
     near, far = _nearest(problem), farthest(problem)
     best: tuple[tuple[float, float], Filled, Saving] | None = None
     lacking: list[int] = []
@@ -39,7 +48,7 @@ def fill_together(problem: StepProblem, savings: Sequence[Saving], check: Check)
         lacking.append(excess.lacking)
         if not excess.fits:
             continue
-        filled = fill_homes(problem, partial(_check, check, saving))
+        filled = fill(saving)
         cost = together_seconds(problem, filled.homes, saving)
         if filled.excess.fits and (best is None or cost < best[0]):
             best = cost, filled, saving
@@ -47,7 +56,7 @@ def fill_together(problem: StepProblem, savings: Sequence[Saving], check: Check)
         return best[1], best[2]
     least = lacking.index(min(lacking))
     tried = [savings[number] for number in sorted({0, least, len(savings) - 1})]  # nearer homes may need less for what moves
-    found = [(fill_homes(problem, partial(_check, check, saving)), saving) for saving in tried]
+    found = [(fill(saving), saving) for saving in tried]
     return min(found, key=lambda row: (not row[0].excess.fits, row[0].excess.lacking))
 
 
@@ -61,7 +70,7 @@ def together_seconds(problem: StepProblem, homes: Homes, saving: Saving) -> tupl
     return least_seconds(problem, homes, beside=saving.seconds)
 
 
-def _check(check: Check, saving: Saving, homes: Homes) -> Excess:
+def _with(check: Check, saving: Saving, homes: Homes) -> Excess:
     return check(homes, saving)
 
 

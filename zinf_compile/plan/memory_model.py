@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -21,6 +22,7 @@ from zinf_compile.ir.placements import Placements, as_placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.sizes import BLOCK_BYTES, PAGE, Sides, round_up
 from zinf_compile.ir.tiers import Placement, Tier, Topology
+from zinf_compile.ir.tiling import tile_shape
 
 from .compute_memory import NO_COMPUTE, ComputeMemory
 from .graph_plan import GraphMemory, GraphPlan
@@ -168,27 +170,47 @@ def model_memory(
     earlier graph planned for some of them: they are missing in `slots`, but their transfers count.
     """
     placements = as_placements(placement)
-    own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
-    trained = [row for row in own if row[0].requires_grad]
-    chunk_numel, chunk = _chunk([row[0] for row in trained], placements, size=size, topology=topology)
+    chunk_numel, chunk = _chunk([slot for slot in slots if slot.requires_grad], placements, size=size, topology=topology)
     moving = slots if moved is None else moved
     homes = {placements.of(slot) for slot in moving} or {placements.rest}
+    shards, gradients, states = held_memory(slots, placements, size=size, topology=topology, held=held)
     return MemoryModel(
         size=size,
         topology=topology,
         swaps=any(topology.is_offloaded(home.params) for home in homes),
         passes_host=any(topology.passes_host(home.params) for home in homes),
         leaves=any(topology.is_offloaded(home.grads) for home in homes),
-        shards=resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
-        gradients=resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), topology),
-        states=resident(
-            ((at.optimizer, n, dtype) for slot, at, n in trained for dtype in adam_states(at, slot.dtype).values()),
-            topology,
-        ),
+        shards=shards,
+        gradients=gradients,
+        states=states,
         chunk=chunk,
         chunk_numel=chunk_numel,
         **_passing_gradients(moving, placements, size=size, topology=topology),
         staging=_staging(moving, placements, size=size),
+    )
+
+
+def held_memory(
+    slots: Sequence[ParameterSlot],
+    placements: Placements,
+    *,
+    size: int,
+    topology: Topology,
+    held: Collection[int] = (),
+) -> tuple[Sides, Sides, Sides]:
+    """Return the memory of shards, of one reduced gradient per trained parameter, and of states, as `MemoryModel` has them."""
+    own = [(slot, placements.of(slot), shard_numel(slot.numel, size)) for slot in slots]
+    trained = [row for row in own if row[0].requires_grad]
+    states = (
+        (at.optimizer, n, dtype)
+        for slot, at, n in trained
+        if topology.side(at.optimizer) is not None
+        for dtype in adam_states(at, slot.dtype).values()
+    )
+    return (
+        resident(((at.params, n, slot.dtype) for slot, at, n in own if slot.index not in held), topology),
+        resident(((at.grads, n, at.reduce_dtype_of(slot.dtype)) for slot, at, n in trained), topology),
+        resident(states, topology),
     )
 
 
@@ -243,22 +265,25 @@ def _chunk_of(
     )
 
     def columns_of(slot: ParameterSlot) -> tuple[Column, ...]:
-        own = placement.of_parameter(dim=len(slot.shape), numel=slot.numel)
-        states = adam_states(own, slot.dtype)
-        columns = chunk_columns(tiers, value=slot.dtype, gradient=own.reduce_dtype_of(slot.dtype), states=states)
-        return tuple(columns.values())
+        return _columns(placement.of_parameter(dim=len(slot.shape), numel=slot.numel), tiers, slot.dtype)
 
     largest, sides = 0, Sides(0, 0)
     for columns, alike in itertools.groupby(trained, key=columns_of):
         parts = [_parts_numel(slot, size) for slot in alike]
         cuts = [list(itertools.accumulate(each))[:-1] for each in parts]
-        for chunk in cut_chunks(
+        chunks = cut_chunks(
             [sum(each) for each in parts], piece_numel=placement.piece_numel, chunk_numel=chunk_numel or None, cuts=cuts
-        ):
-            count = buffer_bytes(columns, chunk_end(chunk))
-            largest = max(largest, chunk_end(chunk))
-            sides = Sides(max(sides.device, count.device), max(sides.host, count.host))
+        )
+        end = max(map(chunk_end, chunks), default=0)
+        count = buffer_bytes(columns, end)  # more elements take no less
+        largest, sides = max(largest, end), Sides(*map(max, sides, count))
     return largest, topology.counted(sides)
+
+
+@cache
+def _columns(own: Placement, tiers: StepTiers, dtype: torch.dtype) -> tuple[Column, ...]:
+    columns = chunk_columns(tiers, value=dtype, gradient=own.reduce_dtype_of(dtype), states=adam_states(own, dtype))
+    return tuple(columns.values())
 
 
 def _passing_gradients(
@@ -283,8 +308,7 @@ def _part_numel(slot: ParameterSlot, size: int) -> int:
 
 def _parts_numel(slot: ParameterSlot, size: int) -> list[int]:
     """Return the elements of a rank's shards of all tiles, or of the one shard of what isn't tiled."""
-    parts = [slot.cut(number) for number in range(len(slot.tiles))] or [slot]
-    return [shard_numel(part.numel, size) for part in parts]
+    return [shard_numel(math.prod(tile_shape(box)), size) for box in slot.tiles] or [shard_numel(slot.numel, size)]
 
 
 def _staging(slots: Sequence[ParameterSlot], placements: Placements, *, size: int) -> int:

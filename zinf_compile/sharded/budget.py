@@ -16,7 +16,7 @@ from zinf_compile.config import Config, tile_range
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.saved_memory import SavedMemory
+from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
 from zinf_compile.ir.sizes import BLOCK_BYTES, STAGING_BYTES, Sides
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import LOOK_AHEAD
@@ -24,7 +24,7 @@ from zinf_compile.passes.analysis.memory_needs import ahead_key, measure_ahead, 
 from zinf_compile.passes.graph.node_facts import Counts, counts_all, slot_behind, wire_type
 from zinf_compile.plan.graph_plan import BUCKETS_GATHERED, BUCKETS_ON_THE_WAY, GraphPlan
 from zinf_compile.plan.headroom import plan_graph
-from zinf_compile.plan.memory_model import MemoryModel, TransientMemory, model_memory
+from zinf_compile.plan.memory_model import TransientMemory, held_memory, model_memory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.ledger import Ledger
 from zinf_compile.runtime.memory.reservations import Reservation
@@ -86,6 +86,8 @@ class GraphBudget:
         self._caps_before = context.memory.reservations.caps
         self.caps = caps or find_caps(config, context, held=whole + context.memory.ledger.total()[0])
         self._unseen: list[ParameterSlot] = []
+        self._alike: frozenset[Any] = frozenset()
+        """Shapes and types of these: any of them may take the place of a parameter."""
         self._strict = False
         self.later = self.promised = Sides(0, 0)
         """Transient memory of parameters that no graph has seen yet; what other graphs don't hold yet."""
@@ -97,7 +99,7 @@ class GraphBudget:
         self._together = together and context.size > 1
         self._signature, self._tile = config.signature(), config.tile_bytes
         self.context, self._bucket = context, config.shape().bucket_of(slots)
-        self._slots, self._size = slots, shard_group_of(units.values(), context).size
+        self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
@@ -126,44 +128,42 @@ class GraphBudget:
     def place(self, placements: Placements) -> None:
         """Let the parameters that these graphs use live there."""
         self.placements = placements
-        self._nearest = placements.nearest(self._slots)
-        self.model = self.model_at(placements)
-        """Memory of the parameters that these graphs use."""
+        moved, held, topology = [*self._slots, *self._unseen], self._units.keys(), self._topology
+        self.model = model_memory(self.counted, placements, size=self._size, topology=topology, held=held, moved=moved)
+        """Memory of the parameters that these graphs use, without what an earlier graph has planned for."""
         if self._saves_on_drives:
             self.model = dataclasses.replace(self.model, staging=max(self.model.staging, BLOCK_BYTES))
         self.later = transient_of_unseen(self.model, self._unseen, self._bucket, tile=self._tile)
-        tiers = {placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
-        self.counts: Counts = self._takes_memory if len(tiers) > 1 else counts_all
+        homes = {slot.index: placements.of(slot).params for slot in self._slots if slot.shape and slot.numel}
+        apart = len(set(homes.values())) > 1
+        away = frozenset(index for index, tier in homes.items() if topology.is_offloaded(tier))
+        self.gathered = away if apart and self._size == 1 else None
+        """The parameters that take memory while they are gathered, wherever others like them live; None: all do."""
+        self.counts: Counts = self._takes_memory if apart else counts_all
         """Says which units take memory while they are gathered."""
 
-    def model_at(self, placements: Placements) -> MemoryModel:
-        """Return the memory of the parameters at a placement, without what an earlier graph has planned for."""
-        return model_memory(
-            [*self._known, *self._unseen],
-            placements,
-            size=self._size,
-            topology=self.context.link.topology,
-            held=self._units.keys(),
-            moved=[*self._slots, *self._unseen],
-        )
+    @property
+    def counted(self) -> list[ParameterSlot]:
+        """The parameters whose memory is counted here: no earlier graph has planned for it."""
+        return [*self._known, *self._unseen]
+
+    def held_at(self, placements: Placements) -> tuple[Sides, Sides, Sides]:
+        """Return of that memory what is held all the while: shards, one gradient of each parameter, and states."""
+        return held_memory(self.counted, placements, size=self._size, topology=self._topology, held=self._units.keys())
 
     def _gradient_stays(self, slot: ParameterSlot) -> bool:
         """Say whether a gradient is kept where it is made: on one rank, on the device."""
         return self._size == 1 and not self.context.link.topology.is_offloaded(self.placements.of(slot).grads)
 
-    @property
-    def gradients_that_stay(self) -> frozenset[int]:
-        """The parameters for which that holds, by `ParameterSlot.index`."""
-        return frozenset(slot.index for slot in self._slots if self._gradient_stays(slot))
-
     def decide_for_all(self, unseen: Sequence[ParameterSlot], *, strict: bool) -> None:
         """Let homes be decided within the caps, or `strict`ly refuse graphs that don't fit with all that steps add.
 
-        Room is left for parameters that no graph has seen yet, where placements say of the rest; for what other graphs don't hold
-        yet; and for all that steps add.
+        Room is left for parameters that no graph has seen yet, for what other graphs don't hold yet, and for what steps add.
         """
-        gc.collect()  # models that nobody uses any more
+        if not self.measuring:  # what nobody uses went before
+            gc.collect()
         self._strict, self._unseen = strict, list(unseen)
+        self._alike = frozenset((slot.shape, slot.dtype) for slot in unseen)
         self.caps = self.caps.with_whole(sum(slot.bytes for slot in unseen), on_host=self.context.device.type == "cpu")
         self.promised = not_held_yet(self.context, self._units.values())
 
@@ -178,8 +178,7 @@ class GraphBudget:
     def _takes_memory(self, node: fx.Node) -> bool:
         """Say whether a unit takes memory while it is gathered: on one rank, compute reads the shards that are there."""
         slot = slot_behind(node)
-        alike = (slot.shape, slot.dtype) in {(other.shape, other.dtype) for other in self._unseen}  # which may take its place
-        if alike or self._size > 1 or self.context.link.topology.is_offloaded(self.placements.of(slot).params):
+        if self.gathered is None or slot.index in self.gathered or (slot.shape, slot.dtype) in self._alike:
             return True
         return wire_type(node) != slot.dtype
 
@@ -191,7 +190,7 @@ class GraphBudget:
         moving, apart = list(moving), self.context.link.topology.host_apart
         self._saves_on_drives = any(not memory.tier.in_memory for memory in moving)
         self.place(placements or self.placements)
-        self.saved_on_host = sum(memory.bytes for memory in moving if memory.tier.in_memory) if apart else 0
+        self.saved_on_host = bytes_in_memory(moving) if apart else 0
 
     def room(self, graph: fx.Graph, wanted: int) -> tuple[float, float]:
         """Return the bytes of device and host for gathered units and shards in flight, of which `wanted` can be used."""
@@ -307,7 +306,7 @@ class GraphBudget:
                 cap=cap,
                 options=self.caps.options(topology),
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
-                advice=advice(self._nearest, topology=topology, side=Tier.DEVICE, several=gathered > 0),
+                advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=gathered > 0),
                 strict=self._strict,
             )
         )
@@ -335,7 +334,7 @@ class GraphBudget:
                 cap=cap,
                 options={"host_memory": ranks_of_node()},
                 source=self.caps.host_source,
-                advice=advice(self._nearest, topology=context.link.topology, side=Tier.HOST),
+                advice=advice(self.placements.nearest(self._slots), topology=context.link.topology, side=Tier.HOST),
                 strict=self._strict,
             )
         )
@@ -368,7 +367,8 @@ class GraphBudget:
             known: dict[int, GraphBudget] = {}
 
             def needed(cap: int) -> int:
-                known[cap] = measure(cap)
+                own = not self._together and tile_range(cap) == tile_range(self.caps.device)  # with the tiles of these graphs
+                known[cap] = self if own else measure(cap)
                 return of_all(known[cap].works(Tier.DEVICE))
 
             floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ from zinf_compile._torch import no_torch_function
 from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
-from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
-from zinf_compile.passes.analysis.compute_memory import DEVICE_ROUNDING, ForwardValues, measure_compute
-from zinf_compile.passes.graph.node_facts import leaving
+from zinf_compile.passes.analysis.compute_account import ComputeAccount, ForwardValues
+from zinf_compile.passes.analysis.compute_graph import DEVICE_ROUNDING, ComputeGraph
+from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.activations import storages_of
@@ -55,8 +54,6 @@ class GraphCompute:
         self._is_backward = False
         self._results: int | None = None
         self._forward: ForwardValues | None = None
-        self._performed: weakref.WeakKeyDictionary[fx.Graph, fx.Graph] = weakref.WeakKeyDictionary()
-        """Graphs as they will compute, while homes are decided."""
         self.is_forward = False
         """Whether the next graph has a backward, which alone makes gradients."""
         self.saved = 0
@@ -71,54 +68,42 @@ class GraphCompute:
         """Return the memory of a graph's compute."""
         if not self.counts:
             return NO_COMPUTE
-        found, values = self._measure(self._as_performed(graph), self._forward if self._is_backward else None, self._results)
+        account = account_compute(
+            self._facts(self._as_performed(graph)),
+            forward=self._forward if self._is_backward else None,
+            results=self._results,
+        )
+        found = self.memory(account)
         if not self._is_backward:
-            self._forward, self.saved = values, found.saved
+            self._forward, self.saved = account.handed, found.saved
         return found
 
-    def of_step(self, graphs: Sequence[fx.Graph], results: int | None, moving: Sequence[SavedMemory] = ()) -> list[ComputeMemory]:
-        """Return the memory of a forward and its backward, or of one graph, before they are compiled.
+    def facts(self, graphs: Sequence[fx.Graph]) -> list[ComputeGraph]:
+        """Return facts of a forward and its backward, or of one graph, whose transfers are just in time, as they will compute.
 
-        Of what is marked in these graphs as moving, the values of `moving` are those that do.
+        All that is marked in them as moving moves. None where nothing counts.
         """
-        if not self.counts:
-            return [NO_COMPUTE for _ in graphs]
-        moved = frozenset(name for memory in moving for name in memory.inputs)
-        found, values = [], None
-        for graph in map(self.performed, graphs):
-            one, made = self._measure(graph, values, results if values is None else None, stays=_moved(graphs) - moved)
-            values = values or made
-            found.append(one)
+        return [self._facts(self._as_performed(graph)) for graph in graphs] if self.counts else []
+
+    def accounts(self, facts: Sequence[ComputeGraph], results: int | None, stays: frozenset[str]) -> list[ComputeAccount]:
+        """Return the accounts of these graphs where the values of these names stay on the device, although marked as moving."""
+        found: list[ComputeAccount] = []
+        for known in facts:
+            if found:
+                found.append(account_compute(known, forward=found[0].handed, stays=stays))
+            else:
+                found.append(account_compute(known, results=results, stays=stays))
         return found
 
-    def performed(self, graph: fx.Graph) -> fx.Graph:
-        """Return a graph whose transfers are just in time as it will compute, with all that is marked as moving."""
-        if graph not in self._performed:
-            self._performed[graph] = self._as_performed(graph)
-        return self._performed[graph]
+    def memory(self, account: ComputeAccount) -> ComputeMemory:
+        """Return the memory of a graph with this account, with the gradients that stay where parameters live now."""
+        return dataclasses.replace(account.memory(self._gradient_stays), outside=self.outside)
 
     def _as_performed(self, graph: fx.Graph) -> fx.Graph:
         return as_performed(graph, hops=self._topology.hops)
 
-    def _measure(
-        self, graph: fx.Graph, forward: ForwardValues | None, results: int | None, *, stays: frozenset[str] = frozenset()
-    ) -> tuple[ComputeMemory, ForwardValues]:
-        found, values = measure_compute(
-            graph,
-            self._device,
-            by_operator=self._by_operator,
-            forward=forward,
-            results=results,
-            gradient_stays=self._gradient_stays,
-            stays=stays,
-        )
-        return dataclasses.replace(found, outside=self.outside), values
-
-
-def _moved(graphs: Sequence[fx.Graph]) -> frozenset[str]:
-    """Return the names of the values that are marked as moving in a forward, and its backward."""
-    owners = [graph.owning_module for graph in graphs]
-    return frozenset(name for gm in owners if isinstance(gm, fx.GraphModule) for memory in leaving(gm) for name in memory.inputs)
+    def _facts(self, graph: fx.Graph) -> ComputeGraph:
+        return ComputeGraph(graph, self._device, by_operator=self._by_operator)
 
 
 def rounding_bytes(config: Config, slots: Sequence[ParameterSlot], placements: Placements, topology: Topology) -> int:

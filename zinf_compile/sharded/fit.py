@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 
 from torch import fx
 
-from zinf_compile.ir import ops
+from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.placements import Placements
-from zinf_compile.ir.saved_memory import SavedMemory
+from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
 from zinf_compile.ir.sizes import Sides
+from zinf_compile.passes.analysis.compute_account import ComputeAccount
 from zinf_compile.passes.analysis.memory_needs import measure_needs
-from zinf_compile.plan.compute_memory import ComputeMemory
+from zinf_compile.passes.graph.node_facts import counts_all, leaving
+from zinf_compile.plan.compute_memory import NO_COMPUTE, ComputeMemory
 from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.graph_plan import GraphMemory
 from zinf_compile.runtime.context import Context
 
 from .budget import GraphBudget
 from .short_ranks import least_of_ranks
-
-_GATHERING = (ops.all_gather, ops.gather_rows, ops.wait, ops.release)
-"""Operators of which the account of a graph asks whether they take memory."""
 
 
 class Fit:
@@ -53,9 +53,16 @@ class Fit:
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
         self._room = room
-        self._compute: dict[Hashable, list[ComputeMemory]] = {}
-        self._gathers = [[node for node in graph.nodes if node.target in _GATHERING] for graph in graphs]
+        self._facts = budget.compute.facts(graphs)
+        self._marked = _marked(graphs)
+        self._accounts: dict[frozenset[str], list[ComputeAccount]] = {}
         self._needs: dict[Hashable, GraphMemory] = {}
+        self._least: dict[Hashable, tuple[int, int]] = {}
+
+    @property
+    def performed(self) -> list[fx.Graph]:
+        """The graphs as they will compute, with all that may leave leaving; none where compute isn't counted."""
+        return [known.graph for known in self._facts]
 
     def excess(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
         """Return the bytes by which they exceed what is left."""
@@ -73,15 +80,55 @@ class Fit:
         others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
         return Excess(found.device + others - self._room[0], host)
 
+    def at_least(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
+        """Return a bound of that, without the transfers: never less with more of the states on the device, or on the host.
+
+        Gradients that stay are taken off the account of compute, but for rounding no more than their own account has of them.
+        """
+        budget = self._budget
+        shards, gradients, states = budget.held_at(placements)
+        forward, backward = self._least_compute(moving)
+        device = max(forward + gradients.device, backward) + shards.device + states.device
+        held = shards.host + gradients.host + states.host + bytes_in_memory(moving)
+        return Excess(device - self._room[0], held - self._room[1] if self._apart else 0)
+
+    def _least_compute(self, moving: Sequence[SavedMemory]) -> tuple[int, int]:
+        """Return the least that a forward's compute takes, and a backward's or a lone graph's, wherever gradients live."""
+        key = tuple(memory.name for memory in moving)
+        if key not in self._least:
+            accounts, outside = self._accounts_of(moving), self._budget.compute.outside
+            peaks = [account.memory(lambda slot: False).peak + outside for account in accounts] or [0]
+            rest = self._budget.placements.rest
+            counted = {slot.index for slot in self._budget.counted}
+            rounding = 0
+            for part in itertools.chain.from_iterable(account.stretches for account in accounts):
+                if (slot := part.gradient) is not None:
+                    gradient = format_of(rest.reduce_dtype_of(slot.dtype)).bytes(slot.numel) if slot.index in counted else 0
+                    rounding += max(0, part.own - 2 * gradient)
+            others = self._budget.saved_by_others(accounts[0].saved) if len(accounts) > 1 else 0
+            forward = peaks[0] if len(peaks) > 1 else 0
+            self._least[key] = forward + others, peaks[-1] + others - rounding
+        return self._least[key]
+
     def _needs_of(self, number: int, graph: fx.Graph) -> GraphMemory:
         """Return what gathers and reductions need; placements change that by which gathers take memory alone."""
-        key = number, tuple(map(self._budget.counts, self._gathers[number]))
+        key = number, self._budget.counts == counts_all, self._budget.gathered
         if key not in self._needs:
             self._needs[key] = measure_needs(graph, counts=self._budget.counts)
         return self._needs[key]
 
     def _measured(self, moving: Sequence[SavedMemory]) -> list[ComputeMemory]:
-        key = (budget := self._budget).gradients_that_stay, tuple((memory.name, memory.tier) for memory in moving)
-        if key not in self._compute:
-            self._compute[key] = budget.compute.of_step(self._graphs, self._results, moving)
-        return self._compute[key]
+        accounts = self._accounts_of(moving)
+        return [self._budget.compute.memory(account) for account in accounts] or [NO_COMPUTE for _ in self._graphs]
+
+    def _accounts_of(self, moving: Sequence[SavedMemory]) -> list[ComputeAccount]:
+        stays = self._marked - {name for memory in moving for name in memory.inputs}
+        if stays not in self._accounts:
+            self._accounts[stays] = self._budget.compute.accounts(self._facts, self._results, stays)
+        return self._accounts[stays]
+
+
+def _marked(graphs: Sequence[fx.Graph]) -> frozenset[str]:
+    """Return the names of the values that are marked as moving in a forward, and its backward."""
+    owners = [graph.owning_module for graph in graphs]
+    return frozenset(name for gm in owners if isinstance(gm, fx.GraphModule) for memory in leaving(gm) for name in memory.inputs)

@@ -13,7 +13,8 @@ from torch import fx
 
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
-from zinf_compile.passes.analysis.compute_memory import measure_compute
+from zinf_compile.passes.analysis.compute_graph import ComputeGraph
+from zinf_compile.passes.analysis.compute_memory import account_compute, measure_compute
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
@@ -94,3 +95,23 @@ def test_seconds_away_and_kinds() -> None:
     away = seconds_away(*graphs, found, **rates)
     assert away == {"r": 2.0}, "while the first stretch of the backward runs: one product and one pass"
     assert seconds_away(*graphs, found, **rates, others=1.0) == {"r": 16.0, "e": 14.0, "y": 14.0}, "and two graphs more"
+
+
+REDUCING = """
+k = all_gather(z); q = wait(k); a = mm(n, q); b = mm(a, y); s = reduce_scatter(b, z); release(q)
+h = all_gather(u); f = wait(h); c = mm(a, f); d = mm(c, e); v = reduce_scatter(d, u); release(f)
+g = all_gather(w); o = wait(g); i = mm(c, o); j = mm(i, r); l = reduce_scatter(j, w); release(o); return (s, v, l)
+"""
+
+
+def test_one_account_for_all_choices_of_gradients_that_stay() -> None:
+    """Those that stay are there from where they are made; their own account has all of them all the while."""
+    graph = ComputeGraph(graph_of(REDUCING, **BACKWARD_INPUTS).graph, torch.device("cpu"), by_operator=True)
+    account = account_compute(graph)
+    products = [1, 2, 2, 1]  # at most, until the first gradient is made, and from each of them on
+    for stays in itertools.product([False, True], repeat=3):
+        names = tuple(name for name, stay in zip(("z", "u", "w"), stays, strict=True) if stay)
+        found = account.memory(lambda slot, names=names: slot.name in names)  # type: ignore[misc]
+        made = list(itertools.accumulate(stays, initial=0))
+        expected = max(map(sum, zip(products, made, strict=True))) - sum(stays)
+        assert found.peak == (len(BACKWARD_INPUTS) - len(UNITS) + expected) * VALUE, names

@@ -44,3 +44,47 @@ def test_what_fits_stays_on_the_device_and_nothing_fits_nowhere(problem: StepPro
     homes = fill_homes(problem, within(problem, everything(problem), 0)).homes
     assert {*homes.params.values(), *homes.grads.values(), *homes.states.values()} <= {Tier.DEVICE}
     assert not fill_homes(problem, lambda homes: Excess(1, 0)).excess.fits
+
+
+def with_passing(problem: StepProblem, device: int, host: int, passing: dict[frozenset[str], int]) -> tuple[Check, Check]:
+    """Return a check that also counts memory in passing, by which parameters are away, and a bound without it."""
+    held = within(problem, device, host)
+
+    def check(homes: Homes) -> Excess:
+        excess = held(homes)
+        away = frozenset(name for name, tier in homes.params.items() if tier != Tier.DEVICE)
+        more = passing.get(away, 0)
+        return Excess(excess.device + more, excess.host)
+
+    return check, held
+
+
+@settings(max_examples=40, deadline=None)
+@given(training_problems(), st.floats(0, 1.2), st.floats(0, 1))
+def test_a_bound_changes_no_choice(problem: StepProblem, device: float, host: float) -> None:
+    """Whether anything fits or nothing does, and wherever memory that passes makes nearer homes fit better than farther ones."""
+    total = everything(problem)
+    passing: dict[frozenset[str], int] = {}
+    for number in range(len(problem.units) + 1):
+        away = frozenset(unit.name for unit in problem.units[number:])
+        passing[away] = total * (number * 37 % 11) // 20
+    check, bound = with_passing(problem, int(total * device), int(total * host), passing)
+    assert fill_homes(problem, check, at_least=bound) == fill_homes(problem, check)
+
+
+@settings(max_examples=10, deadline=None)
+@given(training_problems(tiers=(2,)))
+def test_what_cannot_fit_is_not_checked(problem: StepProblem) -> None:
+    """Where the farthest homes lack a byte beside what is held, those that hold more are not asked about."""
+    total, asked = everything(problem), [0, 0]
+    held = within(problem, 0, total)
+    for number, bound in enumerate((held, None)):
+
+        def check(homes: Homes, number: int = number) -> Excess:
+            asked[number] += 1
+            return Excess(held(homes).device + 1, 0)
+
+        filled = fill_homes(problem, check) if bound is None else fill_homes(problem, check, at_least=bound)
+        assert filled.excess == Excess(1, 0)
+    assert asked[0] <= 8, "the farthest, the nearest of each order, and what holds nothing"
+    assert asked[1] >= asked[0]
