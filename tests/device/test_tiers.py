@@ -11,8 +11,8 @@ import torch
 from marks import more
 from rank_late import on_device
 from rank_row_rounds import SHAPES, look_up_anywhere
-from rank_tiers import train_everywhere
-from rank_tiling import train_in_tiles_of_ranks
+from rank_tiers import train_everywhere, train_in_folders
+from rank_tiling import Huge, live_in_tiles, train_batches, train_beyond_the_cap, train_in_tiles_of_ranks
 from ranks import run_ranks
 from tiers import PAIRS, PLACEMENTS, Placement
 
@@ -37,12 +37,59 @@ def test_the_bits_of_the_cpu(ranks: int, dtype: torch.dtype, placements: list[Pl
     assert run_on_device(ranks, 1, train_everywhere, *options) == [len(placements)] * ranks
 
 
+@pytest.mark.parametrize("placements", [PAIRS[1::4], more(PLACEMENTS)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    ("dtype", "master", "reduced", "ranks"),
+    [
+        (BRAIN, "float32", None, 1),
+        more(BRAIN, "float32", None, 2),
+        pytest.param(FLOAT, None, BRAIN, 2, marks=pytest.mark.distributed),
+    ],
+    ids=["bf16", "bf16 on two ranks", "fp32 reduced in bf16"],
+)
+def test_other_types_wherever_parameters_are_updated(
+    dtype: torch.dtype, master: str | None, reduced: torch.dtype | None, ranks: int, placements: list[Placement], tmp_path: Path
+) -> None:
+    """A master copy beside the states, and gradients reduced in another type; bytes over each link at every step."""
+    options = (str(tmp_path), dtype, "fx", 3, ("host", "device"), 8192, master, reduced, placements)
+    assert run_on_device(ranks, 1, train_everywhere, *options) == [2 * len(placements)] * ranks
+
+
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("placements", [PAIRS[::3], more(PLACEMENTS)], ids=["few", "all"])
-def test_tiles_anywhere(ranks: int, placements: list[Placement], tmp_path: Path) -> None:
+def test_states_striped_over_two_folders(ranks: int, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    for counts in run_on_device(ranks, 1, train_in_folders, [str(folder) for folder in folders], 3):
+        for written in counts:
+            assert written.keys() == {str(folder) for folder in folders}
+            assert min(written.values()) > 0
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("dtype", "placements"),
+    [(FLOAT, PAIRS[::3]), (BRAIN, PAIRS[1::4]), more(FLOAT, PLACEMENTS), more(BRAIN, PLACEMENTS)],
+    ids=["few", "bf16-few", "all", "bf16-all"],
+)
+def test_tiles_anywhere(ranks: int, dtype: torch.dtype, placements: list[Placement], tmp_path: Path) -> None:
     """Of large parameters, and lookups in one of them."""
-    call = functools.partial(train_in_tiles_of_ranks, dtype=FLOAT, compute="fx", fake=False, placements=placements)
+    call = functools.partial(train_in_tiles_of_ranks, dtype=dtype, compute="fx", fake=False, placements=placements)
     assert run_on_device(ranks, 1, call, str(tmp_path)) == [len(placements)] * ranks
+
+
+@pytest.mark.parametrize("placements", [[("host", "nvme", "host")], more(PLACEMENTS)], ids=["one", "all"])
+def test_a_weight_of_eight_times_what_the_device_may_hold(placements: list[Placement], tmp_path: Path) -> None:
+    (losses,) = run_on_device(1, 1, functools.partial(train_beyond_the_cap, placements=placements), str(tmp_path))
+    torch.manual_seed(0)
+    torch.testing.assert_close(losses, train_batches(Huge(), seed=0, rows=2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, more(3)])
+@pytest.mark.parametrize("tier", ["device", "host", "nvme"])
+def test_born_saved_and_loaded_in_tiles(ranks: int, tier: str, tmp_path: Path) -> None:
+    run_on_device(ranks, 1, live_in_tiles, str(tmp_path), tier)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

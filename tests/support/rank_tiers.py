@@ -139,8 +139,8 @@ def train_in_tiles(
     return len(placements)
 
 
-def train_in_folders(rank: int, size: int, nvme: str | list[str], steps: int) -> list[dict[str, int]]:
-    """Train with the states in these folders, then with all of it there; compare with all in memory.
+def train_in_folders(rank: int, size: int, nvme: str | list[str], steps: int, device: str | None = None) -> list[dict[str, int]]:
+    """Train with the states in these folders, then with all of it there, on a device; compare with all in memory, on the CPU.
 
     Returns the bytes that went to each folder.
     """
@@ -150,7 +150,8 @@ def train_in_folders(rank: int, size: int, nvme: str | list[str], steps: int) ->
     for placement in (("device", "device", "nvme"), ("nvme", "nvme", "nvme")):
         with _noting_writes() as written:
             options = options_for(placement, nvme, piece=PIECE, compute="fx")
-            _check(placement, None, _train(rank, options, Meter(None), None, torch.float32, steps), expected)
+            found = _train(rank, options, Meter(None), None, torch.float32, steps, device=device)
+            _check(placement, None, found, expected)
         counts.append(written)
     return counts
 

@@ -8,6 +8,7 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rank_tiers import train_in_tiles
@@ -81,22 +82,58 @@ class Huge(nn.Module):
         return out
 
 
-def train_beyond_the_cap(rank: int, size: int, folder: str, fake: bool = False) -> list[float]:
-    """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more."""
+def train_beyond_the_cap(
+    rank: int,
+    size: int,
+    folder: str,
+    fake: bool = False,
+    *,
+    device: str | None = None,
+    placements: Sequence[Placement] = PLACEMENTS,
+) -> list[float]:
+    """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more.
+
+    At each of the placements that are off the device, which is one of PyTorch's, or played by the CPU, or else host memory. One
+    of PyTorch's holds all that it allocates within the cap, once the model is made; of a single rank: collectives of several may
+    keep what they were given until they are over.
+    """
     warnings.filterwarnings("ignore", category=StoreWarning)
-    off_device = [p for p in PLACEMENTS if "device" not in p and (fake or "host" not in p)]
+    apart = fake or device is not None
+    off_device = [p for p in placements if "device" not in p and (apart or "host" not in p)]
     found: list[list[float]] = []
     for placement in off_device:
         torch.compiler.reset()
-        torch.manual_seed(0)
-        model = Huge()
-        assert model.huge.weight.nbytes == 8 * CAP
+        options = options_for(placement, folder, piece=1 << 12, compute="fx", device_memory=CAP)
         with simulating(SimulatedDevice()) if fake else contextlib.nullcontext():
-            options = options_for(placement, folder, piece=1 << 12, compute="fx", device_memory=CAP, tile=TILE)
-            call = compiled(model, options)
-            found.append(train_batches(call, rank, functools.partial(check_peak, model), rows=2))
+            if device is None:
+                torch.manual_seed(0)
+                model = Huge()
+                assert model.huge.weight.nbytes == 8 * CAP
+                call, check = compiled(model, {**options, "tile": TILE}), functools.partial(check_peak, model)
+            else:
+                call = born_on(device, {**options, "tile": TILE // 2})  # of which a product's temporaries are a few
+                check = check_allocated
+            found.append(train_batches(call, rank, check, rows=2))
     assert all(losses == found[0] for losses in found), "the placement changed bits"
     return found[0]
+
+
+def born_on(device: str, options: dict[str, Any]) -> nn.Module:
+    """Return `Huge`, made in tiles, compiled; what the device allocates is counted from then on: a value is drawn whole."""
+    with torch.device("meta"):
+        model = Huge()
+    torch.manual_seed(0)
+    zinf_compile.partition(model, device=device, **options)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    return compiled(model, options)
+
+
+def check_allocated(when: str) -> None:
+    """Raise where the device's allocator has held more than the cap."""
+    torch.accelerator.synchronize()
+    held = torch.accelerator.max_memory_allocated()
+    assert held <= CAP, f"{when}: {held:,} bytes were allocated on the device"
 
 
 def train_batches(
@@ -111,7 +148,8 @@ def train_batches(
     losses = []
     for step in range(3):
         for _ in range(2):
-            loss = model(torch.randn(rows, width, generator=generator)).square().mean()
+            x = torch.randn(rows, width, generator=generator).to(next(model.parameters()).device)
+            loss = model(x).square().mean()
             loss.backward()
             losses.append(loss.item())
             check(f"step {step}, backward")
@@ -180,10 +218,11 @@ def _status(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
 
 
-def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
+def live_in_tiles(rank: int, size: int, folder: str, tier: str, device: str = "cpu") -> None:
     """Make a model in tiles in all ways, save and load it; raise where a value isn't what it is in a plain model."""
     warnings.filterwarnings("ignore", category=StoreWarning)
-    options = {"tile": 800, "params": tier, **({"nvme": folder} if tier == "nvme" else {}), **in_pieces(96)}
+    places = {"params": tier, **({"nvme": folder} if tier == "nvme" else {})}
+    options = {"tile": 800, "device": device, **places, **in_pieces(96)}
     torch.manual_seed(5)
     expected = Wide().state_dict()
 
@@ -194,7 +233,7 @@ def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
             assert_same(f"{name} {what}", value, found[name])
         with zinf_compile.gathered(model):
             for name, value in model.named_parameters():
-                assert_same(f"{name} {what}, gathered", expected[name], value.detach())
+                assert_same(f"{name} {what}, gathered", expected[name], value.detach().cpu())
         return model
 
     def on_meta() -> nn.Module:
@@ -216,10 +255,10 @@ def live_in_tiles(rank: int, size: int, folder: str, tier: str) -> None:
     check(loaded, "loaded")
     call = torch.compile(loaded, backend="zero_infinity", options={"compute": "fx"})
     words = torch.randint(23, (2, 6), generator=torch.Generator().manual_seed(rank))
-    loss = call(words)
+    loss = call(words.to(device))
     loss.backward()
     plain = Wide()
     plain.load_state_dict(expected)
-    torch.testing.assert_close(loss, plain(words))
+    torch.testing.assert_close(loss.cpu(), plain(words))
     assert loaded.head.weight.grad is not None
     assert loaded.head.weight.grad.full_tensor().shape == (23, 16)
