@@ -58,9 +58,8 @@ def watched_drives() -> Iterator[None]:
         return found
 
     def finished(self: ShardReading, into: torch.Tensor) -> None:
-        number = late.drive_begins("filling from a file", into.data_ptr(), into.nbytes, writes=True)
-        finish(self, into)
-        late.drive_ended(number)
+        late.drive_ended(late.drive_begins("filling from a file", into.data_ptr(), into.nbytes, writes=True))
+        finish(self, into)  # by this thread, with operators, too
 
     def saved(self: PartsWriter, part: Part, start: int, values: torch.Tensor) -> None:
         number = late.drive_begins("saving to a file", values.data_ptr(), values.nbytes, writes=False)
