@@ -93,9 +93,10 @@ def from_drive(folder: Path, params: int, rounds: int) -> dict[str, Any]:
     return {"bytes": training.bytes, "seconds": seconds}
 
 
-def beside_layers(folder: Path, params: int, rounds: int) -> dict[str, Any]:
-    """Train square layers, whose step is bound by the drive, beside saves."""
-    return _beside(folder, layers(params, {**ON_DRIVE, "nvme": str(folder)}), rounds)
+def beside_layers(folder: Path, params: int, rounds: int, *, announce: bool = False) -> dict[str, Any]:
+    """Train square layers, whose step is bound by the drive, beside saves; `announce`: with space that is reserved for these."""
+    announced = {"checkpoint": str(folder / "saved")} if announce else {}
+    return _beside(folder, layers(params, {**ON_DRIVE, "nvme": str(folder), **announced}), rounds)
 
 
 def beside_gpt(folder: Path, rounds: int) -> dict[str, Any]:
@@ -109,8 +110,8 @@ def beside_gpt(folder: Path, rounds: int) -> dict[str, Any]:
 def _beside(folder: Path, training: Training, rounds: int) -> dict[str, Any]:
     """Take a step without a save, save, and take one beside it; then let fio move the bytes of both, into a file with its space.
 
-    A save right after a step, "at once", waits for the updates that the step has left to the next forward. Bytes are those that
-    the process reads and writes, as the kernel counts them.
+    A save right after a step, "at once", begins beside the updates that the step has left to the next forward. Bytes are those
+    that the process reads and writes, as the kernel counts them.
     """
     seconds: Seconds = {name: [] for name in ("step", "at once", "save", "beside", "rest", "drive")}
     moved: dict[str, list[tuple[int, int]]] = {"step": [], "beside": []}

@@ -61,7 +61,7 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, float, str]]:
         ))  # fmt: skip
         if "at once" in loop:
             rows.append((
-                f"`save` right after a step, whose updates it waits for / step, {name}", loop["at once"] / loop["step"],
+                f"`save` right after a step, beside its deferred updates / step, {name}", loop["at once"] / loop["step"],
                 GOALS["waits"], f"{1e3 * loop['at once']:.0f} ms, {loop['step']:.2f} s",
             ))  # fmt: skip
         both = loop["beside"] + loop["rest"]  # `step`, too, is until nothing of it is left to do
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--params", default="256M", help="parameters of the layers, in millions with M (default 256M)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-gpt", action="store_true", help="leave out the GPT of 354M parameters, which takes minutes")
+    parser.add_argument("--announce", action="store_true", help="reserve space for the saves beside the layers' training")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", type=Path, metavar="FILE", help="measure nothing; write the table in docs/ from this file")
     args = parser.parse_args()
@@ -112,7 +113,7 @@ def main() -> None:
         drive = Path(folder)
         result["memory"] = _save_runs.from_memory(drive, params, args.rounds)
         result["drive"] = _save_runs.from_drive(drive, params, args.rounds)
-        result["layers"] = _save_runs.beside_layers(drive, params, args.rounds)
+        result["layers"] = _save_runs.beside_layers(drive, params, args.rounds, announce=args.announce)
         if not args.no_gpt:
             result["gpt"] = _save_runs.beside_gpt(drive, args.rounds)
         zinf_compile.reset()

@@ -156,6 +156,19 @@ class Updates(Generic[U]):
         for pending in arriving:
             pending.wait()
 
+    def wait_arrived(self, unit: U) -> None:
+        """Wait for copies of updated spans that are under way, as those do that the caller issues next on its current stream."""
+        with self._lock:
+            arriving = list(self._arriving.get(unit, ()))
+        for pending in arriving:
+            pending.wait()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it has failed, and somebody was told."""
+        with self._lock:
+            return self._failure is not None and self._told
+
     def settle(self, unit: U | None = None) -> None:
         """Wait until a unit, or all of them, are updated or never will be; who doesn't read parameters or states isn't told."""
         with self._lock:

@@ -5,6 +5,10 @@ Note: Pieces that are about to change
     change something calls `before_change` first: what is not written yet is then written by the caller, from where it is or from
     the memory in which the caller has it, and nobody reads it from a drive a second time. Nothing is copied to wait for the drive
     but what is in the save's staging buffers: the caller waits for one of these. Errors stay with the save.
+
+Note: Pieces that a deferred step has still to update
+    A save that begins while a deferred step is under way has the values after that step. What that step hasn't updated by then
+    comes from it: it calls `updated` with its own buffers, before it tells anyone else. The save's thread leaves these alone.
 """
 
 from __future__ import annotations
@@ -24,6 +28,12 @@ class ShardsSave(Protocol):
         """Return once the elements [start, end) of an owner may change: what the save needs of them is written, or copied.
 
         `columns`, in host memory: their values, from element `first` on, so that they needn't be read. Any thread may call.
+        """
+
+    def updated(self, owner: Hashable, start: int, end: int, columns: Mapping[str, torch.Tensor], first: int = 0) -> None:
+        """Write the elements [start, end) of an owner, for which the save waits: a deferred step has updated them.
+
+        `columns`, in host memory: their values, from element `first` on. Called on the thread that updates.
         """
 
     def expect(self, caller: Hashable, owners: Iterable[Hashable]) -> None:

@@ -35,6 +35,11 @@ class Updatable:
         if self.updates is not None:
             self.updates.wait(self)
 
+    def wait_arrived(self) -> None:
+        """Wait for copies of what a step has updated to where the shard lives in memory; not for what it has still to update."""
+        if self.updates is not None:
+            self.updates.wait_arrived(self)
+
     def updated(self, first: int = 0, last: int | None = None) -> Pending | None:
         """Return what readers of elements [first, last) in memory come after: a step that may still update them, if any."""
         return None if self.updates is None else self.updates.arrival(self, first, last)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from programs import run_program
-from rank_background_save import failed, trained_beside
+from rank_background_save import failed, failed_with_a_step, saved_during_updates, trained_beside
 from ranks import run_ranks
 from same_leaves import assert_equal
 
@@ -48,14 +48,38 @@ def test_its_error_is_raised_once_on_all_ranks_and_costs_nothing(size: int, tmp_
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
 
 
+def in_chunks(folder: Path) -> dict[str, Any]:
+    return {**placed(folder), "compute_shape": {"piece_numel": 64}}
+
+
+def test_it_holds_what_one_rank_has_still_to_update(tmp_path: Path) -> None:
+    results = run_ranks(saved_during_updates, 2, str(tmp_path / "saved"), in_chunks(tmp_path))
+    assert [updating for _, _, updating in results] == [False, True]
+    for saved, loaded, _ in results:
+        assert_equal(loaded, saved)
+
+
+def test_it_fails_on_all_ranks_with_a_step_of_one(tmp_path: Path) -> None:
+    results = run_ranks(failed_with_a_step, 2, str(tmp_path / "saved"), in_chunks(tmp_path))
+    for rank, (error, before, after, saves) in enumerate(results):
+        said = (
+            "StepFailedError: a step of .* ended in the middle" if rank else "CheckpointError: no checkpoint is saved in .*rank 1"
+        )
+        assert re.match(said, error), error
+        assert_equal(after, before)
+        assert saves == [1]
+
+
 SCRIPT = """
 import sys, torch, zinf_compile
-model = torch.nn.Linear(64, 64)
-options = {"compute": "fx", "optimizer": "nvme", "nvme": sys.argv[1]}
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+deferred = {"params": "nvme", "grads": "nvme", "compute_shape": {"piece_numel": 512}} if sys.argv[3] == "deferred" else {}
+options = {"compute": "fx", "optimizer": "nvme", "nvme": sys.argv[1], **deferred}
 compiled = torch.compile(model, backend="zero_infinity", options=options)
 optimizer = torch.optim.Adam(model.parameters())
-compiled(torch.randn(3, 64)).sum().backward()
-optimizer.step()
+for _ in range(2):
+    compiled(torch.randn(3, 64)).sum().backward()
+    optimizer.step()
 zinf_compile.save(sys.argv[1] + "/saved", model, optimizer)
 if sys.argv[2] == "reset":
     zinf_compile.reset()
@@ -63,9 +87,10 @@ if sys.argv[2] == "reset":
 """
 
 
+@pytest.mark.parametrize("step", ["at once", "deferred"])
 @pytest.mark.parametrize("end", ["exit", "reset"])
-def test_the_end_of_the_process_and_reset_wait(end: str, tmp_path: Path) -> None:
-    done = run_program(SCRIPT, str(tmp_path), end)
+def test_the_end_of_the_process_and_reset_wait(end: str, step: str, tmp_path: Path) -> None:
+    done = run_program(SCRIPT, str(tmp_path), end, step)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("1" if end == "reset" else "")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]

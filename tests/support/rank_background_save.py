@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -11,12 +12,16 @@ from unittest import mock
 
 import torch.distributed as dist
 from held_saves import held_saves
+from held_updates import held_updates
 from rank_resume import MICRO_BATCHES, Run
 
 import zinf_compile
 from zinf_compile.checkpoint import background
 from zinf_compile.checkpoint.manifest import saves_in
 from zinf_compile.checkpoint.parts_writer import PartsWriter
+from zinf_compile.errors import StepFailedError
+from zinf_compile.optim.chunk_step import ChunkStep
+from zinf_compile.optim.record import record_of
 
 
 def in_background(function: Any, act: Any) -> Any:
@@ -95,3 +100,57 @@ def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[
             run.step()
         runs.append(run.whole())
     return errors, *runs, saves_in(Path(folder))
+
+
+def _is_updating(run: Run) -> bool:
+    steps = [record_of(each).deferred for each in run.optimizers]
+    return any(step is not None and not step.pending.is_over() for step in steps)
+
+
+def saved_during_updates(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[Any, Any, bool]:
+    """Save while the last rank's step stands still in its middle, and the others' are over; return the states, and a load's."""
+    run = Run(_grouped(size, options), rank)
+    run.train(1)
+    zinf_compile.synchronize()
+    holds = rank == size - 1
+    with held_updates(2) if holds else contextlib.nullcontext():
+        run.train(1)
+        if not holds:
+            zinf_compile.synchronize()
+        zinf_compile.save(folder, run.both, run.optimizers, extra={"scheduler": run.scheduler.state_dict()})
+        updating = _is_updating(run)
+    saved = run.whole()
+    run.train(1)
+    zinf_compile.wait_for_save()
+    again = Run(_grouped(size, options), rank + 5)
+    again.scheduler.load_state_dict(zinf_compile.load(folder, again.both, again.optimizers)["scheduler"])
+    return saved, again.whole(), updating
+
+
+def failed_with_a_step(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[str, Any, Any, list[int]]:
+    """Let the last rank's step fail while it is saved; return the error, the states before and after a load, and the saves."""
+    run, error, finish = Run(_grouped(size, options), rank), "", ChunkStep.finish
+    run.train(1)
+    before = run.whole()
+    zinf_compile.save(folder, run.both, run.optimizers, extra={"scheduler": run.scheduler.state_dict()}, wait=True)
+    gate = threading.Event()
+
+    def fail(chunk: ChunkStep, *args: Any) -> None:
+        if rank == size - 1 and threading.current_thread() is not threading.main_thread():
+            gate.wait(60)
+            raise RuntimeError("out of luck")
+        finish(chunk, *args)
+
+    with mock.patch.object(ChunkStep, "finish", fail):
+        run.train(1)
+        zinf_compile.save(folder, run.both, run.optimizers)
+        gate.set()
+        try:
+            zinf_compile.wait_for_save()
+        except (StepFailedError, zinf_compile.CheckpointError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        zinf_compile.wait_for_save()  # it was raised
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+    run.scheduler.load_state_dict(zinf_compile.load(folder, run.both, run.optimizers)["scheduler"])
+    return error, before, run.whole(), saves_in(Path(folder))

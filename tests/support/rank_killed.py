@@ -39,7 +39,7 @@ class Kill:
     """The other rank is killed at the same time; else it has to end by itself."""
 
 
-MOST = {"data": (220, 200), "fsync": (40, 24), "rename": (13, 5), "cleanup": (3, 0), "deferred": (80, 80)}
+MOST = {"data": (220, 200), "fsync": (34, 15), "rename": (13, 5), "cleanup": (3, 0), "deferred": (80, 80)}
 """Calls of each point that a run makes at least before its last save begins, on ranks 0 and 1."""
 
 

@@ -68,6 +68,8 @@ save_safetensors — Saves a partitioned model as safetensors in the layout of t
 saved_files — Reads any range of the tensors of a saved checkpoint, with its checksums.
 saved_pieces — The pieces that a save has still to write when it returns: its thread writes them, or who is about to change
     one.
+saved_steps — Deferred steps that are under way when a save begins: it takes from them what they have still to make, and
+    waits for none.
 saved_tensors — The tensors that a checkpoint's manifests describe, with the parts of each: all that no save writes is
     refused here.
 shard_parts — Rectangles of a whole tensor that one rank's shard holds, and where in the shard each of them is.

@@ -3,9 +3,9 @@
 Note: Background save
     `save` itself writes what may change without a word to the save: whole tensors, gradients, states in memory, and parameters of
     whose memory somebody has another tensor. The rest is written by a thread, or before it changes by who changes it, see Note:
-    Pieces that are about to change. The thread sends nothing to other ranks: rank 0's waits for the files that describe the
-    others' parts, and commits. Ranks compare how it went at the start of each step until all are through, in `wait_for_save` and
-    in the next save.
+    Pieces that are about to change; or by a deferred step that has still to update it. A save fails with such a step. The thread
+    sends nothing to other ranks: rank 0's waits for the files that describe the others' parts, and commits. Ranks compare how it
+    went at the start of each step until all are through, in `wait_for_save` and in the next save.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from zinf_compile.runtime.system.process_wide import process_wide
 from zinf_compile.runtime.units.saving import ShardsSave
 
 from .saved_pieces import SavedPieces
+from .saved_steps import SavedStep, StepEndedError
 
 _log = logging.getLogger("zinf_compile")
 
 _POLL_S = 0.002
-_RUNNING, _DONE, _FAILED = 0.0, 1.0, 2.0
+_RUNNING, _DONE, _FAILED, _TOLD = 0.0, 1.0, 2.0, 3.0
+"""Of a save on one rank. The last one: it has failed with a step, whose error was raised already."""
 
 _current: list[BackgroundSave] = process_wide([])
 """The save under way, if there is one."""
@@ -66,6 +68,7 @@ class BackgroundSave:
         telling: Sequence[Optimizer] = (),
         pieces: SavedPieces,
         watched: Iterable[Watched],
+        steps: Iterable[SavedStep] = (),
         finish: Callable[[], None],
         commit: Callable[[Callable[[], bool]], None] | None,
         close: Callable[[], None],
@@ -75,7 +78,7 @@ class BackgroundSave:
         self._name = name
         self._folder, self._ranks, self._optimizers = folder, ranks, list(optimizers)
         self._telling = [*optimizers, *telling]
-        self._pieces, self._watched = pieces, list(watched)
+        self._pieces, self._watched, self._steps = pieces, list(watched), list(steps)
         self._parts = finish, commit, close
         self._ended = ended
         self._has_written = self._given_up = False
@@ -83,20 +86,28 @@ class BackgroundSave:
         self._thread = threading.Thread(target=on_this_device(self._run), name="zinf save", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; where the system gives none, that is the error of this save."""
+        """Start the thread; where the system gives none, or an interrupt comes before, that is the error of this save."""
         _current.append(self)
-        for optimizer in self._telling:
-            record_of(optimizer).saving = self
-        for each in self._watched:
-            each.saving = self._pieces
         atexit.unregister(_end)
         atexit.register(_end)  # the last one registered is called first: before lanes and engines are closed
         try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._error = error
-            self._pieces.stop()
-            self._close()
+            self._begin()
+        except BaseException as error:
+            if self._thread.ident is None:
+                self._error = error if isinstance(error, RuntimeError) else CheckpointError("it was interrupted as it began")
+                self._pieces.stop()
+                self._close()
+            if not isinstance(error, RuntimeError):
+                raise
+
+    def _begin(self) -> None:
+        for optimizer in self._telling:
+            record_of(optimizer).saving = self
+        for step in self._steps:  # first: it tells nobody before it changes what it has still to update
+            step.begin(self._pieces)
+        for each in self._watched:
+            each.saving = self._pieces
+        self._thread.start()
 
     def tell(self) -> None:
         """See `StatesSave.tell`."""
@@ -108,17 +119,20 @@ class BackgroundSave:
         """Wait until it is committed on all ranks; raise the error of any of them on all. A collective operation."""
         self._pieces.hurry()
         _poll(lambda: self._has_written)
-        self._given_up |= self._of_ranks(_FAILED if self._error is not None else _DONE) == _FAILED
+        ended = self._of_ranks(self._status_at_end())
+        self._given_up |= ended != _DONE
         _poll(lambda: not self._thread.is_alive())
         self._forget()
         error, self._error = self._error, None
         try:
             with saving_together(self._ranks, self._folder):
-                if error is not None and not isinstance(error, PartMissingError):  # that rank says why
+                if isinstance(error, StepEndedError):
+                    error.step.raise_failure()  # unless it was raised before
+                elif error is not None and not isinstance(error, PartMissingError):  # that rank says why
                     raise error
         finally:
             self._ended()
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if ended == _DONE else ():
             record_of(optimizer).checkpoint = str(self._folder / self._name)
 
     def end_alone(self, within_s: float) -> None:
@@ -146,14 +160,19 @@ class BackgroundSave:
         if self in _current:
             _current.remove(self)
 
+    def _status_at_end(self) -> float:
+        if isinstance(self._error, StepEndedError) and self._error.step.is_told:
+            return _TOLD
+        return _DONE if self._error is None else _FAILED
+
     def _of_ranks(self, mine: float) -> float:
-        """Return `_FAILED` if any rank is that, else `_RUNNING` if any is."""
+        """Return `_FAILED` if any rank is that, else `_TOLD` or `_RUNNING` if any is."""
         try:
             found = [mine] if self._ranks is None else self._ranks.agree(["a checkpoint"], what="ending a save", value=mine)
         except RankMismatchError:  # a rank has died: its part may never come
             self._given_up = True
             raise
-        return _FAILED if _FAILED in found else min(found)
+        return next((status for status in (_FAILED, _TOLD) if status in found), min(found))
 
     def _run(self) -> None:
         finish, commit, _ = self._parts

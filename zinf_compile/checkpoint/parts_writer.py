@@ -75,7 +75,7 @@ class PartsWriter:
     ) -> None:
         self.layout = layout
         self._engine, self._staging = engine, staging
-        with new_file(path) if reserved is None else reserved.named(path) as fd:
+        with new_file(path, sync=False) if reserved is None else reserved.named(path) as fd:  # `finish` syncs it
             os.ftruncate(fd, min(layout.size, os.fstat(fd).st_size))
             if layout.size:
                 os.posix_fallocate(fd, 0, layout.size)

@@ -22,6 +22,7 @@ from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.sizes import BLOCK_BYTES
 from zinf_compile.optim.chunk_transfers import ChunkTransfers
 from zinf_compile.optim.state_pieces import DrivePiece, MemoryState, OwnStates, own_states, pieces_on_drive, states_in_memory
+from zinf_compile.optim.step_saves import Groups
 from zinf_compile.optim.watched_states import StatesWatch
 from zinf_compile.runtime.units.shard_values import ParameterShard, pieces_of
 from zinf_compile.runtime.units.unit import Unit
@@ -33,6 +34,7 @@ from .gathered import plain, state_names
 from .plain_values import encode
 from .rectangles import Rectangle
 from .saved_pieces import Place, SavedPiece, memory_pieces, unit_pieces
+from .saved_steps import SavedStep, step_to_save
 from .shard_parts import ShardPart, shard_parts, stretches_of
 
 _SMALL_BYTES, _COPIED_BYTES = 1 << 20, 16 << 20
@@ -65,8 +67,22 @@ class RankContents:
         """What may be written later, and is therefore not among `values`."""
         self.watched: dict[Unit | ChunkTransfers | StatesWatch, None] = {}
         """Owners of such pieces, which tell the save in `saving` before they change."""
+        self._parts: dict[int, list[ShardPart]] = {}
+        """Of parameters, by id, which their states share."""
+        self.steps: dict[Optimizer, SavedStep] = {}
+        """Deferred steps that are under way, whose values are taken from them."""
         self.can_wait = False
         """Whether anything may be written later; equal on all ranks."""
+
+    def take_steps(self, optimizers: Iterable[Optimizer]) -> None:
+        """Have the model and these optimizers saved as they will be once deferred steps are over; called before they are added.
+
+        Raises `StepFailedError` where one has failed.
+        """
+        for optimizer in optimizers:
+            step = step_to_save(optimizer)
+            if step is not None:
+                self.steps[optimizer] = step
 
     def add_model(self, model: nn.Module) -> dict[int, str]:
         """Add parameters and persistent buffers, tied ones once; return the first name of each by identity."""
@@ -89,8 +105,13 @@ class RankContents:
 
     def add_optimizer(self, prefix: str, optimizer: Optimizer, names: dict[int, str]) -> None:
         """Add an optimizer's settings and states; `names`: of the model's parameters."""
-        found = own_states(optimizer)
-        self.describe_optimizer(prefix, optimizer, names, found)
+        step = self.steps.get(optimizer)
+        found = own_states(optimizer, () if step is None else step.updating)
+        tensors = self.describe_optimizer(prefix, optimizer, names, found)
+        if step is not None:
+            for key in tensors:
+                self._whole.pop(key, None)
+            step.describe = partial(self._describe_later, prefix, names, found, tensors)
         for held in states_in_memory(optimizer, found):
             self._add_memory_state(f"{prefix}.state.{names[id(held.parameter)]}.{held.name}", held)
         for piece in pieces_on_drive(optimizer):
@@ -98,9 +119,8 @@ class RankContents:
 
     def describe_optimizer(
         self, prefix: str, optimizer: Optimizer, names: dict[int, str], found: Mapping[torch.Tensor, OwnStates]
-    ) -> None:
-        """Add settings and states without the values of large ones; `found`: the states."""
-        groups = []
+    ) -> dict[str, torch.Tensor]:
+        """Add settings and states without the values of large ones; return the tensors among the others. `found`: the states."""
         for number, group in enumerate(optimizer.param_groups):
             unknown = [p for p in group["params"] if id(p) not in names]
             if unknown:
@@ -108,25 +128,50 @@ class RankContents:
                     f"{prefix} ({type(optimizer).__name__}) has {len(unknown)} parameters in group {number} that the model has "
                     "not; accepted: an optimizer of the model that is saved"
                 )
-            rest = {name: value for name, value in group.items() if name != "params"}
-            groups.append(
-                {"params": [names[id(p)] for p in group["params"]], "settings": self._plain(f"{prefix}.group.{number}", rest)}
-            )
-        small = {}
+        small = {parameter: own.small for parameter, own in found.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        described = _described(prefix, optimizer.param_groups, small, names, tensors)
+        self.settings.setdefault("optimizers", {})[prefix] = {"class": type(optimizer).__name__, **described}
+        for name, tensor in tensors.items():
+            self.add_whole(name, tensor, rank=0)  # states of a number are among them: rank 0 has its element
         for parameter, own in found.items():
-            name = names[id(parameter)]
-            small[name] = self._plain(f"{prefix}.state.{name}", dict(own.small))
             for state, dtype in own.large.items():
-                key = f"{prefix}.state.{name}.{state}"
+                key = f"{prefix}.state.{names[id(parameter)]}.{state}"
                 if own.unit is None:
                     self._add(key, parameter, dtype, self._whole_parts(parameter.shape))
                 else:
-                    self._add(key, parameter, dtype, _parts_of(own.unit, parameter))
-        self.settings.setdefault("optimizers", {})[prefix] = {
-            "class": type(optimizer).__name__,
-            "groups": groups,
-            "states": small,
-        }
+                    self._add(key, parameter, dtype, self._parts_of(own.unit, parameter))
+        return tensors
+
+    def _describe_later(
+        self,
+        prefix: str,
+        names: dict[int, str],
+        found: Mapping[torch.Tensor, OwnStates],
+        before: Mapping[str, torch.Tensor],
+        groups: Groups,
+        small: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> list[SavedPiece]:
+        """Replace an optimizer's settings and small states by those after its step; return the pieces of the tensors among them.
+
+        Raises `CheckpointError` where these are others than `before` it, whose places in the files are fixed.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        small = {parameter: small.get(parameter, own.small) for parameter, own in found.items()}
+        self.settings["optimizers"][prefix].update(_described(prefix, groups, small, names, tensors))
+        kinds, expected = ({k: (t.shape, t.dtype) for k, t in each.items()} for each in (tensors, before))
+        if kinds != expected:
+            differing = sorted(key for key in kinds.keys() | expected.keys() if kinds.get(key) != expected.get(key))
+            raise CheckpointError(
+                f"a step has changed the shape or type of {differing[0]}, or whether it is there; call "
+                "zinf_compile.synchronize() between optimizer.step() and zinf_compile.save()"
+            )
+        return [
+            piece
+            for key, tensor in tensors.items()
+            if self.tensors[key].parts
+            for piece in memory_pieces(key, key, VALUE, tensor.detach().reshape(-1).to("cpu", copy=True))
+        ]
 
     def add_whole(self, key: str, tensor: torch.Tensor, *, rank: int | None = None) -> None:
         """Add a tensor that is whole on every rank: one of them saves it, `rank` or one after the other."""
@@ -157,7 +202,7 @@ class RankContents:
 
     def release(self) -> None:
         """Let go of all values: gradients, say, may be dropped by whoever has them."""
-        self._whole, self._sources, self.pieces, self.watched = {}, [], [], {}
+        self._whole, self._sources, self.pieces, self.watched, self.steps, self._parts = {}, [], [], {}, {}, {}
 
     def _plain(self, key: str, value: Any) -> Any:
         tensors: dict[str, torch.Tensor] = {}
@@ -175,12 +220,13 @@ class RankContents:
                 yield key, start, shard.fetch(start, end)()
 
         self.can_wait = True
-        unit.wait_updated()
+        if not any(step.updates(unit) for step in self.steps.values()):
+            unit.wait_updated()
         unit.check_whole()
         if unit.aliased:  # who has another tensor of this memory changes it without a word
             self.add_shard(key, unit, parameter, unit.dtype, values)
             return
-        self._add(key, parameter, unit.dtype, _parts_of(unit, parameter))
+        self._add(key, parameter, unit.dtype, self._parts_of(unit, parameter))
         self.pieces += unit_pieces(unit, key)
         self.watched[unit] = None
 
@@ -199,7 +245,7 @@ class RankContents:
 
     def add_shard(self, key: str, unit: Unit, parameter: torch.Tensor, dtype: torch.dtype, values: Callable[[], Values]) -> None:
         """Add a tensor that is partitioned like a parameter, whose pieces `values` yields in order."""
-        self._add(key, parameter, dtype, _parts_of(unit, parameter))
+        self._add(key, parameter, dtype, self._parts_of(unit, parameter))
         self._sources.append(values)
 
     def _add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype, parts: Iterable[ShardPart]) -> None:
@@ -207,10 +253,33 @@ class RankContents:
             raise CheckpointError(f"two tensors would be saved as {key}; accepted: names that differ")
         self.tensors[key] = SavedTensor(tuple(tensor.shape), dtype, list(parts))
 
+    def _parts_of(self, unit: Unit, parameter: torch.Tensor) -> list[ShardPart]:
+        found = self._parts.get(id(parameter))
+        if found is None:
+            found = self._parts[id(parameter)] = _parts_of(unit, parameter)
+        return found
+
     def _whole_parts(self, shape: Sequence[int], rank: int | None = None) -> list[ShardPart]:
         if self._rank != (len(self.tensors) % self._size if rank is None else rank):
             return []
         return [ShardPart(Rectangle((0,) * len(shape), tuple(shape)), 0, None)]
+
+
+def _described(
+    prefix: str,
+    groups: Sequence[Mapping[str, Any]],
+    small: Mapping[torch.Tensor, Mapping[str, Any]],
+    names: Mapping[int, str],
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    """Return groups and small states of an optimizer as JSON can hold them; tensors among them are added to `tensors`."""
+    found = []
+    for number, group in enumerate(groups):
+        rest = {name: value for name, value in group.items() if name != "params"}
+        settings = encode(rest, f"{prefix}.group.{number}", tensors)
+        found.append({"params": [names[id(p)] for p in group["params"]], "settings": settings})
+    states = {names[id(p)]: encode(dict(values), f"{prefix}.state.{names[id(p)]}", tensors) for p, values in small.items()}
+    return {"groups": found, "states": states}
 
 
 def _in_pieces(key: str, flat: torch.Tensor) -> Values:

@@ -57,19 +57,18 @@ class ReservedFile:
 
     @contextlib.contextmanager
     def named(self, path: Path) -> Iterator[int]:
-        """Context with the descriptor of the file, which has that name from now on; it is synced and closed at the end.
+        """Context with the descriptor of the file, which has that name from now on; it is closed at the end, and not synced.
 
         Where the filesystem gives no name to such a file, its space is freed for a new one. Raises as `new_file`.
         """
         if not self._can_be_named or not self._link(path):
             self.close()
-            with new_file(path) as fd:
+            with new_file(path, sync=False) as fd:
                 yield fd
             return
         fd, self._fd = self._fd, -1
         try:
             yield fd
-            os.fsync(fd)
         except OSError as error:
             if error.errno is None or error.filename is not None:
                 raise

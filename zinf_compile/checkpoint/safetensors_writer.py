@@ -59,15 +59,16 @@ def write_file(
 
 
 @contextlib.contextmanager
-def new_file(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Context with the descriptor of a new file, its mode 0666 less the umask; it is synced at the end.
+def new_file(path: str | os.PathLike[str], *, sync: bool = True) -> Iterator[int]:
+    """Context with the descriptor of a new file, its mode 0666 less the umask; it is synced at the end, unless that comes later.
 
     Raises `OSError` with errno and path, `FileExistsError` if anything has that name, links included.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         yield fd
-        os.fsync(fd)
+        if sync:
+            os.fsync(fd)
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise

@@ -55,7 +55,8 @@ def save(
     Each rank writes its own shards as safetensors, from where they live, with 64 MiB of them in memory. Without `wait` the
     partitioned parameters and their states are written in the background; whatever is about to change one of them, such as the
     next step, writes it first. Gradients, large whole tensors, and parameters and states in memory that others have references
-    to are written before it returns. `wait_for_save` waits for all of it, and raises its errors.
+    to are written before it returns. What a deferred step has still to update is written by that step, from its own buffers, as
+    soon as it is updated. `wait_for_save` waits for all of it, and raises its errors.
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
@@ -69,7 +70,9 @@ def save(
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     place = SaveFolder(Path(folder).absolute(), keep=keep, advice=_advice(ranks))
     contents = RankContents(rank, size)
+    stepping = _optimizers_of(model)
     with saving_together(ranks, place.folder):
+        contents.take_steps(stepping)
         names = contents.add_model(model)
         optimizers = named_optimizers(optimizer)
         for prefix, each in optimizers:
@@ -84,7 +87,7 @@ def save(
         ranks.agree(_lines(contents), what="saving a checkpoint")
     space = reserved_in(place.folder)
     try:
-        _begin(place, ranks, contents, space, [each for _, each in optimizers], _optimizers_of(model)).start()
+        _begin(place, ranks, contents, space, [each for _, each in optimizers], stepping).start()
     except BaseException:
         if space is not None:
             space.renew()
@@ -153,6 +156,7 @@ def _begin(
             telling=telling,
             pieces=SavedPieces(contents.pieces, files.put),
             watched=contents.watched,
+            steps=contents.steps.values(),
             finish=files.finish,
             commit=commit if rank == 0 else None,
             close=closing.close,

@@ -1,11 +1,12 @@
 """The pieces that a save has still to write when it returns: its thread writes them, or who is about to change one.
 
-See Note: Pieces that are about to change. Called by `background` and, through `ShardsSave`, by units and by the chunks of
-optimizers; knows neither files nor ranks.
+See Note: Pieces that are about to change, and Note: Pieces that a deferred step has still to update. Called by `background` and,
+through `ShardsSave`, by units and by the chunks of optimizers; knows neither files nor ranks.
 """
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -78,6 +79,10 @@ class SavedPieces:
         self._busy: dict[SavedPiece, int] = {}
         """Pieces that a thread is writing, and which one."""
         self._expected: dict[Hashable, frozenset[Hashable]] = {}
+        self._to_come: dict[Hashable, list[SavedPiece]] = {}
+        """Pieces that a deferred step has still to update."""
+        self._steps: set[Hashable] = set()
+        """Deferred steps that are not over."""
         self._hurried = self._stopped = False
         self._error: BaseException | None = None
 
@@ -86,19 +91,61 @@ class SavedPieces:
     ) -> None:
         """See `ShardsSave.before_change`. An error ends the save: `write_rest` raises it."""
         self._reclaim()
-        while not self._stopped and (owner in self._left or self._is_busy(owner)):
+        while not self._stopped and (owner in self._left or self._is_busy(owner, start, end)):
             with self._lock:
-                piece, busy = self._take(lambda: self._of(owner, start, end)), self._is_busy(owner)
+                piece = self._take(self._left, lambda: _of(self._left, owner, start, end))
+                busy = self._is_busy(owner, start, end)
             if piece is not None:
-                try:
-                    self._keep(piece, _given(piece, columns, first))
-                except Exception as error:
-                    self._error = self._error or error
-                    self.stop()
+                self._keep_or_fail(piece, partial(_given, piece, columns, first))
             elif busy:
                 time.sleep(_POLL_S)
             else:
                 return
+
+    def await_updates(self, step: Hashable, due: Iterable[tuple[Hashable, int, int]]) -> None:
+        """Leave to a deferred step, until `end_step`, what it has still to update: elements [start, end) of owners.
+
+        None of what was cut into pieces is in part in these.
+        """
+        starts: dict[Hashable, list[int]] = {}
+        ends: dict[tuple[Hashable, int], int] = {}
+        for owner, start, end in due:
+            starts.setdefault(owner, []).append(start)
+            ends[owner, start] = end
+        with self._lock:
+            self._steps.add(step)
+            for owner, begins in starts.items():
+                begins.sort()
+                left, coming = list[SavedPiece](), list[SavedPiece]()
+                for piece in self._left.get(owner, ()):
+                    before = bisect.bisect_right(begins, piece.start)
+                    is_due = before > 0 and piece.start < ends[owner, begins[before - 1]]
+                    (coming if is_due else left).append(piece)
+                if coming:
+                    self._to_come[owner] = coming
+                    self._left[owner] = left  # in its place among the others
+                if not left:
+                    self._left.pop(owner, None)
+
+    def updated(self, owner: Hashable, start: int, end: int, columns: Mapping[str, torch.Tensor], first: int = 0) -> None:
+        """See `ShardsSave.updated`. An error ends the save: `write_rest` raises it."""
+        while (piece := self._take(self._to_come, lambda: _of(self._to_come, owner, start, end))) is not None:
+            self._keep_or_fail(piece, partial(_part_given, piece, columns, first))
+
+    def end_step(self, step: Hashable, pieces: Iterable[SavedPiece]) -> None:
+        """Note that a deferred step is over; `pieces`: what is known only now."""
+        with self._lock:
+            if self._stopped:
+                return
+            assert not self._to_come or self._steps - {step}, "it has updated all that it was to"
+            for piece in pieces:
+                self._left.setdefault(piece.owner, []).append(piece)
+            self._steps.discard(step)
+
+    def fail(self, error: BaseException) -> None:
+        """End the save with an error, unless it has one."""
+        self._error = self._error or error
+        self.stop()
 
     def expect(self, caller: Hashable, owners: Iterable[Hashable]) -> None:
         """See `ShardsSave.expect`."""
@@ -117,15 +164,16 @@ class SavedPieces:
         """Let go of all pieces: the save has failed, or is over."""
         with self._lock:
             self._stopped = True
-            self._left, self._busy = {}, {}
+            for kept in (self._left, self._busy, self._to_come, self._steps):
+                kept.clear()
 
     def write_rest(self) -> None:
         """Return when all pieces are written, by whomever. Raises the first error."""
         buffers = collections.deque(aligned_buffer(BLOCK_BYTES) for _ in range(_AHEAD))
         ahead: collections.deque[tuple[SavedPiece, torch.Tensor, Pending]] = collections.deque()
         try:
-            while not self._stopped and (self._left or self._busy):
-                while len(ahead) < _AHEAD and (piece := self._take(self._next)) is not None:
+            while self._is_under_way():
+                while len(ahead) < _AHEAD and (piece := self._take(self._left, self._next)) is not None:
                     ahead.append((piece, *_begin(piece, buffers[0])))
                     buffers.rotate(-1)
                 if not ahead:
@@ -143,6 +191,16 @@ class SavedPieces:
         if self._error is not None:
             raise self._error
 
+    def _is_under_way(self) -> bool:
+        with self._lock:
+            return not self._stopped and bool(self._left or self._busy or self._to_come or self._steps)
+
+    def _keep_or_fail(self, piece: SavedPiece, values: Callable[[], torch.Tensor]) -> None:
+        try:
+            self._keep(piece, values())
+        except Exception as error:
+            self.fail(error)
+
     def _keep(self, piece: SavedPiece, values: torch.Tensor) -> None:
         with torch.no_grad():
             for place in piece.places:
@@ -150,15 +208,15 @@ class SavedPieces:
         with self._lock:
             self._busy.pop(piece, None)
 
-    def _take(self, find: Callable[[], SavedPiece | None]) -> SavedPiece | None:
-        """Return the piece that `find` returns, for this thread to write."""
+    def _take(self, among: dict[Hashable, list[SavedPiece]], find: Callable[[], SavedPiece | None]) -> SavedPiece | None:
+        """Return the piece that `find` returns, of those `among`, for this thread to write."""
         with self._lock:
             piece = find()
             if piece is not None:
                 self._busy[piece] = threading.get_ident()
-                self._left[piece.owner].remove(piece)
-                if not self._left[piece.owner]:
-                    del self._left[piece.owner]
+                among[piece.owner].remove(piece)
+                if not among[piece.owner]:
+                    del among[piece.owner]
             return piece
 
     def _reclaim(self) -> None:
@@ -169,26 +227,35 @@ class SavedPieces:
                     self._left[piece.owner].insert(0, piece)
                 del self._busy[piece]
 
-    def _is_busy(self, owner: Hashable) -> bool:
+    def _is_busy(self, owner: Hashable, start: int, end: int) -> bool:
         with self._lock:
-            return any(piece.owner == owner for piece in self._busy)
-
-    def _of(self, owner: Hashable, start: int, end: int) -> SavedPiece | None:
-        return next((piece for piece in self._left.get(owner, ()) if piece.start < end and start < piece.end), None)
+            return any(piece.owner == owner and piece.start < end and start < piece.end for piece in self._busy)
 
     def _next(self) -> SavedPiece | None:
         expected = frozenset[Hashable]() if self._hurried else frozenset[Hashable]().union(*self._expected.values())
         return next((pieces[0] for owner, pieces in self._left.items() if owner not in expected), None)
 
 
+def _of(among: Mapping[Hashable, Sequence[SavedPiece]], owner: Hashable, start: int, end: int) -> SavedPiece | None:
+    return next((piece for piece in among.get(owner, ()) if piece.start < end and start < piece.end), None)
+
+
 def _given(piece: SavedPiece, columns: Mapping[str, torch.Tensor] | None, first: int) -> torch.Tensor:
     """Return a piece's elements: of the memory that was given, where that has them."""
-    column = (columns or {}).get(piece.column)
-    if column is not None and first <= piece.start and piece.end <= first + column.numel():
-        return column[piece.start - first : piece.end - first]
+    if columns is not None and piece.column in columns and _is_given(piece, columns, first):
+        return _part_given(piece, columns, first)
     values, arriving = _begin(piece, None)
     arriving.wait()
     return values
+
+
+def _is_given(piece: SavedPiece, columns: Mapping[str, torch.Tensor], first: int) -> bool:
+    return first <= piece.start and piece.end <= first + columns[piece.column].numel()
+
+
+def _part_given(piece: SavedPiece, columns: Mapping[str, torch.Tensor], first: int) -> torch.Tensor:
+    assert _is_given(piece, columns, first), "what is written is cut where updates are, or finer"
+    return columns[piece.column][piece.start - first : piece.end - first]
 
 
 def _begin(piece: SavedPiece, buffer: torch.Tensor | None) -> tuple[torch.Tensor, Pending]:
@@ -230,6 +297,7 @@ def _part(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
 
 
 def _now(unit: Unit, start: int, end: int) -> torch.Tensor:
+    unit.wait_arrived()
     shard = unit.shard if unit.backing is None else unit.resident
     assert shard is not None, "it is in memory"
     return shard[start:end].cpu()

@@ -55,6 +55,8 @@ step_gradient — Snapshot of a gradient at `optimizer.step()`: what a deferred 
 step_hooks — Step hooks that let unmodified optimizers update this rank's shards of partitioned parameters.
 step_records — Records each step of an optimizer on the units that it updates, for the ranks to compare
     (`runtime/comm/steps_done.py`).
+step_saves — Saves that begin while a deferred step is under way: what it has still to make, they take from it as it is
+    made.
 timed_update — Times of updates, for whoever records a step.
 watched_states — States in memory that a save in the background has still to write, and the dict that lets nobody change them
     before.

@@ -6,7 +6,7 @@ Called by `chunked_step` and `deferred_step`; knows no threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, MutableMapping, Set
+from collections.abc import Generator, Hashable, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from zinf_compile.runtime.lanes.lanes import Pending
 from zinf_compile.runtime.transfer.chunk_buffers import ChunkBuffer
 from zinf_compile.runtime.transfer.move import StagingBuffers
 from zinf_compile.runtime.units.pending_updates import Updates
+from zinf_compile.runtime.units.saving import ShardsSave
 from zinf_compile.runtime.units.unit import Unit
 from zinf_compile.sharded.parameter import ShardedParameter
 
@@ -92,6 +93,19 @@ class ChunkStep:
                 self._finish_state(parameter, piece, name, state, staging)
             self._owner.applied(parameter)
         self._owner.write(self._number, self._buffer)
+
+    @property
+    def owner(self) -> Hashable:
+        """What a save knows its states by."""
+        return self._owner.transfers.owner(self._number)
+
+    def hand_to(self, save: ShardsSave) -> None:
+        """Let a save that waits for them have the values and states after `finish`, before they are reported."""
+        with self._owner.context.lanes.meter.waiting():
+            for parameter, (piece, value) in zip(self.scalar_states, self._pieces, strict=True):
+                save.updated(parameter._zinf_unit, piece.start, piece.end, {VALUE: value}, piece.start)
+            if self._states:
+                save.updated(self.owner, 0, self._owner.chunks[self._number].numel, self._states)
 
     def report(self, updates: Updates[Unit]) -> None:
         """Note what is updated, before the next chunk is requested."""

@@ -8,17 +8,19 @@ Note: Deferred step
     was issued before `step()`. It commits all chunks to `optimizer.state` together at the end. Readers of states call
     `finish_deferred` first. Readers of the step's results raise its error; its parameters stay unusable until loaded.
     Gradients in memory are there beside the next forward; a backward waits until they are applied, and so does a graph that has
-    no room beside them (`runtime/memory/pending_gradients.py`).
+    no room beside them (`runtime/memory/pending_gradients.py`). A save that begins meanwhile takes what is still to be updated
+    from the worker, chunk by chunk (`step_saves.py`).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
+import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.optim import Optimizer
 
 from zinf_compile._torch import compile_lock
 from zinf_compile.errors import StepFailedError
+from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import Sides
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.system.accelerator import current_stream
@@ -35,6 +38,7 @@ from zinf_compile.runtime.units.unit import Unit
 from .chunk_step import ChunkStep, chunk_steps
 from .offloaded_states import OffloadedStates
 from .record import OptimizerRecord, all_records, record_of
+from .step_saves import StepSave, StepSaves, copied
 
 _log = logging.getLogger("zinf_compile")
 
@@ -55,16 +59,24 @@ class DeferredStep:
         self._chunks: Generator[ChunkStep] = (chunk for source in self._sources for chunk in chunk_steps(source, optimizer))
         self.done: list[ChunkStep] = []
         """Updated chunks, committed together after the last one."""
-        self._due = [(unit, piece) for source in self._sources for unit, piece in source.pieces_due()]
+        self._due: dict[Hashable, list[tuple[Unit, Piece]]] = collections.defaultdict(list)
+        """The pieces of chunks that are not updated yet, by what a save knows the chunk's states by."""
+        for owner, unit, piece in [due for source in self._sources for due in source.pieces_due()]:
+            self._due[owner].append((unit, piece))
         self._snapshot: Optimizer | None = _with_settings_now(optimizer)
         self._groups = list(optimizer.param_groups)
         self._step_one = step_one
         self._threads = torch.get_num_threads()
+        self._device = self._sources[0].context.device
         self._contexts = list(dict.fromkeys(source.context for source in self._sources))
         self._before: torch.Event | None = None
         self.pending: Pending = Done()
         """Done when no thread works on the step."""
-        self._updates: Updates[Unit] | None = None
+        self.updates: Updates[Unit] | None = None
+        """Of its parameters; None before `start`."""
+        self._saves = StepSaves()
+        self._adds_states = True
+        """Small states, such as step counts, may be new after it."""
 
     def take_first(self) -> ChunkStep:
         """Return the first chunk, which the caller updates before `start`."""
@@ -75,16 +87,18 @@ class DeferredStep:
     def start(self) -> None:
         """Mark the parameters as pending and submit the remaining chunks to the worker."""
         spans: dict[Unit, list[Span]] = collections.defaultdict(list)
-        for unit, piece in self._due:
+        for unit, piece in itertools.chain.from_iterable(self._due.values()):
             spans[unit].append((piece.start, piece.end))
-        self._due = []
-        updates = self._updates = Updates(spans)
-        issued = current_stream(self._sources[0].context.device)
+        for chunk in self.done:
+            del self._due[chunk.owner]
+        updates = self.updates = Updates(spans)
+        issued = current_stream(self._device)
         self._before = None if issued is None else issued.record_event()
         assert self._optimizer is not None, "it starts once"
         record = record_of(self._optimizer)
         record.mark_deferred()
         creates = any(state for chunk in self.done for state in chunk.scalar_states.values())
+        self._adds_states = creates or not self.done
         for source in self._sources:  # before the update: deleting an entry meanwhile then resets the state
             source.leave_states(self._optimizer, creates=creates)
         for context in self._contexts:
@@ -102,21 +116,50 @@ class DeferredStep:
             for unit in spans:
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
+            self._saves.fail()
+            self._due = {}
             self._chunks.close()  # the error keeps this object alive; closed later, it would end the chunks of another step
             self._let_go()
             raise
 
     def raise_failure(self) -> None:
         """After the step: raise its error, unless that was raised before."""
-        if self._updates is not None:
-            self._updates.wait()
+        if self.updates is not None:
+            self.updates.wait()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it has failed, and its error was raised."""
+        return self.updates is not None and self.updates.is_told
 
     def abandon(self) -> None:
         """Fail the pending updates, in a forked process: the worker thread doesn't exist there."""
         self.pending = Done()
         self._let_go()
-        if self._updates is not None:
-            self._updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+        self._saves.abandon()
+        if self.updates is not None:
+            self.updates.abandon(lambda: StepFailedError("this process was forked from one whose step was still under way"))
+
+    def being_saved(self, optimizer: Optimizer) -> list[OffloadedStates]:
+        """Return what of the optimizer's it updates, if a save may begin now and take from it what is still to be updated.
+
+        Nothing where it is over, and where states or groups were replaced since `step()`, or states may be new after it.
+        """
+        sources = self._sources  # of the thread that updates, which replaces the list at the end
+        if self._saves.is_over or any(mine is not now for mine, now in zip(self._groups, optimizer.param_groups, strict=False)):
+            return []
+        settled = all(source.table.is_settled(optimizer, source.due, adds=self._adds_states) for source in sources)
+        return sources if settled else []
+
+    def let_save(self, save: StepSave, optimizer: Optimizer) -> None:
+        """Let a save that is about to begin take what is still to be updated, see `StepSaves.begin`."""
+        self._saves.begin(save, optimizer, self._device, self._places_due)
+
+    def _places_due(self) -> Iterator[tuple[Hashable, int, int]]:
+        for owner, pieces in self._due.items():
+            yield owner, 0, sys.maxsize
+            for unit, piece in pieces:
+                yield unit, piece.start, piece.end
 
     def gradient_bytes(self) -> Sides:
         """See `GradientHolder.gradient_bytes`."""
@@ -127,8 +170,8 @@ class DeferredStep:
 
     def settle(self) -> None:
         """See `GradientHolder.settle`."""
-        if self._updates is not None:
-            self._updates.settle()
+        if self.updates is not None:
+            self.updates.settle()
 
     def _let_go(self) -> None:
         for context in self._contexts:
@@ -136,7 +179,7 @@ class DeferredStep:
         self._contexts = []
 
     def _run(self) -> None:
-        optimizer, updates = self._optimizer, self._updates
+        optimizer, updates = self._optimizer, self.updates
         assert optimizer is not None
         assert updates is not None
         record = record_of(optimizer)
@@ -152,11 +195,12 @@ class DeferredStep:
             for unit in updates.units():
                 unit.spoil(text)
             updates.fail(lambda: _failed(text, cause))
+            self._saves.fail()
         finally:  # the optimizer's record refers to this object: break the cycle
             self._optimizer, self._snapshot = None, None
             self._chunks.close()
             self._let_go()
-            self._sources, self._groups, self.done = [], [], []
+            self._sources, self._groups, self.done, self._due = [], [], [], {}
 
     @contextlib.contextmanager
     def _beside_compute(self) -> Iterator[None]:
@@ -183,16 +227,22 @@ class DeferredStep:
             with compile_lock:  # while Dynamo compiles, `is_compiling()` is true in all threads, and optimizers branch on it
                 record.mark_incomplete(type(optimizer).__name__, len(self.done) + 1)
                 settings += self._step_one(self._snapshot, chunk)
-            chunk.report(updates)
+            with self._saves.reporting() as saves:
+                for save in saves:
+                    chunk.hand_to(save)
+                chunk.report(updates)
+                del self._due[chunk.owner]
             self.done.append(chunk)
         for chunk in self.done:
             chunk.commit(optimizer)
         _merge(self._groups, self._snapshot.param_groups, settings)
         for source in self._sources:
             source.finish(optimizer)
-        issued = current_stream(self._sources[0].context.device)
+        issued = current_stream(self._device)
         if issued is not None:
             issued.synchronize()  # readers are no longer ordered after what is copied to the device
+        before = self._snapshot.param_groups
+        self._saves.end(lambda groups: _merge(groups, before, settings), self._device)
         updates.close()
         record.mark_whole()
 
@@ -251,13 +301,9 @@ def _with_settings_now(optimizer: Optimizer) -> Optimizer:
     frozen: Optimizer = object.__new__(type(optimizer))
     # tensor attributes may change once `step()` has returned, such as a GradScaler's scale
     vars(frozen).update({k: _copy_tensor(v) for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
-    frozen.param_groups = [{k: _copy(v) for k, v in group.items()} for group in optimizer.param_groups]
+    frozen.param_groups = [{k: copied(v) for k, v in group.items()} for group in optimizer.param_groups]
     frozen.state = collections.defaultdict(dict)
     return frozen
-
-
-def _copy(value: Any) -> Any:
-    return _copy_tensor(value) if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _copy_tensor(value: Any) -> Any:

@@ -120,12 +120,12 @@ class OffloadedStates:
         """Number of chunks that the current step will update."""
         return len(self._order())
 
-    def pieces_due(self) -> Iterator[tuple[Unit, Piece]]:
-        """Yield the units and pieces that the current step will update."""
+    def pieces_due(self) -> Iterator[tuple[Hashable, Unit, Piece]]:
+        """Yield the units and pieces that the current step will update, with what a save knows their chunk's states by."""
         for number in self._order():
             for parameter, piece in self.chunks[number].pieces:
                 if parameter in self.gradients:
-                    yield parameter._zinf_unit, piece
+                    yield self.transfers.owner(number), parameter._zinf_unit, piece
 
     def load_chunks(self, optimizer: Optimizer) -> Generator[tuple[int, ChunkBuffer]]:
         """Yield the chunks with gradients, by number; each is loaded in its buffer, the next one in flight."""

@@ -6,13 +6,14 @@ States on a drive come by chunks, which hold all states of some elements; those 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zinf_compile.errors import UnsupportedOptimizerError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.pieces import Piece
 from zinf_compile.ir.sizes import BLOCK_BYTES
@@ -47,21 +48,43 @@ class OwnStates:
 
 
 @torch.no_grad()
-def own_states(optimizer: Optimizer) -> dict[torch.Tensor, OwnStates]:
-    """Return what this rank has of each parameter that has states, in the order of the groups; a deferred step ends first."""
-    finish_deferred(optimizer)
+def own_states(optimizer: Optimizer, updating: Collection[OffloadedStates] = ()) -> dict[torch.Tensor, OwnStates]:
+    """Return what this rank has of each parameter that has states, in the order of the groups; a deferred step ends first.
+
+    `updating`: what a deferred step may still update meanwhile, and nobody waits for it; small states are those before it.
+    """
+    if not updating:
+        finish_deferred(optimizer)
     for states in _offloaded(optimizer):
-        states.reconcile(optimizer)
+        if states not in updating:
+            states.reconcile(optimizer)
     split, found = split_units(optimizer), {}
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        given = states_of(optimizer, parameter)
-        if not given:
+        given, on_drive = in_memory(states_of(optimizer, parameter)), _on_drive(optimizer, parameter)
+        if not given and not on_drive:
             continue
         unit = parameter._zinf_unit if isinstance(parameter, ShardedParameter) else split.get(parameter)
-        on_drive = _on_drive(optimizer, parameter)
-        memory = without_note(in_memory(given))
+        memory = without_note(given)
         large = {name: value.dtype for name, value in memory.items() if _is_large(value, parameter, unit)}
         found[parameter] = OwnStates(unit, {**large, **on_drive}, {n: v for n, v in memory.items() if n not in large})
+    return found
+
+
+def small_states(updated: Iterable[OffloadedStates]) -> dict[torch.Tensor, Mapping[str, Any]]:
+    """Return the small states of each parameter that the last step has updated in parts, as it has committed them.
+
+    Raises `UnsupportedOptimizerError` where it has added or dropped a state of a parameter's size.
+    """
+    found: dict[torch.Tensor, Mapping[str, Any]] = {}
+    for states in updated:
+        for parameter in states.due:
+            entry, names = states.table.entries.get(parameter), set(states.kept[parameter])
+            if (entry.stored if entry is not None else set()) != names:
+                raise UnsupportedOptimizerError(
+                    f"a step has added states of {parameter._zinf_unit.name} or dropped some; found {sorted(names)} before it: "
+                    "call zinf_compile.synchronize() between optimizer.step() and zinf_compile.save()"
+                )
+            found[parameter] = without_note(entry.memory) if entry is not None else {}
     return found
 
 

@@ -14,7 +14,7 @@ from zinf_compile.sharded.parameter import ShardedParameter
 from .chunk_transfers import ChunkTransfers
 from .chunks import Kept
 from .pending_states import StatesAside
-from .state_entry import StateEntry, in_memory
+from .state_entry import StateEntry, in_memory, states_of
 from .state_layout import without_note
 
 
@@ -71,6 +71,25 @@ class StateTable:
             self.entries[parameter] = self.new_entry(optimizer, parameter, {})
             optimizer.state[parameter] = self.entries[parameter]
         return self.entries[parameter]
+
+    def is_settled(self, optimizer: Optimizer, due: Sequence[ShardedParameter], *, adds: bool) -> bool:
+        """Return whether a step of `due` that is under way leaves all states as they are, but for their values.
+
+        Then `reconcile` has nothing to do, and the step adds no state: `adds` says whether it may, where a parameter has none.
+        Waits for nothing.
+        """
+        if not self.by_entry or any(entry.copies for entry in self.entries.values()):
+            return False
+        for parameter in self.kept:
+            given, entry = states_of(optimizer, parameter), self.entries.get(parameter)
+            if given is not entry and not (entry is None and type(given) is dict and not given):
+                return False
+        return all(self._is_complete(parameter, adds=adds) for parameter in due)
+
+    def _is_complete(self, parameter: ShardedParameter, *, adds: bool) -> bool:
+        entry = self.entries.get(parameter)
+        stored, memory = (set[str](), {}) if entry is None else (entry.stored, without_note(entry.memory))
+        return stored == set(self.kept[parameter]) and bool(memory or not adds)
 
     def present(self, parameter: ShardedParameter, optimizer: Optimizer) -> Set[str]:
         """Return the names of a parameter's states of its size that exist already."""

@@ -147,3 +147,97 @@ def test_a_piece_whose_writing_was_interrupted_is_written_again() -> None:
     owners.pieces.hurry()
     writing.join()
     owners.check()
+
+
+def updating(owners: Owners, numbers: list[int]) -> None:
+    """What a deferred step does: it changes owners, and hands over what it has made."""
+    for number in numbers:
+        for start in (0, 3 * PIECE):
+            end = min(start + 3 * PIECE, NUMEL)
+            columns = {c: torch.randn(end - start) for c in COLUMNS}
+            owners.pieces.before_change(number, start, end)  # before the update: there is nothing to write yet
+            for column, values in columns.items():
+                owners.values[number, column][start:end] = owners.before[number, column][start:end] = values
+            owners.pieces.updated(number, start, end, columns, start)
+
+
+def due(numbers: list[int]) -> list[tuple[Hashable, int, int]]:
+    return [(n, start, end) for n in numbers for start, end in [(3 * PIECE, NUMEL), (0, 3 * PIECE)]]
+
+
+def test_what_a_step_has_still_to_update_has_the_values_after_it() -> None:
+    owners, step, numbers = Owners(6, 0), object(), [1, 2, 4]
+    owners.pieces.await_updates(step, due(numbers))
+    writing = running(owners.pieces.write_rest)
+    owners.pieces.hurry()  # nobody writes what is not there
+    while any(owners.found[n, c].isnan().any() for n in (0, 3, 5) for c in COLUMNS):
+        time.sleep(0.001)
+    assert all(owners.found[n, c].isnan().all() for n in numbers for c in COLUMNS)
+    updating(owners, numbers)
+    assert not any(owners.found[n, c].isnan().any() for n in numbers for c in COLUMNS)
+    assert writing.is_alive(), "it waits for the end of the step"
+    late = torch.arange(3.0)
+    owners.found[9, "c"], owners.before[9, "c"] = torch.full((3,), torch.nan), late
+    owners.pieces.end_step(step, [SavedPiece(9, "c", 0, 3, torch.float32, [Place("9c", 0, 0, 3)], lambda: late)])
+    writing.join()
+    assert set(owners.read) == {3, 5}, "what is handed over is not read"
+    owners.check()
+
+
+def test_what_it_has_updated_before_is_read_and_only_the_rest_comes_from_it() -> None:
+    owners, step = Owners(4, 0), object()
+    owners.pieces.await_updates(step, due([1])[:1])
+    writing = running(owners.pieces.write_rest)
+    while owners.found[1, "b"][: 3 * PIECE].isnan().any():
+        time.sleep(0.001)
+    assert owners.found[1, "a"][3 * PIECE :].isnan().all()
+    owners.pieces.updated(1, 3 * PIECE, NUMEL, {c: owners.values[1, c][3 * PIECE :] for c in COLUMNS}, 3 * PIECE)
+    owners.pieces.end_step(step, [])
+    writing.join()
+    owners.check()
+
+
+def test_a_save_fails_with_its_step() -> None:
+    owners, step = Owners(2, 0), object()
+    owners.pieces.await_updates(step, due([0, 1]))
+    writing_error: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            owners.pieces.write_rest()
+        except ValueError as error:
+            writing_error.append(error)
+
+    writing = running(write)
+    owners.pieces.fail(ValueError("the step"))
+    writing.join()
+    assert [str(error) for error in writing_error] == ["the step"]
+    owners.pieces.updated(0, 0, NUMEL, dict.fromkeys(COLUMNS, torch.zeros(NUMEL)))  # too late, and no error
+    owners.pieces.end_step(step, [])
+
+
+def test_a_step_that_hands_over_too_little_at_once_fails_the_save() -> None:
+    owners, step = Owners(1, 0), object()
+    owners.pieces.await_updates(step, [(0, 0, NUMEL)])
+    owners.pieces.updated(0, 1, 5, {c: torch.zeros(4) for c in COLUMNS}, 1)
+    with pytest.raises(AssertionError, match="cut where updates are"):
+        owners.pieces.write_rest()
+
+
+def test_who_changes_elements_waits_for_nobody_who_writes_others() -> None:
+    owners, begun, gate = Owners(1, 0), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    owners.slow = slow
+    changing = running(lambda: owners.change(0, 0, PIECE, given=False))
+    assert begun.wait(60)
+    owners.slow = lambda: None
+    owners.change(0, PIECE, NUMEL, given=False)
+    assert changing.is_alive()
+    gate.set()
+    changing.join()
+    owners.pieces.write_rest()
+    owners.check()
