@@ -94,7 +94,7 @@ class _Decision:
             self._found = [base]
             account = self._account(base)
             if homes is not None:
-                self._placements = homes.decide(account, self._excess, a_few(base.choices))
+                self._placements = homes.decide(account, self._fit_of, a_few(base.choices))
             share = self._share(account)
             best = share.best(self._placements)
             over = share.excess(self._placements, best)
@@ -115,9 +115,8 @@ class _Decision:
             return self._homes.account(base.scheduled)
         return StepAccount(base.scheduled, self._context, self._placements)
 
-    def _excess(self, placements: Placements, saving: Saving) -> Excess:
-        found = next(each for each in self._found if each.blocks == saving.again.blocks)
-        return found.excess(placements, saving)
+    def _fit_of(self, saving: Saving) -> Fit:
+        return next(each for each in self._found if each.blocks == saving.again.blocks).fit
 
     def _share(self, account: StepAccount) -> SavedChoices:
         """Return what is chosen from, where the share of blocks that is best for all ranks runs again."""
@@ -136,7 +135,7 @@ class _Decision:
         if len(self._found) > 1:
             if self._homes is not None:
                 choices = [a_few(each.choices, most=FEW) if each.blocks else a_few(each.choices) for each in self._found]
-                self._placements = self._homes.decide(account, self._excess, list(itertools.chain(*choices)))
+                self._placements = self._homes.decide(account, self._fit_of, list(itertools.chain(*choices)))
             outcomes = [each.outcome(self._placements, account) for each in self._found]
             chosen = self._found[best_share(self._of_ranks(outcomes))]
         if not self._budget.measuring:

@@ -59,7 +59,7 @@ class SavedChoices:
 
     def account(self, fit: Fit) -> None:
         """Count the memory that each choice takes, and find the choices."""
-        self._fit = fit
+        self.fit = fit
         if self._open:
             self.choices = savings(self._candidates())
 
@@ -68,7 +68,7 @@ class SavedChoices:
         forward, backward = map(copied, self._cut.graphs)
         remakable.plan(forward, backward, blocks)
         found = SavedChoices(dataclasses.replace(self._cut, graphs=(forward, backward)), self._budget, self._tiers)
-        found.account(self._fit.of(found.scheduled))
+        found.account(self.fit.of(found.scheduled))
         found.choices = beside(account.again(found.scheduled, blocks), found.choices)
         return found
 
@@ -79,7 +79,7 @@ class SavedChoices:
 
     def excess(self, placements: Placements, saving: Saving) -> Excess:
         """Return the bytes by which one of the choices exceeds what is left, with parameters at these placements."""
-        return self._fit.excess(placements, saving.moving)
+        return self.fit.excess(placements, saving.moving)
 
     def best(self, placements: Placements) -> Saving:
         """Return the choice that fits and of which the least leaves; where none does, the one that lacks least."""
@@ -96,7 +96,7 @@ class SavedChoices:
         topology, kind = budget.context.link.topology, budget.context.device.type
         drives = [tier for tier in self._tiers if not tier.in_memory]
         links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *drives], 1))
-        ahead, back = map(budget.compute.performed, self.scheduled)
+        ahead, back = self.fit.performed
         away: Mapping[str, float] = seconds_away(
             ahead,
             back,
