@@ -37,8 +37,6 @@ def test_without_a_drive_what_has_no_room_is_made_again(caplog: pytest.LogCaptur
         before = again
         assert run.held_at_most() <= cap
     assert before == 0, "everything fits: everything is kept"
-    with pytest.raises(BudgetError, match=f"works is {made_again:,}"):
-        Run({**WORDS, "device_memory": made_again - 1}).step()
 
 
 def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(tmp_path: Path) -> None:
@@ -65,6 +63,7 @@ def test_blocks_that_take_long_are_not_run_again(tmp_path: Path) -> None:
     assert run.decided["nvme"] > 0 == run.decided["recompute"]
 
 
+@pytest.mark.slow
 def test_less_than_either_alone_needs(tmp_path: Path) -> None:
     """The smallest cap is that of blocks that run again, from inputs on the drive."""
     drive = {**WORDS, "nvme": str(tmp_path)}
@@ -77,10 +76,9 @@ def test_less_than_either_alone_needs(tmp_path: Path) -> None:
     assert same(run, expected)
     assert run.decided["recompute"] > 0 < run.decided["nvme"]
     assert run.held_at_most() <= both
-    with pytest.raises(BudgetError, match=f"works is {both:,}"):
-        Run({**drive, "device_memory": both - 1}, heavy=True).step()
 
 
+@pytest.mark.slow
 def test_together_with_homes(tmp_path: Path) -> None:
     """Parameters on the drive are read once more for what runs again."""
     drive = {"nvme": str(tmp_path), "bucket": 70_000, "compute_shape": {"piece_numel": 8192}}
@@ -98,16 +96,6 @@ def test_together_with_homes(tmp_path: Path) -> None:
         Run({**drive, "device_memory": smallest - 1}).step()
 
 
-def test_each_of_several_graphs_has_its_share() -> None:
-    expected = Run({}, breaks=True)
-    expected.step()
-    kept, made_again = least({**WORDS, "activations": "keep"}), least(WORDS)
-    run = Run({**WORDS, "device_memory": (kept + made_again) // 2}, breaks=True)
-    run.step()
-    assert same(run, expected)
-    assert run.decided["recompute"] > 0
-
-
 def test_dynamic_sizes() -> None:
     """Nothing is reserved for what runs again: it may be of any size."""
     cap = (least({**WORDS, "activations": "keep"}) + least(WORDS)) // 2
@@ -121,3 +109,12 @@ def test_dynamic_sizes() -> None:
             losses.append(loss.item())
     assert losses[:3] == losses[3:]
     assert run.decided["recompute"] > 0
+
+
+def test_what_runs_again_without_being_read_is_counted_and_goes() -> None:
+    """A block returns all that the forward's did: of values that are kept, the second ones are there until the region ends."""
+    forced = {**WORDS, "activations": "recompute"}
+    cap = least(forced, heavy=True)
+    run = Run({**forced, "device_memory": cap}, heavy=True)
+    run.step()
+    assert 0.9 * cap < run.held_at_most() <= cap

@@ -67,7 +67,7 @@ class Run:
         self.values: list[torch.Tensor] = []
         """Of the parameters and the random generator, after the last step."""
 
-    def step(self) -> None:
+    def train(self) -> None:
         for batch in self.batches:
             loss = self.model(batch)
             loss.backward()
@@ -75,6 +75,10 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         zinf_compile.synchronize()
+
+    def step(self) -> None:
+        """Train for one step, and note the values that it leads to."""
+        self.train()
         self.values = [*zinf_compile.full_state_dict(self.model).values(), torch.get_rng_state()]
 
     @property
@@ -86,7 +90,7 @@ class Run:
     def held_at_most(self) -> int:
         """Return the most bytes that PyTorch's allocator and the runtime hold in a step, with the input of a call."""
         parameter: Any = next(p for p in self.model.parameters() if isinstance(p, ShardedParameter))
-        return int(parameter._zinf_unit.context.memory.ledger.total()[0] + VALUE + allocated_at_most(self.step))
+        return int(parameter._zinf_unit.context.memory.ledger.total()[0] + VALUE + allocated_at_most(self.train))
 
 
 def least(options: dict[str, Any], **model: Any) -> int:
