@@ -132,6 +132,5 @@ class HomePlanner:
         return StepAccount(scheduled, self._context, self._placements, self._allowed)
 
 
-
 def _distance(tier: Tier) -> int:
     return tier.distance
