@@ -179,9 +179,14 @@ def _last_passes(hops: Callable[[Tier], Sequence[str]]) -> tuple[Pass, ...]:
 
 def just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
     """Return a copy of a graph that `region_passes` have seen, for decisions about it: the compiler goes on with the original."""
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    copied.meta.update(gm.meta)
-    return run_passes(copied, region_passes(bucket_bytes=bucket_bytes))
+    return run_passes(copied(gm), region_passes(bucket_bytes=bucket_bytes))
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph, to try out what may become of it."""
+    found = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    found.meta.update(gm.meta)
+    return found
 
 
 def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lambda tier: ()) -> fx.Graph:
@@ -223,6 +228,7 @@ def run_passes(
 
 __all__ = [
     "Pass",
+    "copied",
     "graph_passes",
     "inference_passes",
     "joint_passes",

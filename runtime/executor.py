@@ -75,7 +75,7 @@ def _perform(run: Run, recorder: GraphRecorder | None) -> None:
             values = [registers[r] for r in step.inputs]
             for r in frees:
                 registers[r] = None
-            _store(registers, step.outputs, step.fn(values) if recorder is None else recorder.compute(step, values))
+            _store(registers, step.outputs, step.fn(values) if recorder is None else recorder.compute(step, values), frees)
             continue
         if recorder is None:
             PERFORM[type(step)](step, run)
@@ -104,10 +104,11 @@ def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context) -> torch.Te
     return full
 
 
-def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any]) -> None:
-    """Put a region's results into their registers; nothing else holds them afterwards."""
+def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], unread: Sequence[int]) -> None:
+    """Put a region's results into their registers, but for those that nothing reads; nothing else holds them afterwards."""
     for place, value in zip(places, values, strict=True):
-        registers[place] = value
+        if place not in unread:
+            registers[place] = value
 
 
 def _wait(step: Wait, run: Run) -> None:

@@ -98,8 +98,8 @@ class Config:
     activations: str = "auto"
     """Values that a forward saves for its backward: `"keep"`, in the memory of the device; `"host"` (the same for a model on the
     CPU) or `"nvme"` (the drive of option `nvme`), until the backward; `"recompute"`: dropped, and made again in the backward,
-    block by block, by the forward's own compute. `"auto"`: kept, but for those that a declared `device_memory` has no room for.
-    Numbers are the same for any word."""
+    block by block, by the forward's own compute. `"auto"`: kept, but for those that a declared `device_memory` has no room for:
+    these move, or are made again. Numbers are the same for any word."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move

@@ -13,6 +13,7 @@ planned_graph — A plan as passes look things up in it: by the parameters and r
 print_graph — Graphs as text, one operator a line. `zinf dump`, `summary` and the tests call it.
 region_facts — Operators, modules, floating-point operations and bytes of the compute between transfers.
 repeatable — Compute of a forward that can run a second time with the same results, and what it reads.
+run_again — What it takes that compute of a forward runs again in its backward: seconds, and what is gathered once more.
 saved_memories — Memory that a forward makes and its backward reads, which may leave the device in between.
 saved_time — How long saved memory is away from the device, and which of it is alike in equal blocks.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.

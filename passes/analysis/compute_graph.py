@@ -16,6 +16,7 @@ from zinf_compile.ir.op_spec import SCHEDULE_OPS
 from zinf_compile.ir.sizes import round_up
 from zinf_compile.passes.graph.alias import aliased_inputs, is_elementwise, is_view
 from zinf_compile.passes.graph.node_facts import starts_region
+from zinf_compile.passes.graph.remade import is_result
 from zinf_compile.passes.graph.token_loop import is_token_loop
 
 ROUNDING = {"cpu": 64}
@@ -70,8 +71,12 @@ class ComputeGraph:
         return self._aliases[node]
 
     def last_reader(self, node: fx.Node) -> int:
-        """Return the place of a node's last user; its own where nothing reads it."""
-        return max((self.place[user] for user in node.users), default=self.place[node])
+        """Return the place of a node's last user; its own where nothing reads it.
+
+        What runs again returns the forward's results whether or not they are read: these are there until their region ends.
+        """
+        last = max((self.place[user] for user in node.users), default=self.place[node])
+        return max(last, self._regions[self.place[node]][1]) if is_result(node) else last
 
     def made(self, node: fx.Node) -> tuple[tuple[int, int], ...]:
         """Return which of a node's results are tensors on the device, each with its bytes."""
@@ -107,6 +112,8 @@ class ComputeGraph:
         return self._fused_away[node]
 
     def _find_fused_away(self, node: fx.Node) -> bool:
+        if is_result(node):
+            return False
         run, stack = self._fused[self.place[node]], [node]
         while stack:
             reader = stack.pop()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -118,7 +118,7 @@ def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
         given = facts.seconds(nodes)
         yield Region(
             name=f"{run.name}:{number}{place}",
-            seconds=_seconds(nodes, bytes_of_region(nodes, owners), facts) if given is None else given,
+            seconds=seconds_of_region(nodes, owners, facts) if given is None else given,
             workspace_bytes=peak,
             structure=_digest((run.is_backward, structure_of(nodes))),
             graph=run.name,
@@ -126,9 +126,12 @@ def _regions(run: Run, saved: Saved, facts: StepFacts) -> Iterator[Region]:
         )
 
 
-def _seconds(nodes: Sequence[fx.Node], moved: int, facts: StepFacts) -> float:
-    """Return the longer of a region's operations, each in its own type, and of its inputs and outputs passing memory once."""
-    computing = 0.0
+def seconds_of_region(nodes: Sequence[fx.Node], owners: Mapping[fx.Node, fx.Node], facts: StepFacts) -> float:
+    """Return the longer of a region's operations, each in its own type, and of its inputs and outputs passing memory once.
+
+    `owners`: those of the memory of the graph's values.
+    """
+    computing, moved = 0.0, bytes_of_region(nodes, owners)
     for node in nodes:
         if operations := operations_of(node):
             computing += operations / facts.flops_per_second(type_of(node))

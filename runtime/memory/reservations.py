@@ -61,6 +61,8 @@ class Reservations:
         """The sizes of tiles follow from `declared_device`."""
         self.ahead: dict[Hashable, int] = {}
         """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
+        self.remade: dict[Hashable, int] = {}
+        """Blocks of a forward that run again in its backward, as decided when all ranks compiled it, by what identifies it."""
         self._made: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:

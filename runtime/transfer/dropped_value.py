@@ -47,7 +47,7 @@ class DroppedValue(torch.Tensor):
         value = next((a for a in (*args, *(kwargs or {}).values()) if isinstance(a, DroppedValue)), None)
         raise UnsupportedModelError(
             f"{func} reads {'a saved value' if value is None else value.called}, which a compiled forward has dropped and its "
-            "backward makes again by option activations='recompute': hooks of saved tensors "
+            "backward makes again (activations='recompute', or 'auto' within device_memory): hooks of saved tensors "
             "(torch.autograd.graph.saved_tensors_hooks, save_on_cpu) may pass such values on but not read them. Leave the hooks "
             "out, or use activations='keep'"
         )

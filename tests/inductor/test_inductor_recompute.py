@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from capped_blocks import VALUE, WORDS, Run, least, same
 from torch import nn
 
 from zinf_compile.backend import regions
@@ -66,3 +68,18 @@ def test_recompute_has_the_bits_of_keep_and_compiles_no_region_more(autocast: bo
     again = [step for step in programs["backward"].steps if isinstance(step, Region) and step.name.endswith("again")]
     assert len(again) == 2
     assert {id(step.fn) for step in again} <= {id(s.fn) for s in programs["forward"].steps if isinstance(s, Region)}
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+def test_some_blocks_run_again_some_values_move_some_stay(tmp_path: Path) -> None:
+    drive = {**WORDS, "compute": "inductor", "nvme": str(tmp_path)}
+    cap = least({**drive, "activations": "nvme"}) + 2 * VALUE
+    expected = Run({"compute": "inductor"})
+    expected.step()
+    compiled = set(regions._shared)
+    run = Run({**drive, "device_memory": cap})
+    run.step()
+    assert same(run, expected)
+    assert min(run.decided.values()) > 0
+    assert run.held_at_most() <= cap
+    assert compiled >= set(regions._shared)

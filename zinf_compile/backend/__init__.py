@@ -19,13 +19,15 @@ placement_of_inputs — Placement of a graph whose parameters are partitioned al
     defaults.
 plan_graphs — Plans for the transfers of one graph, by the planner that option `planner` names.
 planned_step — The problem and the plan of a step that was recorded.
-remake — Decides which saved values are dropped and made again in the backward, and lets both graphs carry that.
+remake — What can be dropped and made again in a backward; both graphs are given what a share of that takes.
 regions — Compiles regions through Inductor: each distinct structure once, several in parallel.
 replan — Plans made anew from measured costs, between two steps.
 run_graph — The callable that AOTAutograd runs in the place of one scheduled graph.
+saved_choices — What may become of saved values where a share of the blocks runs again: choices that `decide_memory` weighs.
 saved_values — Space on drives for the values that a graph saves there.
 states_kept — What the optimizers of this process keep for each parameter.
 static_shapes — Specialises a graph that Dynamo captured with dynamic sizes to the sizes of this call.
+step_account — What a step of one captured graph takes at rough rates, for the decisions about it.
 tell_homes — What was decided for the parameters of a graph, as text.
 wrappers — Refusal of models in data-parallel wrappers.
 """

@@ -1,32 +1,48 @@
 """Decides, right after the cut and before the schedule is written, where everything of one captured graph lives: states of its
 parameters, and values that its forward saves, under the same caps. Called by `graph_compiler`.
+
+Note: what is made again
+    Only where something would have to leave, and compute would wait for it: then shares of the blocks that could run again are
+    weighed against moving. What a rank moves is its own affair, but blocks that run again gather their parameters: the share is
+    one that ranks agree on. A rank that compiles again alone keeps to what was agreed for the same collectives.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from zinf_compile._torch import outside_tracing
+from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
-from zinf_compile.passes import just_in_time
-from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
-from zinf_compile.passes.graph.node_facts import mark_moving
+from zinf_compile.passes.analysis.memory_needs import ahead_key
+from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.remade import remaking
-from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.recompute import Outcome, best_share, shares
+from zinf_compile.plan.saved_homes import Saving, a_few, may_leave
+from zinf_compile.sharded.allowed_homes import may_remake, saved_tiers
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
+from zinf_compile.sharded.short_ranks import largest_of_ranks
 
 from .home_planner import HomePlanner
-from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
+from .remake import Remakable
+from .saved_choices import Cut, SavedChoices, mark_all
+from .step_account import StepAccount
 from .tell_homes import bytes_by_choice, tell_saved
+
+FEW = 3
+"""Choices of what moves beside a share of blocks that runs again, while homes are decided."""
 
 
 class MemoryDecision:
@@ -42,106 +58,140 @@ class MemoryDecision:
 
 
 def decide_memory(
-    graphs: Sequence[fx.GraphModule],
-    memories: Sequence[SavedMemory],
-    forced: tuple[SavedMemory, ...],
-    tiers: Sequence[Tier],
-    budget: GraphBudget,
-    homes: HomePlanner | None,
-    own_outputs: int | None,
-    bucket_bytes: int,
+    cut: Cut, config: Config, budget: GraphBudget, homes: HomePlanner | None, *, together: bool = False
 ) -> MemoryDecision:
-    """Decide where states of parameters and saved values live, and mark the latter. The budget counts by it from now on.
+    """Decide where states of parameters and saved values live, and what is made again; mark it in the graphs of the cut.
 
-    `graphs`: a forward and its backward, or one without; `memories`: what the forward saves, of which `forced` leaves where a
-    word says so, and others may for `tiers`. `homes`: decides those of parameters; None: they are where the budget has them.
-    `own_outputs`: the number of a forward's outputs that aren't saved for its backward. Collective where several ranks decide
-    together.
+    The budget counts by it from now on. `homes`: decides those of parameters; None: they are where the budget has them.
+    `together`: ranks compile at the same point. Collective where several decide together.
     """
-    context, placements = budget.context, budget.placements
-    results = own_outputs if len(graphs) > 1 else None
-    topology = context.link.topology
-    open_to = may_leave(memories) if tiers else ()
-    if homes is None and not open_to:
-        budget.plan_saved(forced)
-        return _decided(graphs, placements, memories, forced, budget)
-    copies = [just_in_time(gm, bucket_bytes) for gm in graphs]
-    _mark(copies, forced or tuple(dataclasses.replace(each, tier=tiers[-1]) for each in open_to))
-    scheduled = [gm.graph for gm in copies]
-    with outside_tracing():
-        budget.decide_for_all(budget.unseen if homes is None else homes.unseen, strict=homes is not None)
-        fit = Fit(budget, context, scheduled, results=results, together=homes is not None and homes.together)
-        choices: tuple[Saving, ...] = (Saving(forced),)
-        if open_to:
-            choices = savings(_candidates(graphs[0], fit.performed, open_to, tiers, budget))
+    return _Decision(cut, config, budget, homes, together=together).run()
+
+
+class _Decision:
+    def __init__(self, cut: Cut, config: Config, budget: GraphBudget, homes: HomePlanner | None, *, together: bool) -> None:
+        self._cut, self._budget, self._homes = cut, budget, homes
+        self._context, self._placements = budget.context, budget.placements
+        self._has_backward = len(cut.graphs) > 1
+        self._may_remake = may_remake(config) and self._has_backward
+        self._together = together and self._context.size > 1
+        self._tiers = saved_tiers(config, self._context.link.topology)
+        self._remakable: Remakable | None = None
+        self._found: list[SavedChoices] = []
+        """First without blocks that run again, then the shares that are weighed."""
+
+    def run(self) -> MemoryDecision:
+        budget, homes = self._budget, self._homes
+        is_open = bool(self._tiers and may_leave(self._cut.saved))
+        if homes is None and not is_open and not self._may_remake:
+            budget.plan_saved(self._cut.forced)
+            return self._decided(self._cut.forced)
+        trial = budget if homes is not None or is_open else copy.copy(budget)  # it checks as it always does if nothing leaves
+        base = SavedChoices(self._cut, trial, self._tiers)
+        with outside_tracing():
+            trial.decide_for_all(budget.unseen if homes is None else homes.unseen, strict=homes is not None)
+            base.account(self._fit(trial, base.scheduled))
+            self._found = [base]
+            account = self._account(base)
+            if homes is not None:
+                self._placements = homes.decide(account, self._fit_of, a_few(base.choices))
+            share = self._share(account)
+            best = share.best(self._placements)
+            over = share.excess(self._placements, best)
+        if trial is not budget:
+            budget.plan_saved(best.moving)
+        if self._remakable is not None:
+            forward, backward = self._cut.graphs
+            self._remakable.plan(forward, backward, share.blocks)
+        return self._told(self._decided(best.moving), over, is_tight=bool(best.moving or share.blocks))
+
+    def _fit(self, budget: GraphBudget, scheduled: Sequence[fx.Graph]) -> Fit:
+        homes, results = self._homes, self._cut.own_outputs if self._has_backward else None
+        together = homes is not None and homes.together
+        return Fit(budget, self._context, scheduled, results=results, together=together)
+
+    def _account(self, base: SavedChoices) -> StepAccount:
+        if self._homes is not None:
+            return self._homes.account(base.scheduled)
+        return StepAccount(base.scheduled, self._context, self._placements)
+
+    def _fit_of(self, saving: Saving) -> Fit:
+        return next(each for each in self._found if each.blocks == saving.again.blocks).fit
+
+    def _share(self, account: StepAccount) -> SavedChoices:
+        """Return what is chosen from, where the share of blocks that is best for all ranks runs again."""
+        (base,) = self._found
+        if not self._may_remake:
+            return base
+        agreed = self._budget.context.memory.reservations.remade
+        key: Hashable = self._budget.signature, *map(ahead_key, base.scheduled)
+        if self._context.size > 1 and not self._together:
+            self._weigh(account, [agreed.get(key, 0)])
+            return self._found[-1]
+        outcome = base.outcome(self._placements, account)
+        if self._any_rank(bool(outcome.lacking) or outcome.busiest > account.least_seconds):
+            self._weigh(account, shares(self._blocks().blocks))
+        chosen = base
+        if len(self._found) > 1:
+            if self._homes is not None:
+                choices = [a_few(each.choices, most=FEW) if each.blocks else a_few(each.choices) for each in self._found]
+                self._placements = self._homes.decide(account, self._fit_of, list(itertools.chain(*choices)))
+            outcomes = [each.outcome(self._placements, account) for each in self._found]
+            chosen = self._found[best_share(self._of_ranks(outcomes))]
+        if not self._budget.measuring:
+            agreed[key] = chosen.blocks
+        return chosen
+
+    def _weigh(self, account: StepAccount, blocks: Sequence[int]) -> None:
+        base = self._found[0]
+        self._found += [base.again(self._blocks(), count, account) for count in blocks if count]
+
+    def _blocks(self) -> Remakable:
+        """Return the blocks that could run again."""
+        if self._remakable is None:
+            forward, backward = self._cut.graphs
+            own = self._cut.own_outputs or 0
+            self._remakable = Remakable(forward, backward, bucket_bytes=self._cut.bucket_bytes, own_outputs=own)
+        return self._remakable
+
+    def _any_rank(self, mine: bool) -> bool:
+        return bool(largest_of_ranks(self._context, int(mine), what="room for saved values")) if self._together else mine
+
+    def _of_ranks(self, outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+        """Return what each share leads to, of each rank."""
+        if not self._together:
+            return [list(outcomes)]
+        mine = torch.tensor(outcomes, dtype=torch.float64).flatten()
+        rows = self._context.ranks.exchange(mine, what="what is computed again").tolist()
+        return [[Outcome(*row[at : at + 3]) for at in range(0, len(row), 3)] for row in rows]
+
+    def _decided(self, moving: tuple[SavedMemory, ...]) -> MemoryDecision:
+        graphs, saved = self._cut.graphs, list(self._cut.saved)
+        remade = remaking(graphs[-1])
+        if self._has_backward:
+            now = find_memories(graphs[0].graph, graphs[1].graph, own_outputs=self._cut.own_outputs or 0)
+            places = {memory.name: memory for memory in now}
+            moving = tuple(dataclasses.replace(places[each.name], tier=each.tier) for each in moving)
+            saved = [*now, *(each for each in saved if remade is not None and set(each.inputs) <= remade.dropped)]
+        mark_all(graphs, moving)
+        found = bytes_by_choice(saved, moving, frozenset() if remade is None else remade.dropped)
+        decision = MemoryDecision(self._placements, found)
+        if self._has_backward and not self._budget.measuring:
+            self._context.memory.saved[self._budget] = decision.saved
+        return decision
+
+    def _told(self, decision: MemoryDecision, over: Excess, *, is_tight: bool) -> MemoryDecision:
+        """Say what was decided at the first step."""
+        budget, homes = self._budget, self._homes
+        caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
+        used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in self._context.link.topology.sides]
         if homes is not None:
-            placements = homes.decide(scheduled, fit, a_few(choices))
-        saving = first_that_fits(choices, lambda saving: fit.excess(placements, saving.moving))
-        over = fit.excess(placements, saving.moving)
-    decision = _decided(graphs, placements, memories, saving.moving, budget)
-    caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
-    used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in topology.sides]
-    if homes is not None:
-        decision.told = partial(homes.told, used, tell_saved(decision.saved))
-    elif saving.moving:
-        decision.told = partial(tell_saved, decision.saved, used=used)
-    if not budget.measuring and (homes is not None or saving.moving):
-        context.plans.append(decision.told)
-    return decision
+            decision.told = partial(homes.told, used, tell_saved(decision.saved))
+        elif is_tight:
+            decision.told = partial(tell_saved, decision.saved, used=used)
+        if not budget.measuring and (homes is not None or is_tight):
+            self._context.plans.append(decision.told)
+        return decision
 
 
-def _decided(
-    graphs: Sequence[fx.GraphModule],
-    placements: Placements,
-    memories: Sequence[SavedMemory],
-    moving: tuple[SavedMemory, ...],
-    budget: GraphBudget,
-) -> MemoryDecision:
-    _mark(graphs, moving)
-    remade = remaking(graphs[-1])
-    decision = MemoryDecision(placements, bytes_by_choice(memories, moving, frozenset() if remade is None else remade.dropped))
-    if len(graphs) > 1 and not budget.measuring:
-        budget.context.memory.saved[budget] = decision.saved
-    return decision
-
-
-def _mark(graphs: Sequence[fx.GraphModule], moving: tuple[SavedMemory, ...]) -> None:
-    if len(graphs) > 1:
-        forward, backward = graphs
-        mark_moving(forward, backward, moving)
-
-
-def _candidates(
-    forward: fx.GraphModule,
-    performed: Sequence[fx.Graph],
-    memories: Sequence[SavedMemory],
-    tiers: Sequence[Tier],
-    budget: GraphBudget,
-) -> list[Candidate]:
-    """Return what may leave, and is away for a while where it does."""
-    topology, kind = budget.context.link.topology, budget.context.device.type
-    links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *_drives(tiers)], 1))
-    ahead, back = performed
-    away = seconds_away(
-        ahead,
-        back,
-        memories,
-        flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-        bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
-        others=budget.others,
-    )
-    kinds = kinds_of(forward.graph, memories)
-    return [
-        Candidate(
-            bytes=memory.bytes,
-            away=away[memory.name],
-            ways=moving_ways(memory, tiers, topology, links),
-            kind=kinds[memory.name],
-        )
-        for memory in memories
-        if memory.name in away
-    ]
-
-
-def _drives(tiers: Sequence[Tier]) -> list[Tier]:
-    return [tier for tier in tiers if not tier.in_memory]
+__all__ = ["Cut", "MemoryDecision", "decide_memory"]

@@ -31,7 +31,7 @@ from zinf_compile.runtime.context import Context, context_for
 from zinf_compile.runtime.system.host_limits import warn_of_caps
 from zinf_compile.runtime.system.malloc import return_large_blocks
 from zinf_compile.runtime.system.process_wide import process_wide
-from zinf_compile.sharded.allowed_homes import farthest_homes, is_open, saved_tiers
+from zinf_compile.sharded.allowed_homes import farthest_homes, is_open
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.call_checks import CallChecks
 from zinf_compile.sharded.caps import agree_on_memory
@@ -51,7 +51,7 @@ from .capture import (
     reject_sparse_gradients,
 )
 from .choices import Choices
-from .decide_memory import MemoryDecision, decide_memory
+from .decide_memory import Cut, MemoryDecision, decide_memory
 from .double_backward import reject_double_backward
 from .home_planner import HomePlanner
 from .kept_graphs import LiveProgram
@@ -199,7 +199,7 @@ class GraphCompiler:
                     reject_mutations(graph, captured)
                     self._decide(graph)
                     self.run_inference_passes(graph)
-                    self._decide_memory((graph,), (), ())
+                    self._decide_memory(Cut((graph,), None, self._bucket))
                 return self.finish(self.schedule(graph, kind), context)
 
             return compile_stage
@@ -269,19 +269,19 @@ class GraphCompiler:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         own = self._results = kwargs["num_fwd_outputs"]
         pass_notes(joint, forward)
+        saved = find_memories(forward.graph, backward.graph, own_outputs=own)
         plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=own)
         memories = find_memories(forward.graph, backward.graph, own_outputs=own)
-        self._decide_memory((forward, backward), memories, self.choose_homes(memories))
+        self._decide_memory(Cut((forward, backward), own, self._bucket, saved, self.choose_homes(memories)))
         return forward, backward
 
     def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:
         """Return the saved memory that leaves the device between forward and backward where a word says so, with its tier."""
         return choose_homes(memories, self.config.saved_values(), self.topology)
 
-    def _decide_memory(self, graphs: Sequence[fx.GraphModule], memories: Any = (), forced: tuple[SavedMemory, ...] = ()) -> None:
+    def _decide_memory(self, cut: Cut) -> None:
         assert self._budget is not None, "a graph's caps are known before it is traced"
-        tiers = saved_tiers(self.config, self.topology)
-        self.decided = decide_memory(graphs, memories, forced, tiers, self._budget, self.homes, self._results, self._bucket)
+        self.decided = decide_memory(cut, self.config, self._budget, self.homes, together=is_first_variant())
         self.placements = self.decided.placements
         if self.homes is not None and self.planner is not None:
             self.planner.placements = self.homes.paths

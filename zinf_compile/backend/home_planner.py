@@ -17,14 +17,9 @@ from zinf_compile.config import Config
 from zinf_compile.ir.placements import KINDS, Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Placement, Tier
-from zinf_compile.passes.analysis.step_facts import StepFacts
-from zinf_compile.passes.analysis.step_problem import step_problem, unit_members
 from zinf_compile.plan.fill_together import fill_together
-from zinf_compile.plan.memory_model import adam_states
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.planners._build import farthest
-from zinf_compile.plan.problem_parts import Allowed, Memory
-from zinf_compile.plan.rough_links import rough_links
 from zinf_compile.plan.saved_homes import Saving
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.allowed_homes import allowed_homes
@@ -32,7 +27,7 @@ from zinf_compile.sharded.fit import Fit
 from zinf_compile.sharded.homes_ahead import fits_near
 from zinf_compile.sharded.promised import unseen_parameters
 
-from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
+from .step_account import StepAccount
 from .tell_homes import tell_homes
 
 
@@ -69,24 +64,25 @@ class HomePlanner:
         near = fits_near(self._config, [*fresh, *self.unseen], self._context, together=self.together)
         return Placements(self._config.placement(), self._placements.own) if near else self._placements
 
-    def decide(self, scheduled: Sequence[fx.Graph], fit: Fit, savings: Sequence[Saving]) -> Placements:
+    def decide(self, account: StepAccount, fit_of: Callable[[Saving], Fit], savings: Sequence[Saving]) -> Placements:
         """Return the placements of all parameters, by what fits beside one of the choices for saved values.
 
-        `scheduled`: the graphs with gathers just in time. Collective where ranks plan together.
+        `account`: of the graphs; its homes are those decided from then on. `fit_of` a choice: its account of memory. Collective
+        where ranks plan together.
         """
-        problem = step_problem([(scheduled[0], scheduled[1] if len(scheduled) > 1 else None)], self._facts())
-        members = unit_members(scheduled)
+        problem, members = account.problem, account.members
         homes = farthest(problem)  # of a rank that compiles alone: as others may have it
         if self._context.size == 1 or self.together:
             filled, _ = fill_together(
                 problem,
                 savings,
-                lambda homes, saving: fit.excess(self._placed(homes, members), saving.moving),
-                at_least=lambda homes, saving: fit.at_least(self._placed(homes, members), saving.moving),
+                lambda homes, saving: fit_of(saving).excess(self._placed(homes, members), saving.moving),
+                at_least=lambda homes, saving: fit_of(saving).at_least(self._placed(homes, members), saving.moving),
             )
             homes = filled.homes
         if self.together:
             homes = self._context.ranks.share(homes, what="sharing homes")
+        account.homes = homes
         found = self._placed(homes, members)
         self.paths = self._for_others(found)
         count = sum(slot.numel for slot in self._slots)
@@ -131,29 +127,9 @@ class HomePlanner:
             self._made[key] = dataclasses.replace(self._placements.rest, **tiers)  # type: ignore[arg-type]
         return self._made[key]
 
-    def _facts(self) -> StepFacts:
-        context, kind = self._context, self._context.device.type
-        far = {tier for tiers in self._allowed.values() for tier in tiers}
-        far |= {getattr(own, each) for own in self._placements.own.values() for each in KINDS}
-        beside = [Tier.HOST] if context.link.topology.host_apart else []
-        tiers = [Tier.DEVICE, *beside, *sorted(far - {Tier.DEVICE, Tier.HOST}, key=_distance)]
-        rest = self._placements.rest
-        return StepFacts(
-            memories=tuple(Memory(tier=tier) for tier in tiers),
-            links=tuple(rough_links(tiers, context.size)),
-            world_size=context.size,
-            allowed=Allowed(
-                params=self._on(tiers, "params"), grads=self._on(tiers, "grads"), states=self._on(tiers, "optimizer")
-            ),
-            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
-            state_types=lambda slot: tuple(adam_states(rest, slot.dtype).values()),
-            has_master=lambda slot: rest.master_of(slot.dtype) is not None,
-            piece_numel=rest.piece_numel,
-        )
-
-    def _on(self, tiers: Sequence[Tier], kind: str) -> tuple[Tier, ...]:
-        return tuple(dict.fromkeys(tier if tier in tiers else Tier.DEVICE for tier in self._allowed[kind]))
+    def account(self, scheduled: Sequence[fx.Graph]) -> StepAccount:
+        """Return what a step of the graphs takes, wherever the parameters may live; they have gathers just in time."""
+        return StepAccount(scheduled, self._context, self._placements, self._allowed)
 
 
 def _distance(tier: Tier) -> int:

@@ -1,11 +1,12 @@
-"""Decides, right after the cut, which saved values are dropped and made again in the backward, and lets both graphs carry that.
+"""What can be dropped and made again in a backward, right after the cut; both graphs are given what a share of that takes.
 
-Called by `graph_compiler`, with option activations="recompute"; `plan/recompute` chooses, the passes of `passes/activations` act.
+`graph_compiler` calls it where option activations="recompute" says that all is, `decide_memory` for shares that it weighs.
+`plan/recompute` chooses, the passes of `passes/activations` act.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 
 from zinf_compile._torch import aot_index, mutated_inputs
 from zinf_compile.ir import ops
+from zinf_compile.ir.forward_compute import Remake
 from zinf_compile.ir.saved_memory import RECOMPUTE
 from zinf_compile.passes import just_in_time
 from zinf_compile.passes.activations.carry_values import carry_values
@@ -24,7 +26,7 @@ from zinf_compile.passes.graph.node_facts import buffer_of, positions, slot_of
 from zinf_compile.passes.graph.region_structure import structure
 from zinf_compile.passes.graph.remade import Remade, RemadeBlock, mark_remade, runs_again
 from zinf_compile.passes.lower import RegionCompiler
-from zinf_compile.plan.recompute import choose_remake
+from zinf_compile.plan.recompute import choose_remake, first_blocks
 
 Function = Callable[[list[Any]], Sequence[Any]]
 
@@ -32,46 +34,69 @@ LEAST_BUFFER_BYTES = 1 << 20
 """Buffers of the model of more aren't copied: where one changes before the backward, PyTorch raises its error."""
 
 
-def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *, bucket_bytes: int, own_outputs: int) -> None:
-    """Choose what is dropped, let the backward have what it is made from, and mark it in both graphs.
+class Remakable:
+    """What the backward of a pair of graphs could make again: blocks, which `plan/recompute` finds by their structure."""
 
-    Nothing where `word`, the option's, isn't that for it. `own_outputs` of the forward are the user's.
-    """
-    if word != RECOMPUTE:
-        return
-    source = just_in_time(forward, bucket_bytes)
-    compute = ForwardCompute(source.graph, known={node.name for node in forward.graph.nodes})
-    described = compute.describe()
-    remake = choose_remake(described, _saved(forward, backward, bucket_bytes, own_outputs), memories_of(source.graph.nodes))
-    if not remake.blocks:
-        return
-    numbers = [number for block in remake.blocks for number in block]
-    inputs = {node.name for number in numbers for node in compute.inputs_of(number) if node.op == "placeholder"}
-    gathered = {node for number in numbers for node in compute.inputs_of(number) if node.target is ops.wait}
-    wanted = inputs | {_unit_behind(full).name for full in gathered} | remake.kept
-    copies = _held_by_callers(forward.graph, backward.graph, wanted, own_outputs)
-    found = (random_devices(compute.nodes[number]) for number in numbers)
-    draws = [(name, device) for name, devices in found for device in devices]
-    order = [node.name for node in forward.graph.nodes if node.name in wanted]
-    carried, states = carry_values(
-        forward,
-        backward=backward,
-        own_outputs=own_outputs,
-        values=[name for name in order if name not in copies],
-        copies=[name for name in order if name in copies],
-        devices=[device for _, device in draws],
-    )
-    named: dict[str, dict[str, str]] = {}
-    for (name, device), state in zip(draws, states, strict=True):
-        named.setdefault(name, {})[device] = state
-    blocks = tuple(
-        RemadeBlock(
-            compute=tuple(tuple(compute.nodes[number]) for number in block),
-            dropped=tuple(node.name for number in block for node in compute.nodes[number] if node.name in remake.dropped),
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, *, bucket_bytes: int, own_outputs: int) -> None:
+        """`own_outputs` of the forward are the user's. Both graphs are right from the cut."""
+        self._own_outputs = own_outputs
+        self._source = just_in_time(forward, bucket_bytes)
+        self._compute = ForwardCompute(self._source.graph, known={node.name for node in forward.graph.nodes})
+        self._described = self._compute.describe()
+        saved = _saved(forward, backward, bucket_bytes, own_outputs)
+        self._all = choose_remake(self._described, saved, memories_of(self._source.graph.nodes))
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that could run again."""
+        return len(self._all.blocks)
+
+    def plan(self, forward: fx.GraphModule, backward: fx.GraphModule, blocks: int) -> None:
+        """Let the first blocks run again: give the backward what they are made from, and mark them in both graphs.
+
+        The graphs are those of the cut, or copies of them.
+        """
+        remake = first_blocks(self._all, self._described, blocks)
+        if not remake.blocks:
+            return
+        compute = self._compute
+        numbers = [number for block in remake.blocks for number in block]
+        inputs = {node.name for number in numbers for node in compute.inputs_of(number) if node.op == "placeholder"}
+        gathered = {node for number in numbers for node in compute.inputs_of(number) if node.target is ops.wait}
+        wanted = inputs | {_unit_behind(full).name for full in gathered} | remake.kept
+        copies = _held_by_callers(forward.graph, backward.graph, wanted, self._own_outputs)
+        found = (random_devices(compute.nodes[number]) for number in numbers)
+        draws = [(name, device) for name, devices in found for device in devices]
+        order = [node.name for node in forward.graph.nodes if node.name in wanted]
+        carried, states = carry_values(
+            forward,
+            backward=backward,
+            own_outputs=self._own_outputs,
+            values=[name for name in order if name not in copies],
+            copies=[name for name in order if name in copies],
+            devices=[device for _, device in draws],
         )
-        for block in remake.blocks
-    )
-    mark_remade(forward, backward, Remade(forward=source.graph, blocks=blocks, carried=carried, states=named))
+        named: dict[str, dict[str, str]] = {}
+        for (name, device), state in zip(draws, states, strict=True):
+            named.setdefault(name, {})[device] = state
+        mark_remade(
+            forward,
+            backward,
+            Remade(forward=self._source.graph, blocks=tuple(self._blocks(remake)), carried=carried, states=named),
+        )
+
+    def _blocks(self, remake: Remake) -> Iterator[RemadeBlock]:
+        for block in remake.blocks:
+            compute = tuple(tuple(self._compute.nodes[number]) for number in block)
+            dropped = tuple(node.name for nodes in compute for node in nodes if node.name in remake.dropped)
+            yield RemadeBlock(compute=compute, dropped=dropped)
+
+
+def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *, bucket_bytes: int, own_outputs: int) -> None:
+    """Let all blocks run again that can; nothing where `word`, the option's, isn't that for it."""
+    if word == RECOMPUTE:
+        remakable = Remakable(forward, backward, bucket_bytes=bucket_bytes, own_outputs=own_outputs)
+        remakable.plan(forward, backward, remakable.blocks)
 
 
 def _saved(forward: fx.GraphModule, backward: fx.GraphModule, bucket_bytes: int, own_outputs: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,3 +29,20 @@ class Remake:
     """Saved values that these make again."""
     kept: frozenset[str] = frozenset()
     """Values that these read, and don't make."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """What it takes in one micro-batch that some blocks run again."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+    """Of compute."""
+    lanes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of links between ranks, by lane."""
+    fetched: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of shards that come from their homes once more, by unit."""
+
+
+NOTHING_AGAIN = Again()
+"""Every block keeps what it saves."""

@@ -6,6 +6,7 @@ its budgets: a larger budget adds some and takes none away.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,7 +30,7 @@ def fill_together(
     """Return homes and one of the choices for saved values that fit, and of which a step takes least on its busiest lane.
 
     Of those that are equal in this, the ones that move least. Where none fits, those are returned for which the least memory is
-    missing. `savings` are in the order in which more leaves. `at_least` bounds `check` as that of `fill_homes`.
+    missing. `savings` are in the order in which more leaves, or is made again. `at_least` bounds `check` as that of `fill_homes`.
     """
 
     def fill(saving: Saving) -> Filled:
@@ -38,7 +39,7 @@ def fill_together(
     first, *others = savings
     if not others:
         return fill(first), first
-    near, far = _nearest(problem), farthest(problem)
+    near, far = nearest(problem), farthest(problem)
     best: tuple[tuple[float, float], Filled, Saving] | None = None
     lacking: list[int] = []
     for saving in savings:
@@ -65,16 +66,33 @@ def together_seconds(problem: StepProblem, homes: Homes, saving: Saving) -> tupl
 
     Without updates where all homes are as near as may be: what stays there is not asked what it costs.
     """
-    if homes == _nearest(problem):
-        return max(problem.compute_seconds, *saving.seconds.values(), 0.0), saving.cost
-    return least_seconds(problem, homes, beside=saving.seconds)
+    if homes == nearest(problem):
+        lanes = _beside(problem, homes, saving)
+        return max(problem.compute_seconds + saving.again.seconds, *lanes.values(), 0.0), sum(lanes.values())
+    return seconds_at(problem, homes, saving)
+
+
+def seconds_at(problem: StepProblem, homes: Homes, saving: Saving) -> tuple[float, float]:
+    """Return the same with updates, wherever the homes are."""
+    return least_seconds(problem, homes, beside=_beside(problem, homes, saving), again=saving.again.seconds)
+
+
+def _beside(problem: StepProblem, homes: Homes, saving: Saving) -> dict[str, float]:
+    """Return the seconds by lane of what a choice for saved values moves: these, and what is gathered again."""
+    lanes: dict[str, float] = defaultdict(float, saving.seconds)
+    for lane, seconds in saving.again.lanes.items():
+        lanes[lane] += seconds
+    for unit, count in saving.again.fetched.items():
+        for link in problem.hops(homes.params[unit], problem.device):
+            lanes[link.on_lane] += link.seconds(count)
+    return lanes
 
 
 def _with(check: Check, saving: Saving, homes: Homes) -> Excess:
     return check(homes, saving)
 
 
-def _nearest(problem: StepProblem) -> Homes:
+def nearest(problem: StepProblem) -> Homes:
     """Return homes as near as is allowed: what moves least."""
     allowed, tiers = problem.allowed, problem.tiers
     return Homes(

@@ -1,12 +1,16 @@
 """Decides which saved values are dropped at the forward's end and made again in the backward, and what they are made from.
 
-By structure alone: names of parameters, order, and which compute reads and makes what. So equal blocks are treated alike, and
-ranks with other batch shapes decide the same: the gathers that a block needs again are collectives.
+What may be made again, by structure alone: names of parameters, order, and which compute reads and makes what. So equal blocks
+are treated alike, and ranks with other batch shapes find the same blocks: the gathers that a block needs again are collectives.
 
 Note: blocks
     A block is compute in a row whose parameters have one prefix, up to a number in their names: `layers.3` of
     `layers.3.mlp.0.weight`, or `layers.3.mlp.0`. How many numbers a prefix has is chosen for the whole graph: so that what is
     kept, and the block that is made again at a time, are the fewest values together.
+
+Note: shares
+    Of the blocks that may be made again the first ones are, as many as is chosen: what they save is held longest, and the
+    backward comes to them when it holds least. So a choice is a number of blocks, which ranks decide together.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from zinf_compile.ir.forward_compute import Compute, Remake
 
@@ -21,6 +26,42 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 
 _LEVELS = 4
 """Numbers that a block's name has at most."""
+
+SHARES = 5
+"""Numbers of blocks that are weighed, beside none: each takes the schedule of both graphs."""
+
+
+class Outcome(NamedTuple):
+    """What a share of the blocks leads to on a rank, with the best that it can do beside."""
+
+    lacking: float
+    """Bytes; 0 where a step fits."""
+    busiest: float
+    """Seconds of the lane that takes longest."""
+    moving: float
+    """Seconds of all links."""
+
+
+def shares(count: int) -> tuple[int, ...]:
+    """Return the numbers of first blocks, of `count`, that are weighed: evenly, up to all."""
+    return tuple(sorted({-(-count * part // SHARES) for part in range(1, SHARES + 1)})) if count else ()
+
+
+def best_share(ranks: Sequence[Sequence[Outcome]]) -> int:
+    """Return which of some shares is best for all ranks, given what each leads to on each of them.
+
+    One with which a step fits everywhere and takes least where it takes longest; where none fits, the one that lacks least.
+    """
+    worst = [Outcome(*map(max, zip(*outcomes, strict=True))) for outcomes in zip(*ranks, strict=True)]
+    return min(range(len(worst)), key=lambda number: (*worst[number], number))
+
+
+def first_blocks(remake: Remake, compute: Sequence[Compute], count: int) -> Remake:
+    """Return the same for the first `count` blocks alone: others keep what they save."""
+    blocks = remake.blocks[:count]
+    made = {value for block in blocks for number in block for value in compute[number].makes}
+    kept = {value for block in blocks for value in _inputs(compute, block)}
+    return Remake(blocks=blocks, dropped=remake.dropped & made, kept=frozenset(kept))
 
 
 def choose_remake(compute: Sequence[Compute], saved: Mapping[str, int], memory: Mapping[str, str]) -> Remake:

@@ -13,6 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from zinf_compile.ir.forward_compute import NOTHING_AGAIN, Again
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier, Topology
 
@@ -59,10 +60,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Saving:
-    """What leaves, and what that takes in one micro-batch, by lane."""
+    """What leaves, and what that takes in one micro-batch, by lane; beside what is made again."""
 
     moving: tuple[SavedMemory, ...] = ()
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    again: Again = NOTHING_AGAIN
 
     @property
     def cost(self) -> float:
@@ -120,6 +122,11 @@ def savings(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
             ways = [each.ways[-1] for each in leaving[: end - cheapest]] + [each.ways[0] for each in leaving[end - cheapest :]]
             found.append(_sum(ways))
     return tuple(found)
+
+
+def beside(again: Again, choices: Iterable[Saving]) -> tuple[Saving, ...]:
+    """Return the same choices where blocks run again."""
+    return tuple(dataclasses.replace(each, again=again) for each in choices)
 
 
 def a_few(choices: Sequence[Saving], *, most: int = 7) -> tuple[Saving, ...]:

@@ -34,6 +34,11 @@ def saved_tiers(config: Config, topology: Topology) -> tuple[Tier, ...]:
     return (Tier.HOST, *drives) if topology.host_apart else drives
 
 
+def may_remake(config: Config) -> bool:
+    """Return whether saved values may be dropped and made again where that is decided: within a declared `device_memory`."""
+    return config.activations == AUTO and config.device_memory is not None
+
+
 def farthest_homes(config: Config, topology: Topology) -> Placement:
     """Return the placement of states as far away as is allowed."""
     params, grads, optimizer = (allowed_homes(config, topology)[kind][-1] for kind in KINDS)

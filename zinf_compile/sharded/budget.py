@@ -97,7 +97,7 @@ class GraphBudget:
         self._checked = False
         self.measuring = measuring
         self._together = together and context.size > 1
-        self._signature, self._tile = config.signature(), config.tile_bytes
+        self.signature, self._tile = config.signature(), config.tile_bytes
         self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
         self._known = [slot for slot in slots if slot in fresh or slot.index in made_ahead]
@@ -227,7 +227,7 @@ class GraphBudget:
 
         A rank that compiles again alone keeps the earlier plan, if it has reserved as much or the plan takes less.
         """
-        claims, key = self.context.memory.reservations, (self._signature, ahead_key(graph))
+        claims, key = self.context.memory.reservations, (self.signature, ahead_key(graph))
         known = dataclasses.replace(plan, ahead=claims.ahead.setdefault(key, plan.ahead))
         taken = transient.with_plan(known)
         if known.ahead < plan.ahead or (taken.device <= claims.passing and taken.host <= claims.passing_host):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Hashable, Sequence
 
@@ -44,7 +45,7 @@ class Fit:
         Room is left for what graphs to come save and return, in proportion to this one's. Collective where ranks decide
         `together`: they go by the one with the least room.
         """
-        self._budget, self._graphs, self._results = budget, graphs, results
+        self._budget, self._results = budget, results
         self._apart = context.link.topology.host_apart
         ledgers = (context.memory.ledger, context.memory.host_ledger)
         held = [ledger.total()[0] - ledger.now()["bounce"] for ledger in ledgers]
@@ -53,7 +54,17 @@ class Fit:
         if together:
             room = [least_of_ranks(context, each, what="room for homes") for each in room]
         self._room = room
-        self._facts = budget.compute.facts(graphs)
+        self._begin(graphs)
+
+    def of(self, graphs: Sequence[fx.Graph]) -> Fit:
+        """Return the account of the same graphs with another schedule, in the same room."""
+        found = copy.copy(self)
+        found._begin(graphs)
+        return found
+
+    def _begin(self, graphs: Sequence[fx.Graph]) -> None:
+        self._graphs = graphs
+        self._facts = self._budget.compute.facts(graphs)
         self._marked = _marked(graphs)
         self._accounts: dict[frozenset[str], list[ComputeAccount]] = {}
         self._needs: dict[Hashable, GraphMemory] = {}

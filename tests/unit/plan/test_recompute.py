@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zinf_compile.ir.forward_compute import Compute, Remake
-from zinf_compile.plan.recompute import choose_remake
+from zinf_compile.plan.recompute import Outcome, best_share, choose_remake, first_blocks, shares
 
 
 def block(name: str, number: int, *, repeatable: bool = True) -> Compute:
@@ -69,3 +69,30 @@ def test_what_the_backward_reads_before_later_blocks_is_kept() -> None:
 def test_nothing_to_drop() -> None:
     assert chosen(block("layers.0", 0)) == Remake()
     assert choose_remake([], {}, {}) == Remake()
+
+
+def test_a_share_is_of_the_first_blocks() -> None:
+    blocks = [block(f"layers.{number}", number) for number in range(4)]
+    found = first_blocks(chosen(*blocks), blocks, 2)
+    assert found.blocks == ((0,), (1,))
+    assert found.kept == {"x1"}
+    assert found.dropped == {"h0", "v0", "h1", "v1"}
+    assert first_blocks(chosen(*blocks), blocks, 3) == chosen(*blocks)
+    assert first_blocks(chosen(*blocks), blocks, 0) == Remake()
+
+
+def test_shares_are_even_and_end_with_all() -> None:
+    assert shares(0) == ()
+    assert shares(1) == (1,)
+    assert shares(3) == (1, 2, 3)
+    assert shares(79) == (16, 32, 48, 64, 79)
+
+
+def test_ranks_take_the_share_that_fits_on_all_and_takes_least_where_it_takes_longest() -> None:
+    quick = [Outcome(0, 1.0, 0.0), Outcome(0, 2.0, 0.0), Outcome(0, 3.0, 0.0)]
+    short = [Outcome(9, 1.0, 0.0), Outcome(0, 2.5, 0.0), Outcome(0, 2.2, 0.0)]
+    assert best_share([quick]) == 0
+    assert best_share([short]) == 2
+    assert best_share([quick, short]) == 1
+    assert best_share([[Outcome(5, 1.0, 0.0), Outcome(3, 9.0, 0.0)], [Outcome(0, 1.0, 0.0), Outcome(4, 1.0, 0.0)]]) == 1
+    assert best_share([[Outcome(0, 1.0, 5.0), Outcome(0, 1.0, 4.0), Outcome(0, 1.0, 4.0)]]) == 1, "that moves least"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,17 +10,19 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import training_problems
+from plan_cases import training, training_problems
 
+from zinf_compile.ir.forward_compute import Again
 from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.plan.fill_homes import Excess, fill_homes
 from zinf_compile.plan.fill_together import fill_together, together_seconds
 from zinf_compile.plan.plan import Homes
+from zinf_compile.plan.planners._build import farthest
 from zinf_compile.plan.planners._homes import held_bytes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.rough_links import rough_links
-from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, a_few, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import KEPT, Candidate, Saving, a_few, beside, first_that_fits, may_leave, moving_ways, savings
 
 HERE, APART = Topology(host_apart=False), Topology(host_apart=True)
 MIB = 1 << 20
@@ -164,3 +167,18 @@ def test_together_with_homes_what_is_chosen_costs_least_of_what_fits(
     assert fitted == sorted(fitted), "what a smaller budget has room for, a larger one has"
     filled, saving = fill_together(problem, found, within(problem, saved, states + saved))
     assert saving == KEPT
+
+
+def test_what_runs_again_is_counted_with_compute_and_with_the_links_of_its_parameters() -> None:
+    problem = training(seed=1, blocks=2, tiers=2)
+    far, near = problem.tiers[-1], problem.tiers[0]
+    (unit, *_) = problem.units
+    again = Again(blocks=1, seconds=100.0, fetched={unit.name: 10**12})
+    (saving,) = beside(again, [KEPT])
+    for tier in (near, far):
+        homes = farthest(problem)
+        homes = dataclasses.replace(homes, params={**homes.params, unit.name: tier})
+        with_it, without = (together_seconds(problem, homes, each) for each in (saving, KEPT))
+        assert with_it[0] >= problem.compute_seconds + 100
+        links = problem.hops(tier, problem.device)
+        assert with_it[1] - without[1] == pytest.approx(sum(link.seconds(10**12) for link in links))

@@ -133,14 +133,14 @@ def fits(problem: StepProblem, homes: Homes) -> bool:
 
 
 def least_seconds(
-    problem: StepProblem, homes: Homes, *, beside: Mapping[str, float] = MappingProxyType({})
+    problem: StepProblem, homes: Homes, *, beside: Mapping[str, float] = MappingProxyType({}), again: float = 0.0
 ) -> tuple[float, float]:
     """Return the seconds of the busiest lane, of what the homes make each step move at least, and those of all links.
 
-    `beside`: seconds by lane of what moves beside.
+    `beside`: seconds by lane of what moves beside; `again`: of compute that runs a second time.
     """
     lanes: dict[str, float] = defaultdict(float, beside)
-    compute, host = problem.compute_seconds, 0.0
+    compute, host = problem.compute_seconds + again, 0.0
     for unit in problem.units:
         if unit.trained:
             for link in problem.hops(homes.params[unit.name], problem.device):
