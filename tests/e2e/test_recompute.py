@@ -237,7 +237,7 @@ def test_checkpoints_around_the_model_and_hooks_that_read(pair: Twins) -> None:
     with save_on_cpu():  # which they are
         same(pair, act)
     reading = saved_tensors_hooks(lambda v: v if isinstance(v, nn.Parameter) else v.clone(), lambda v: v)
-    with pytest.raises(UnsupportedModelError, match="activations='recompute'.*hooks of saved tensors"), reading:
+    with pytest.raises(UnsupportedModelError, match=r"activations='recompute'.*hooks of saved tensors"), reading:
         pair[1].call(*batch(1))
     assert "DroppedValue(value" in repr(DroppedValue.of(torch.ones(2), "value 0"))
 
