@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 gc.disable()  # while tests and what they import are read: nothing of it ever goes
 
@@ -85,6 +86,13 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
 def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder for all tests of a module: graphs are kept from one to the next only where options are the same."""
     return tmp_path_factory.mktemp("drive")
+
+
+@pytest.fixture
+def lightning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return Lightning, which replaces `torch.compile` where it is imported: for this test alone, not for all that come after."""
+    monkeypatch.setattr(torch, "compile", torch.compile)
+    return pytest.importorskip("lightning")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

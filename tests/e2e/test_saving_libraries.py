@@ -128,9 +128,8 @@ def test_peft_reads_the_adapters_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:Warning")  # Lightning's advice
 @pytest.mark.parametrize("adopted", [False, True])
-def test_lightning_saves_and_resumes(adopted: bool, tmp_path: Path) -> None:
+def test_lightning_saves_and_resumes(adopted: bool, lightning: Any, tmp_path: Path) -> None:
     """`adopted`: without the states of the optimizer in memory."""
-    lightning = pytest.importorskip("lightning")
     loader = torch.utils.data.DataLoader([words(step, 0) for step in range(5)], batch_size=None)
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ from training import adamw
 import zinf_compile
 from zinf_compile.errors import CheckpointError
 
-lightning = pytest.importorskip("lightning")
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning"),  # of a /tmp in memory
@@ -27,36 +26,42 @@ pytestmark = [
 ]
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-    """A net with its loss."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-        loss: torch.Tensor = self.net(batch)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.parameters())
+Train = Callable[[str, Path, int], Any]
+"""Returns an adopted trainer with a model that has taken some steps, its states on a drive or in memory."""
 
 
-def trained(place: str, folder: Path, steps: int) -> Any:
-    """Return an adopted trainer with a model that has taken some steps, its states on a drive or in memory."""
-    torch.compiler.reset()
-    net = Sundry()
-    compiled(net, options_for(("nvme",) * 3 if place == "drive" else ("device",) * 3, folder, piece=96))
-    net(words(0, 0)).backward()  # partitioned before `fit`
-    net.zero_grad()
-    trainer = zinf_compile.hf.adopt(
-        lightning.Trainer(
-            max_steps=steps, accelerator="cpu", enable_checkpointing=False, default_root_dir=folder, logger=False,
-            enable_progress_bar=False, enable_model_summary=False,
-        )
-    )  # fmt: skip
-    trainer.fit(Module(net), torch.utils.data.DataLoader([words(step, 0) for step in range(steps)], batch_size=None))
-    return trainer
+@pytest.fixture
+def trained(lightning: Any) -> Train:
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        """A net with its loss."""
+
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self.parameters())
+
+    def train(place: str, folder: Path, steps: int) -> Any:
+        torch.compiler.reset()
+        net = Sundry()
+        compiled(net, options_for(("nvme",) * 3 if place == "drive" else ("device",) * 3, folder, piece=96))
+        net(words(0, 0)).backward()  # partitioned before `fit`
+        net.zero_grad()
+        trainer = zinf_compile.hf.adopt(
+            lightning.Trainer(
+                max_steps=steps, accelerator="cpu", enable_checkpointing=False, default_root_dir=folder, logger=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            )
+        )  # fmt: skip
+        trainer.fit(Module(net), torch.utils.data.DataLoader([words(step, 0) for step in range(steps)], batch_size=None))
+        return trainer
+
+    return train
 
 
 def states(trainer: Any) -> Any:
@@ -75,7 +80,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("before", "after"), [("drive", "drive"), ("memory", "drive"), ("drive", "memory")])
-def test_killed_at_each_system_call(before: str, after: str, drive: Path, tmp_path: Path) -> None:
+def test_killed_at_each_system_call(before: str, after: str, trained: Train, drive: Path, tmp_path: Path) -> None:
     old, new, other = trained(before, drive, 1), trained(after, drive, 2), trained("drive", drive, 3)
     expected = {1: states(old), 2: states(new)}
     (tmp_path / "kept").mkdir()
@@ -105,7 +110,7 @@ def test_killed_at_each_system_call(before: str, after: str, drive: Path, tmp_pa
     assert seen == [1] * turn + [2] * (len(seen) - turn)
 
 
-def test_states_of_an_earlier_run_stay_unread(drive: Path, tmp_path: Path) -> None:
+def test_states_of_an_earlier_run_stay_unread(trained: Train, drive: Path, tmp_path: Path) -> None:
     """They lie beside a file that was saved with states in memory, by a trainer that wasn't adopted."""
     old, new = trained("drive", drive, 1), trained("memory", drive, 2)
     path = tmp_path / "last.ckpt"
@@ -119,7 +124,7 @@ def test_states_of_an_earlier_run_stay_unread(drive: Path, tmp_path: Path) -> No
     assert_equal(states(old), expected)
 
 
-def test_a_link_to_a_file(drive: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_file(trained: Train, drive: Path, tmp_path: Path) -> None:
     """As Lightning makes to the last one: its states are those of the file, and stay when the link goes."""
     trainer = trained("drive", drive, 1)
     trainer.save_checkpoint(tmp_path / "step=1.ckpt")
@@ -131,7 +136,7 @@ def test_a_link_to_a_file(drive: Path, tmp_path: Path) -> None:
     assert load(other, tmp_path / "step=1.ckpt") == 1
 
 
-def test_a_file_written_in_the_background(drive: Path, tmp_path: Path) -> None:
+def test_a_file_written_in_the_background(trained: Train, drive: Path, tmp_path: Path) -> None:
     """The states that it still names stay until it names others."""
     old, new = trained("drive", drive, 1), trained("drive", drive, 2)
     path = tmp_path / "last.ckpt"
