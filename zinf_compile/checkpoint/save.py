@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from .fit import named_optimizers
 from .gathered import agree_on_units, partitioned_parameters, plain, state_names
 from .local_buffers import add_local_buffers
 from .manifest import MANIFEST, rank_manifest, write_json
-from .random_states import add_random_states, uses_numpy
+from .random_states import add_random_states, number_of_ranks, uses_numpy
 from .rank_contents import RankContents
 from .rank_files import RankFiles, check_space
 from .reserved_space import ReservedSpace, reserved_in
@@ -169,7 +168,7 @@ def _begin(
 
 def _advice(ranks: Ranks | None) -> str:
     """Return what to do where each rank of a process group saves a whole model of its own to one folder."""
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    size = number_of_ranks(ranks)
     if ranks is not None or size == 1:
         return ""
     return (
