@@ -6,7 +6,6 @@ function is a collective operation.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def load_weights(model: nn.Module, folder: Path, context: Context | None) -> Non
     files: TensorFiles | None = None
     try:
         reads = context is None or context.rank == 0
-        with contextlib.nullcontext() if context is None else context.ranks.fail_together(f"reading the weights in {folder}"):
+        with failing_together(None if context is None else context.ranks, f"reading the weights in {folder}"):
             if reads and any((folder / name).is_file() for name in SAFETENSORS):
                 files = TensorFiles(folder)
                 weights = _Weights(files, model)
