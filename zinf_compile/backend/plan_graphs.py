@@ -27,7 +27,7 @@ from zinf_compile.plan.plan import Plan
 from zinf_compile.plan.planners import PLANNERS, just_in_time
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Link, Memory
-from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE
+from zinf_compile.plan.rough_links import BETWEEN_RANKS, COPIES, DRIVE, rough_bytes, rough_flops
 from zinf_compile.plan.verify import check
 from zinf_compile.runtime.comm.ranks import Ranks
 from zinf_compile.runtime.system.process_wide import process_wide
@@ -39,12 +39,6 @@ Room = Callable[[fx.Graph, int], tuple[float, float]]
 
 _plans: dict[Hashable, Plan] = process_wide({})
 """Plans that all ranks have, by options and collectives: a rank that compiles again alone, for another batch, keeps to them."""
-
-FLOPS_PER_SECOND = {"cpu": 2e11, "cuda": 1e14}
-"""Of compute, by type of device. These and the rates below are rough: an error makes a plan slower, never wrong."""
-
-BYTES_PER_SECOND = {"cpu": 2e10, "cuda": 1e12}
-"""Of the device's memory."""
 
 _NEAR = ("just_in_time", "one_ahead")
 """Planners that use no more memory than fixed rules do."""
@@ -194,8 +188,8 @@ class GraphPlanner:
             world_size=self._size,
             allowed=Allowed() if only_params else Allowed(update=(self.topology.updated_on(self.placements.rest),)),
             home=home or self.home,
-            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+            flops_per_second=lambda dtype: rough_flops(kind),
+            bytes_per_second=rough_bytes(kind),
             seconds=lambda nodes: self.costs.regions.get(structure_of(nodes)) if self.costs.regions else None,
             only_params=only_params,
         )

@@ -16,12 +16,11 @@ from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.plan.fill_homes import Excess
 from zinf_compile.plan.recompute import Outcome
-from zinf_compile.plan.rough_links import rough_links
+from zinf_compile.plan.rough_links import rough_bytes, rough_flops, rough_links
 from zinf_compile.plan.saved_homes import Candidate, Saving, beside, first_that_fits, may_leave, moving_ways, savings
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
 
-from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
 from .remake import Remakable
 from .step_account import StepAccount
 
@@ -101,8 +100,8 @@ class SavedChoices:
             ahead,
             back,
             memories,
-            flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-            bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+            flops_per_second=lambda dtype: rough_flops(kind),
+            bytes_per_second=rough_bytes(kind),
             others=budget.others,
         )
         kinds = kinds_of(self._cut.graphs[0].graph, memories)

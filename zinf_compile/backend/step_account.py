@@ -17,11 +17,9 @@ from zinf_compile.plan.fill_together import nearest, seconds_at, together_second
 from zinf_compile.plan.memory_model import adam_states
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem_parts import Allowed, Memory
-from zinf_compile.plan.rough_links import rough_links
+from zinf_compile.plan.rough_links import rough_bytes, rough_flops, rough_links
 from zinf_compile.plan.saved_homes import KEPT, Saving
 from zinf_compile.runtime.context import Context
-
-from .plan_graphs import BYTES_PER_SECOND, FLOPS_PER_SECOND
 
 
 class StepAccount:
@@ -87,8 +85,8 @@ def _facts(context: Context, placements: Placements, allowed: Mapping[str, tuple
         links=tuple(rough_links(tiers, context.size)),
         world_size=context.size,
         allowed=Allowed(params=on("params"), grads=on("grads"), states=on("optimizer")),
-        flops_per_second=lambda dtype: FLOPS_PER_SECOND.get(kind, 1e14),
-        bytes_per_second=BYTES_PER_SECOND.get(kind, 1e12),
+        flops_per_second=lambda dtype: rough_flops(kind),
+        bytes_per_second=rough_bytes(kind),
         state_types=lambda slot: tuple(adam_states(rest, slot.dtype).values()),
         has_master=lambda slot: rest.master_of(slot.dtype) is not None,
         home=(lambda slot: _known(tiers, placements.of(slot).params)) if allowed is None else (lambda slot: None),

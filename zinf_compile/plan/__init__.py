@@ -26,7 +26,7 @@ problem_checks — What a problem must fulfil.
 problem_parts — The rows that a problem consists of.
 profile — Profiles of machines: rates, with their sources; `profiles/` has those of common ones.
 recompute — Which saved values are dropped and made again in the backward, and what they are made from.
-rough_links — Links at rough rates, where nobody has measured.
+rough_links — Links and devices at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward: a word's, or choices for a plan.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 stretch — The problem of a deep model, made from that of a shallow one.

@@ -1,4 +1,4 @@
-"""Links at rough rates, where nobody has measured: an error makes a plan slower, never wrong."""
+"""Links and devices at rough rates, where nobody has measured: an error makes a plan slower, never wrong."""
 
 from __future__ import annotations
 
@@ -11,6 +11,23 @@ from .problem_parts import Link
 
 DRIVE, COPIES, BETWEEN_RANKS = 2e9, 2e10, 1e10
 """Bytes per second of links: of a drive, between host and device, and between ranks."""
+
+
+_FLOPS = {"cpu": 2e11, "cuda": 1e14}
+"""Per second of compute, by type of device."""
+
+_BYTES = {"cpu": 2e10, "cuda": 1e12}
+"""Per second of the device's memory."""
+
+
+def rough_flops(kind: str) -> float:
+    """Return the operations per second of a type of device."""
+    return _FLOPS.get(kind, 1e14)
+
+
+def rough_bytes(kind: str) -> float:
+    """Return the bytes per second of the memory of a type of device."""
+    return _BYTES.get(kind, 1e12)
 
 
 def rough_links(tiers: Sequence[Tier], size: int) -> Iterator[Link]:
