@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from lightning_nets import net_type
 from marks import more
 from safetensors.torch import load_file
 from tiers import Sundry, options_for, words
@@ -131,18 +132,7 @@ def test_peft_reads_the_adapters_and_nothing_else(tmp_path: Path) -> None:
 def test_lightning_saves_and_resumes(adopted: bool, lightning: Any, tmp_path: Path) -> None:
     """`adopted`: without the states of the optimizer in memory."""
     loader = torch.utils.data.DataLoader([words(step, 0) for step in range(5)], batch_size=None)
-
-    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(batch)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self.parameters())
+    wrapped = net_type(lightning)
 
     def fit(module: Any, folder: Path, steps: int, resume: Path | None = None) -> Any:
         trainer = lightning.Trainer(
@@ -163,8 +153,8 @@ def test_lightning_saves_and_resumes(adopted: bool, lightning: Any, tmp_path: Pa
         return model  # type: ignore[no-any-return]
 
     torch.manual_seed(3)
-    eager = Module(Sundry())
-    ours = Module(net())
+    eager = wrapped(Sundry())
+    ours = wrapped(net())
     ours.load_state_dict(eager.state_dict())
     trainers = [fit(module, tmp_path / name, 3) for module, name in ((eager, "eager"), (ours, "ours"))]
     trainers[1].save_checkpoint(tmp_path / "last.ckpt")
@@ -174,7 +164,7 @@ def test_lightning_saves_and_resumes(adopted: bool, lightning: Any, tmp_path: Pa
         assert Path(f"{path}.states").is_dir() == adopted
     kept = torch.load(tmp_path / "last.ckpt", weights_only=False)["optimizer_states"]
     assert (kept == [{}]) == adopted
-    resumed = Module(net())
+    resumed = wrapped(net())
     fit(resumed, tmp_path / "again", 5, tmp_path / "last.ckpt")
     fit(eager, tmp_path / "more", 5, next((tmp_path / "eager" / "checkpoints").iterdir()))
     assert_state(eager, resumed.state_dict())

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from killed_saves import Dying, counting
+from lightning_nets import net_type
 from same_leaves import assert_equal
 from tiers import Sundry, compiled, options_for, words
-from torch import nn
-from training import adamw
 
 import zinf_compile
 from zinf_compile.errors import CheckpointError
@@ -32,19 +31,7 @@ Train = Callable[[str, Path, int], Any]
 
 @pytest.fixture
 def trained(lightning: Any) -> Train:
-    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-        """A net with its loss."""
-
-        def __init__(self, net: nn.Module) -> None:
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            loss: torch.Tensor = self.net(batch)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self.parameters())
+    wrapped = net_type(lightning)
 
     def train(place: str, folder: Path, steps: int) -> Any:
         torch.compiler.reset()
@@ -58,7 +45,7 @@ def trained(lightning: Any) -> Train:
                 enable_progress_bar=False, enable_model_summary=False,
             )
         )  # fmt: skip
-        trainer.fit(Module(net), torch.utils.data.DataLoader([words(step, 0) for step in range(steps)], batch_size=None))
+        trainer.fit(wrapped(net), torch.utils.data.DataLoader([words(step, 0) for step in range(steps)], batch_size=None))
         return trainer
 
     return train
