@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from late_training import on_drives
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from compute_models import MODELS
+from named_cap import named_cap
 
 import zinf_compile
 from zinf_compile.errors import BudgetError
@@ -54,16 +54,10 @@ class Run:
         return torch.accelerator.max_memory_allocated()
 
 
-def named(error: BaseException) -> int:
-    found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", str(error))
-    assert found is not None, error
-    return int(found[1].replace(",", ""))
-
-
 def least_for(name: str, options: dict[str, Any]) -> int:
     with pytest.raises(BudgetError, match=r"are activations .* temporaries of compute") as refused:
         Run(name, {**options, "device_memory": 1}).step()
-    return named(refused.value)
+    return named_cap(refused.value)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -99,7 +93,7 @@ def test_forwards_without_their_backwards_are_refused_before_they_run() -> None:
         kept.append(run.call(*run.batch))
     torch.stack(kept).sum().backward()  # what was there is still good
     run.optimizer.step()
-    works = named(refused.value)
+    works = named_cap(refused.value)
     del kept, refused
     for cap in (works, works - 1):
         del run

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from capped_blocks import take_step
 from compute_models import allocated_at_most
 from torch import nn
 from training import BACKEND, adamw
@@ -61,20 +62,7 @@ class Run:
         self.losses: list[float] = []
 
     def step(self, *, in_flight: bool = False) -> None:
-        batches = self.batches
-        if in_flight:
-            losses = [self.model(batch) for batch in batches]
-            for loss in losses:
-                loss.backward()
-                self.losses.append(loss.item())
-        else:
-            for batch in batches:
-                loss = self.model(batch)
-                loss.backward()
-                self.losses.append(loss.item())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        zinf_compile.synchronize()
+        self.losses += take_step(self.model, self.optimizer, self.batches, in_flight=in_flight)
 
 
 def memory_of(model: nn.Module) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from named_cap import named_cap
 from torch import nn
 from training import BACKEND
 
@@ -77,10 +77,9 @@ def test_the_smallest_cap_is_named_and_works(tmp_path: Path) -> None:
     refusals = []
     while (refusal := resumed(folder, cap))[0]:
         refusals.append(refusal[0])
-        found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", refusal[1])
-        assert found, refusal
-        assert int(found[1].replace(",", "")) > cap, refusal
-        cap = int(found[1].replace(",", ""))
+        works = named_cap(refusal[1])
+        assert works > cap, refusal
+        cap = works
     assert refusals[0] == "load", refusals
     assert resumed(folder, cap - 1)[0]
 
@@ -120,9 +119,7 @@ def test_the_smallest_cap_of_a_model_on_meta(options: dict[str, Any], tmp_path: 
     folder = zinf_compile.save(tmp_path / "saved", model, optimizer, wait=True)
     cap, loads = 100_000, 0
     while (refusal := resumed_on_meta(folder, cap, options))[0]:
-        found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", refusal[1])
-        assert found, refusal
-        works = int(found[1].replace(",", ""))
+        works = named_cap(refusal[1])
         assert works > cap, refusal
         cap, loads = works, works if refusal[0] == "load" else loads
     assert loads, "a load was refused"

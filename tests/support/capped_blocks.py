@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from compute_models import allocated_at_most
+from named_cap import named_cap
 from torch import nn
 from training import BACKEND, adamw
 
@@ -52,6 +53,21 @@ class Model(nn.Module):
         return self.blocks[BLOCKS // 2 :](x).square().mean()
 
 
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[torch.Tensor], *, in_flight: bool = False
+) -> list[float]:
+    """Train for a step, to its end; return the losses of the micro-batches. `in_flight`: all forwards come first."""
+    coming = (model(batch) for batch in batches)
+    losses = []
+    for loss in list(coming) if in_flight else coming:
+        loss.backward()
+        losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+    zinf_compile.synchronize()
+    return losses
+
+
 class Run:
     """A model, trained for some steps of two micro-batches of so many rows."""
 
@@ -68,13 +84,7 @@ class Run:
         """Of the parameters and the random generator, after the last step."""
 
     def train(self) -> None:
-        for batch in self.batches:
-            loss = self.model(batch)
-            loss.backward()
-            self.losses.append(loss.item())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        zinf_compile.synchronize()
+        self.losses += take_step(self.model, self.optimizer, self.batches)
 
     def step(self) -> None:
         """Train for one step, and note the values that it leads to."""
@@ -97,9 +107,7 @@ def least(options: dict[str, Any], **model: Any) -> int:
     """Return the smallest device_memory that a refusal names."""
     with pytest.raises(BudgetError) as refused:
         Run({**options, "device_memory": 1}, **model).step()
-    found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", str(refused.value))
-    assert found is not None, str(refused.value)
-    return int(found[1].replace(",", ""))
+    return named_cap(refused.value)
 
 
 def same(run: Run, other: Run) -> bool:

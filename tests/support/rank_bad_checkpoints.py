@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from damaged_saves import damage_a_state
+from named_cap import named_cap
 from rank_checkpoint import build, full, train
 from rank_load import placed
 from same_leaves import assert_equal
@@ -308,8 +308,7 @@ def under_a_cap(rank: int, size: int, folder: str, cap: int) -> list[tuple[str, 
         except BudgetError as error:
             if where == "load":
                 assert_equal(zinf_compile.full_state_dict(model), before)
-            (said,) = re.findall(r"smallest (?:device_memory )?that works is ([\d,]+)", str(error))
-            cap = int(said.replace(",", ""))
+            cap = named_cap(error)
             refused.append((where, cap))
         else:
             break

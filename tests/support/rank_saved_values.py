@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import random
-import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ import pytest
 import torch
 from compute_models import Stretches
 from models import Case
+from named_cap import named_cap
 from tiers import context_of
 from torch import fx, nn
 from training import adamw
@@ -128,9 +128,7 @@ def _within(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], dic
 def _least(rank: int, options: dict[str, Any], cap: int = 1) -> int:
     with pytest.raises(BudgetError) as refused:
         _within(rank, {**options, "device_memory": cap})
-    found = re.search(r"smallest (?:device_memory )?that works is ([\d,]+)", str(refused.value))
-    assert found is not None, str(refused.value)
-    return int(found[1].replace(",", ""))
+    return named_cap(refused.value)
 
 
 def _train(

@@ -1,0 +1,11 @@
+"""The cap that a refusal names."""
+
+from __future__ import annotations
+
+import re
+
+
+def named_cap(refusal: object) -> int:
+    """Return the smallest `device_memory` that works, in bytes, as an error or its text says."""
+    (found,) = re.findall(r"smallest (?:device_memory )?that works is ([\d,]+)", str(refusal))
+    return int(found.replace(",", ""))
