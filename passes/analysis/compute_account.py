@@ -48,7 +48,7 @@ class ComputeAccount:
     handed: ForwardValues
     """What the graph hands to its backward."""
 
-    def memory(self, gradient_stays: Callable[[ParameterSlot], bool]) -> ComputeMemory:
+    def memory(self, gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False) -> ComputeMemory:
         """Return the memory, where `gradient_stays` says of which parameters; another account has these gradients then."""
         kept = temporaries = most = made = staying = 0
         for stretch in self.stretches:

@@ -51,7 +51,10 @@ class ComputeGraph:
     """Facts of one scheduled graph, which must not change any more."""
 
     def __init__(self, graph: fx.Graph, device: torch.device, *, by_operator: bool) -> None:
-        """`by_operator`: regions run operator by operator, nothing is fused."""
+        """`by_operator`: regions run operator by operator.
+
+        Otherwise a compiler fuses what lies between two calls of libraries, whose inputs and results are then there at once.
+        """
         self.graph, self.device, self.by_operator = graph, device, by_operator
         self.align = ROUNDING.get(device.type, DEVICE_ROUNDING)
         self.nodes: list[fx.Node] = list(graph.nodes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from zinf_compile.passes.graph.build_nodes import can_view
 from zinf_compile.passes.graph.node_facts import hinted_numel, slot_behind, slot_of, values_behind
 from zinf_compile.passes.graph.remade import is_dropped
 from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
-from zinf_compile.plan.compute_memory import ComputeMemory
 
 from .compute_account import ComputeAccount, ForwardValues, Stretch
 from .compute_graph import ATTENTIONS, CONVOLUTIONS, ComputeGraph, hint_of, tensors_of
@@ -37,26 +36,6 @@ _MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_
 
 Memory = tuple[fx.Node, int]
 """A node that makes memory, and which of its results this is."""
-
-
-def measure_compute(
-    graph: fx.Graph,
-    device: torch.device,
-    *,
-    by_operator: bool,
-    forward: ForwardValues | None = None,
-    results: int | None = None,
-    gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False,
-    stays: frozenset[str] = frozenset(),
-) -> tuple[ComputeMemory, ForwardValues]:
-    """Return the memory of a scheduled graph's compute on `device`, and what its backward must know of it.
-
-    `by_operator`: regions run operator by operator; otherwise a compiler fuses what lies between two calls of libraries, whose
-    inputs and results are then there at once. `gradient_stays`: whether a parameter's gradient is kept where it is made. The
-    others are those of `account_compute`.
-    """
-    account = account_compute(ComputeGraph(graph, device, by_operator=by_operator), forward=forward, results=results, stays=stays)
-    return account.memory(gradient_stays), account.handed
 
 
 def account_compute(
@@ -278,7 +257,7 @@ class _Account:
 def _slice(loop: TokenLoop, node: fx.Node, outer: ComputeGraph) -> int:
     """Return what a loop takes beside its results: the values of a slice, sums in a wider type, copies of strided inputs."""
     graph = ComputeGraph(loop.body.graph, outer.device, by_operator=outer.by_operator)
-    found = account_compute(graph, results=0).memory(lambda slot: False)
+    found = account_compute(graph, results=0).memory()
     most = found.activations + found.temporaries
     most -= sum(map(graph.bytes, tensors_of(loop.body.graph.find_nodes(op="placeholder"))))
     for out in loop.outs:

@@ -108,7 +108,7 @@ class Fit:
         key = tuple(memory.name for memory in moving)
         if key not in self._least:
             accounts, outside = self._accounts_of(moving), self._budget.compute.outside
-            peaks = [account.memory(lambda slot: False).peak + outside for account in accounts] or [0]
+            peaks = [account.memory().peak + outside for account in accounts] or [0]
             rest = self._budget.placements.rest
             counted = {slot.index for slot in self._budget.counted}
             rounding = 0

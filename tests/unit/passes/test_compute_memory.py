@@ -14,7 +14,7 @@ from torch import fx
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.passes import as_performed
 from zinf_compile.passes.analysis.compute_graph import ComputeGraph
-from zinf_compile.passes.analysis.compute_memory import account_compute, measure_compute
+from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
@@ -53,14 +53,13 @@ def measured(
     marked = tuple(dataclasses.replace(each, tier=Tier.NVME) for each in found if each.name in (*moving, *stays))
     mark_moving(forward, backward, marked)
     names = frozenset(name for each in found if each.name in stays for name in each.inputs)
-    device = torch.device("cpu")
-    ahead, values = measure_compute(
-        as_performed(forward.graph, hops=topology.hops), device, by_operator=by_operator, results=1, stays=names
-    )
-    back, _ = measure_compute(
-        as_performed(backward.graph, hops=topology.hops), device, by_operator=by_operator, forward=values, stays=names
-    )
-    return [ahead, back]
+    graphs = [
+        ComputeGraph(as_performed(each.graph, hops=topology.hops), torch.device("cpu"), by_operator=by_operator)
+        for each in (forward, backward)
+    ]
+    ahead = account_compute(graphs[0], results=1, stays=names)
+    back = account_compute(graphs[1], forward=ahead.handed, stays=names)
+    return [ahead.memory(), back.memory()]
 
 
 def test_what_is_kept_and_what_moves() -> None:

@@ -10,7 +10,8 @@ from zinf_compile.ir import ops
 from zinf_compile.passes.activations.carry_values import carry_values
 from zinf_compile.passes.activations.drop_saved_values import drop_saved_values
 from zinf_compile.passes.activations.remake_saved_values import remake_saved_values
-from zinf_compile.passes.analysis.compute_memory import measure_compute
+from zinf_compile.passes.analysis.compute_graph import ComputeGraph
+from zinf_compile.passes.analysis.compute_memory import account_compute
 from zinf_compile.passes.analysis.repeatable import ForwardCompute, random_devices
 from zinf_compile.passes.analysis.summary import summarize
 from zinf_compile.passes.analysis.traffic import measure_traffic
@@ -100,9 +101,10 @@ def test_numbers_traffic_and_memory() -> None:
     remake_saved_values(backward)
     assert measure_traffic(backward.graph, world_size=2).gathered == before + 8, "the bias besides"
     cpu = torch.device("cpu")
-    saved, values = measure_compute(forward.graph, cpu, by_operator=True, results=1)
+    ahead = account_compute(ComputeGraph(forward.graph, cpu, by_operator=True), results=1)
+    saved = ahead.memory()
     assert (saved.saved, saved.results) == (64, 64), "nothing but the result"
-    peak, _ = measure_compute(backward.graph, cpu, by_operator=True, forward=values)
+    peak = account_compute(ComputeGraph(backward.graph, cpu, by_operator=True), forward=ahead.handed).memory()
     assert peak.activations + peak.temporaries > 0
     program = lower(backward, name="backward", compile_region=lambda region: region.forward)
     assert [step.name for step in program.steps if hasattr(step, "fn")] == ["", " again", ""]
