@@ -82,6 +82,7 @@ def train(rank: int, size: int, folder: str, tiers: tuple[str, str, str], name: 
     """Train by hand, with averages, penalties and a twin, beside eager."""
     pair = Beside(rank, size, tiers, folder, CASES[name].build)
     eager, model = pair.eager, pair.model
+    early = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for m in (eager, model)]
     copies = [p.detach().clone() for p in eager.parameters()]
     pair.backward(0)
     pair.both(descend)
@@ -95,10 +96,14 @@ def train(rank: int, size: int, folder: str, tiers: tuple[str, str, str], name: 
         pair.backward(step)
         pair.both(descend)
         pair.both(average, (averages[0], averages[1]))
-        for m, a in zip((eager, model), averaged, strict=True):
-            a.update_parameters(m)
+        for m, *found in zip((eager, model), averaged, early, strict=True):
+            for a in found:
+                a.update_parameters(m)
     for one, other in zip(*averages, strict=True):
         assert_same("average", one, whole(other))
+    for one, other in zip(*[a.parameters() for a in early], strict=True):
+        assert type(other) is nn.Parameter, "a module made before stays whole"
+        assert_same("made before, whole", one.detach(), other.detach())
     state = zinf_compile.full_state_dict(averaged[1])
     for key, value in averaged[0].state_dict().items() if rank == 0 else ():
         torch.testing.assert_close(state[key], value)  # lerp rounds otherwise where vectors end

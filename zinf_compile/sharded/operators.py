@@ -105,6 +105,9 @@ def _foreach(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]
 def _elementwise(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     owner = first_sharded((args, kwargs))
     assert owner is not None, "it was called for one"
+    target = _written(func, args, kwargs)
+    if target is not None and not isinstance(target, ShardedTensor | ShardedGradient):
+        return func(*tree_map(_whole, tuple(args)), **tree_map(_whole, kwargs))
     _check_memory(owner, packet, kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_MEMORY}
     base = packet.removeprefix("_foreach_").rstrip("_")
@@ -114,9 +117,6 @@ def _elementwise(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, 
             values = shard_of(value, owner, packet)
             if values is not None:
                 operands[id(value)] = values
-    target = _written(func, args, kwargs)
-    if target is not None and not isinstance(target, ShardedTensor | ShardedGradient):
-        owner.refuse(packet, "it would change a tensor that is whole")
 
     def perform(pieces: Pieces) -> Any:
         def local(value: Any) -> Any:
@@ -135,6 +135,11 @@ def _elementwise(func: Any, packet: str, args: Sequence[Any], kwargs: dict[str, 
             _change(owner, packet, operands, perform, id(target))
             return target
         return _make(owner, base, operands, perform)
+
+
+def _whole(value: Any) -> Any:
+    """Gather a partitioned argument beside a whole tensor that is changed."""
+    return value.full_tensor() if isinstance(value, ShardedTensor | ShardedGradient) else value
 
 
 def _change(owner: ShardedTensor, packet: str, operands: dict[int, ShardValues], perform: Any, target: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zinf_compile._torch import become, no_torch_function, storage_owners
+from zinf_compile._torch import become, no_torch_function, storage_owners, tree_leaves
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.companion_memory import make_values
 from zinf_compile.runtime.units.shard_layout import DenseLayout, is_dense
@@ -21,8 +21,9 @@ from .tensor import ShardedTensor, first_sharded
 def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Partition the whole tensors that a function is about to change, like the partitioned arguments beside them.
 
-    The same tensor object then holds this rank's shard of rank 0's values. A collective operation. Refuses what it could not
-    change in all places where it is known: a view, or a tensor that shares its memory with another, as `data` and `detach()` do.
+    The same tensor object then holds this rank's shard of rank 0's values. A collective operation. Leaves whole what it could not
+    change in all places where it is known: a view, or a tensor that shares its memory with another, as `data` and `detach()` do;
+    whole values are gathered for these. Refuses them where autograd would need the gradient of a gathered value.
     """
     for index, target in enumerate(targets):
         if not isinstance(target, torch.Tensor) or isinstance(target, ShardedTensor | ShardedGradient):
@@ -30,17 +31,13 @@ def partition_targets(name: str, targets: Sequence[Any], args: Sequence[Any], kw
         beside = _beside(index, args, kwargs)
         if beside is None:
             continue
-        if target.shape != beside.shape:
-            beside.refuse(name, f"it would change a whole tensor of shape {list(target.shape)}")
-        problem = _problem(target)
-        if problem:
+        problem = _problem(target, beside)
+        if not problem:
+            _partition(name, target, beside)
+        elif torch.is_grad_enabled() and any(t.requires_grad for t in (target, *_sharded(args), *_sharded(kwargs.values()))):
             beside.refuse(
-                name,
-                f"it would change a whole tensor, which {problem}. A tensor made before the first compiled call is partitioned "
-                "like the parameter when it is itself changed, and memory of its own; make other ones afterwards: clone(), "
-                "copy.deepcopy(model) and AveragedModel(model) of what is partitioned are partitioned alike",
+                name, f"it would change a whole tensor, which {problem}, and record it for autograd: use torch.no_grad()"
             )
-        _partition(name, target, beside)
 
 
 def _beside(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor | None:
@@ -50,11 +47,20 @@ def _beside(index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedT
     return first_sharded([own, args[0] if "out" in kwargs else None])
 
 
-def _problem(target: torch.Tensor) -> str:
+def _sharded(values: Iterable[Any]) -> list[ShardedTensor]:
+    return [value for value in tree_leaves(list(values)) if isinstance(value, ShardedTensor)]
+
+
+def _problem(target: torch.Tensor, beside: ShardedTensor) -> str:
+    """Return why a whole tensor can't become a partitioned one, empty where it can."""
     if type(target) is not torch.Tensor:
         return f"is a {type(target).__name__}"
     if target.requires_grad:
         return "requires grad"
+    if target.shape != beside.shape:
+        return f"has shape {list(target.shape)}"
+    if target.device != beside.device:
+        return f"is on {target.device}"
     if target.layout != torch.strided or not is_dense(tuple(target.shape), target.stride()):
         return "has gaps or overlaps in memory"
     size = format_of(target.dtype).bytes(target.numel())
@@ -68,8 +74,6 @@ def _partition(name: str, target: torch.Tensor, beside: ShardedTensor) -> None:
     context = unit.context
     what = f"partitioning a tensor like {unit.name}"
     dtype, stride = target.dtype, beside.stride()
-    if target.device != beside.device:
-        beside.refuse(name, f"it would change a whole tensor on {target.device}")
     unit.ranks.agree([*beside.describe(name), f"{what}: a whole {dtype} is changed"], what=what)
     with unit.ranks.fail_together(what):  # one may have no room
         values = make_values(unit, dtype, lasting=True)
