@@ -14,7 +14,10 @@ from .inputs import INPUTS
 
 
 class Scored(nn.Module):
-    """Calls a model of transformers with keywords; its own loss, or the mean square of what it returns, is to shrink."""
+    """Calls a model of transformers with keywords; its own loss, or a mean over what it returns, is to shrink.
+
+    Of sigmoids: the mean square of what a layer normalisation returns is one, and its gradients nothing but rounding.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -23,7 +26,7 @@ class Scored(nn.Module):
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         output = self.model(**inputs)
         loss = output.loss if "loss" in output else None
-        return output[0].square().mean() if loss is None else loss
+        return output[0].sigmoid().square().mean() if loss is None else loss
 
 
 def build(name: str) -> nn.Module:
