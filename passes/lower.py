@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from zinf_compile._torch import BoxedCodeGen, is_boxed
+from zinf_compile.ir import ops
 from zinf_compile.ir.op_spec import LONE_GROUP, SPECS, OpSpec, has_unit, position_of
 from zinf_compile.ir.program import Program, tiers_of_gradients
 from zinf_compile.ir.steps import GradAlias, Issued, Region, Step
@@ -187,9 +188,18 @@ def _begins(node: fx.Node, current: _Segment) -> bool:
 
 
 def _joins(node: fx.Node, previous: fx.Node) -> bool:
-    """Return whether a transfer is issued with the one before it: same group, same hop."""
+    """Return whether a transfer is issued with the one before it: same group, same hop. A gradient's is that of its reduction."""
     hops = [(argument_of(n, "src"), argument_of(n, "dst")) for n in (node, previous)]
-    return group_of(node) == group_of(previous) != LONE_GROUP and hops[0] == hops[1]
+    return group_of(_grouped(node)) == group_of(_grouped(previous)) != LONE_GROUP and hops[0] == hops[1]
+
+
+def _grouped(node: fx.Node) -> fx.Node:
+    """Return the transfer that says the group: for a swap of a gradient its reduction."""
+    while node.target is ops.swap_out:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
 
 
 def _issued(node: fx.Node, register: Mapping[fx.Node, int], aliases: _GradAliases) -> Issued:

@@ -19,7 +19,16 @@ from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.storage.value_space import ValueSpace
 from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
-from zinf_compile.runtime.units.swap import SwapHandle, bring, is_small, swap_in, swap_in_together, swap_out
+from zinf_compile.runtime.units.swap import (
+    SwapHandle,
+    bring,
+    is_small,
+    leaves_small,
+    swap_in,
+    swap_in_together,
+    swap_out,
+    swap_out_together,
+)
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
@@ -149,8 +158,27 @@ def _swap_in_small(step: SwapIn, run: Run) -> list[tuple[int, int]]:
 
 
 def _swap_out(step: SwapOut, run: Run) -> None:
-    grad = run.registers[step.grad]
-    run.registers[step.out] = grad if grad.at_home else _hop_out(grad, step.dst)
+    members: Sequence[tuple[int, int]] = step.members
+    if len(members) > 1 and step.dst == Tier.HOST and run.context.link.copies_together:
+        members = _swap_out_small(step, run)
+    for source, out in members:
+        grad = run.registers[source]
+        run.registers[out] = grad if grad.at_home else _hop_out(grad, step.dst)
+
+
+def _swap_out_small(step: SwapOut, run: Run) -> list[tuple[int, int]]:
+    """Start copies of the small ones of a group that stay in host memory, several at a time; return the other members."""
+    found = {out: run.registers[source] for source, out in step.members}
+    small = {
+        out: grad
+        for out, grad in found.items()
+        if not grad.at_home and grad.together is None and leaves_small(grad.unit, grad.shard)
+    }
+    if len(small) > 1:
+        leaving = swap_out_together([(grad.unit, grad.shard, grad.reduction) for grad in small.values()])
+        for (out, grad), (shard, pending) in zip(small.items(), leaving, strict=True):
+            run.registers[out] = ReduceHandle(grad.unit, shard, pending)
+    return [member for member in step.members if len(small) == 1 or member[1] not in small]
 
 
 def _hop_out(grad: ReduceHandle, dst: str) -> ReduceHandle:

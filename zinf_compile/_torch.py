@@ -49,6 +49,9 @@ rebuild_tensor = torch._utils._rebuild_tensor_v2
 without_python_dispatcher = torch._C._DisablePythonDispatcher
 """Context in which calling an operator releases the GIL, as it does outside of tracing; the class has no public name."""
 
+tensor_on_storage: Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor] = torch.ops.inductor._reinterpret_tensor
+"""Returns a tensor of any shape and strides on another one's storage, however small: public ways make that as large first."""
+
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
 """Operators as which Dynamo captures `parameter.data = value`: from 2.15 on one of its own."""
 

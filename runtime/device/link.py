@@ -53,6 +53,11 @@ class DeviceLink(Protocol):
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """Start to copy the device's memory to the host, once `after` is over."""
 
+    def to_host_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
+    ) -> Pending:
+        """Start to copy several tensors of the device's memory to the host, once all of `after` is over; all stay until then."""
+
     def wait_read(self, host: torch.Tensor) -> None:
         """Return when no copy to the device reads this host memory any more: call it before that is changed."""
 
@@ -96,6 +101,12 @@ class HostIsDevice:
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
+        raise AssertionError("a schedule for a device that is host memory copies nothing from it")
+
+    def to_host_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
+    ) -> Pending:
+        """See `DeviceLink.to_host_together`."""
         raise AssertionError("a schedule for a device that is host memory copies nothing from it")
 
     def wait_read(self, host: torch.Tensor) -> None:
@@ -156,8 +167,14 @@ class AcceleratorLink:
 
     def to_host(self, source: torch.Tensor, into: torch.Tensor, after: Pending | None) -> Pending:
         """See `DeviceLink.to_host`."""
-        before: list[Pending] = [] if after is None else [after]
-        return TransferToHost(self._copy(_TO_HOST, [source], [into], [*before, *self._readers(into)], host=[into]))
+        return self.to_host_together([source], [into], [] if after is None else [after])
+
+    def to_host_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
+    ) -> Pending:
+        """See `DeviceLink.to_host_together`."""
+        before = [*after, *(reader for host in into for reader in self._readers(host))]
+        return TransferToHost(self._copy(_TO_HOST, sources, into, before, host=into))
 
     def wait_read(self, host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`."""

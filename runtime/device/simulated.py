@@ -97,6 +97,12 @@ class SimulatedDevice:
         """See `DeviceLink.to_host`."""
         return self.links["to host"].copy(source, into, after)
 
+    def to_host_together(
+        self, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], after: Sequence[Pending]
+    ) -> Pending:
+        """See `DeviceLink.to_host_together`."""
+        return All([self.to_host(*pair, All(after)) for pair in zip(sources, into, strict=True)])
+
     def wait_read(self, host: torch.Tensor) -> None:
         """See `DeviceLink.wait_read`; who waits for a copy here waits for its end."""
 

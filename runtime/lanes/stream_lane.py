@@ -17,9 +17,9 @@ from .wait_times import WorkerWaits
 class StreamTransfer:
     """A transfer on a stream. `wait` orders the caller's stream after it; the host waits at most until it is issued.
 
-    It holds what its closure works on until the stream from which it was submitted is ordered after it, or it is known to be
-    over: memory of that is freed in the order of that stream, so another lane's wait lets nothing go. Host memory it holds until
-    it is over.
+    It holds what its closure works on until the stream from which it was submitted is ordered after it, or after a transfer that
+    comes after it, or it is known to be over: memory of that is freed in the order of that stream, so another lane's wait lets
+    nothing go. Host memory it holds until it is over.
     """
 
     def __init__(
@@ -31,6 +31,8 @@ class StreamTransfer:
         self._waits = waits
         self.owner = torch.accelerator.current_stream(device)
         """The stream that submitted it."""
+        self._before: Sequence[StreamTransfer] = ()
+        """Those that it comes after."""
         self._event: torch.Event | None = None
         self._error: BaseException | None = None
         self._issued = threading.Lock()  # no event: Ctrl-C in a wait for one may leave it locked
@@ -45,13 +47,14 @@ class StreamTransfer:
                 for pending in after:
                     pending.wait()
                 self._transfer()
+                self._before = [job for pending in after for job in _stream_transfers(pending)]
                 self._event = stream.record_event()
         finally:
             self._issued.release()
 
     def fail(self, error: BaseException) -> None:
         """Note why it was not issued."""
-        self._error, self._transfer, self._host_memory = error, None, ()
+        self._error, self._transfer, self._host_memory, self._before = error, None, (), ()
         if self._issued.locked():
             self._issued.release()
 
@@ -68,7 +71,7 @@ class StreamTransfer:
         """Return whether the device is done with it, or it failed; host memory is given up then."""
         over = self._error is not None or (self._event is not None and self._event.query())
         if over:
-            self._transfer, self._host_memory = None, ()
+            self._transfer, self._host_memory, self._before = None, (), ()
         return over
 
     def wait(self) -> None:
@@ -78,7 +81,14 @@ class StreamTransfer:
         stream = torch.accelerator.current_stream(self._device)
         stream.wait_event(self._event)
         if stream == self.owner:
-            self._transfer = None
+            self._let_memory_go()
+
+    def _let_memory_go(self) -> None:
+        """The stream that submitted it is ordered after it, and so after those that it comes after."""
+        before, self._transfer, self._before = self._before, None, ()
+        for job in before:
+            if job.owner == self.owner:
+                job._let_memory_go()
 
     def reads(self, memory: torch.Tensor) -> bool:
         """Return whether it holds host memory that overlaps with this."""
@@ -100,7 +110,7 @@ class StreamTransfer:
             start = time.perf_counter()
             self._event.synchronize()
             self._waits.record(start)
-        self._transfer, self._host_memory = None, ()
+        self._transfer, self._host_memory, self._before = None, (), ()
 
     def _wait_issued(self) -> None:
         if self._issued.locked():
@@ -238,10 +248,23 @@ def on_stream(pending: Pending) -> Pending:
     return pending.transfer if isinstance(pending, TransferToHost) else pending
 
 
-def _never_blocks(pending: Pending) -> bool:
-    """Say whether a stream can be ordered after a transfer at once."""
+def _stream_transfers(pending: Pending) -> list[StreamTransfer]:
+    """Return the transfers on streams that are waited for where this is."""
+    pending = on_stream(_innermost(pending))
+    if isinstance(pending, All):
+        return [job for part in pending.parts for job in _stream_transfers(part)]
+    return [pending] if isinstance(pending, StreamTransfer) else []
+
+
+def _innermost(pending: Pending) -> Pending:
     while (inner := getattr(pending, "awaited", None)) is not None:
         pending = inner
+    return pending
+
+
+def _never_blocks(pending: Pending) -> bool:
+    """Say whether a stream can be ordered after a transfer at once."""
+    pending = _innermost(pending)
     if isinstance(pending, All):
         return all(map(_never_blocks, pending.parts))
     if isinstance(pending, Job):

@@ -6,7 +6,7 @@ Called by units, the optimizer's chunks and the loading of values; knows tensors
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,16 +87,35 @@ def move(src: Location, dst: Location, *, by: Route, after: Pending | None = Non
         assert dst.tensor is not None, "a location is memory, or can be written"
         copying = (by.link.to_device if dst.on_device else by.link.to_host)(source, dst.tensor, after)
         if room is not None:
-            issued = on_stream(copying)
-            if isinstance(issued, StreamTransfer):
-                room.follow(issued, size)
-            else:
-                by.submit(_Arrive(copying, room, size))
+            _release_behind(copying, room, size, by)
     except BaseException:  # an interrupt while the lane is busy
         if room is not None:
             room.release(size)
         raise
     return copying
+
+
+def move_to_host_together(
+    sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor], *, by: Route, after: Sequence[Pending], room: InflightLimit
+) -> Pending:
+    """Start one hop of several shards from the device's own memory, as one copy; see `move`."""
+    size = sum(source.nbytes for source in sources)
+    room.acquire(size)
+    try:
+        copying = by.link.to_host_together(sources, into, after)
+        _release_behind(copying, room, size, by)
+    except BaseException:  # an interrupt while the lane is busy
+        room.release(size)
+        raise
+    return copying
+
+
+def _release_behind(copying: Pending, room: InflightLimit, size: int, by: Route) -> None:
+    issued = on_stream(copying)
+    if isinstance(issued, StreamTransfer):
+        room.follow(issued, size)
+    else:
+        by.submit(_Arrive(copying, room, size))
 
 
 def crosses(src: Location, dst: Location, link: DeviceLink) -> bool:

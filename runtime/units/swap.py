@@ -12,7 +12,7 @@ import torch
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.runtime.lanes.lanes import Done, Pending
 from zinf_compile.runtime.system.accelerator import current_stream
-from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
+from zinf_compile.runtime.transfer.move import Location, move, move_to_host_together, on_host, route_of
 
 from .backing import HostBacking, ShardBacking
 from .offloaded_gradient import OffloadedGradient, offloaded_to_drive
@@ -112,15 +112,12 @@ def swap_out(
     unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient, dst: str, reduction: Pending
 ) -> tuple[torch.Tensor | OffloadedGradient, Pending]:
     """Start the hop of a gradient to tier `dst`; return its shard there."""
-    context, link = unit.context, unit.context.link
+    context = unit.context
     if unit.placement.grads == Tier.DEVICE:  # too small to go, or partitioned under other options
         return shard, reduction
     if dst == Tier.HOST:
         assert isinstance(shard, torch.Tensor), "a gradient leaves the device once"
-        context.memory.make_room(context.memory.host_ledger, shard.nbytes)
-        host = link.host_buffer(shard.numel(), shard.dtype)
-        context.memory.host_ledger.track("grads", host)
-        offloaded = OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype)
+        offloaded, host = _offloaded_to_host(unit, shard)
         if unit.placement.grads == Tier.HOST:
             offloaded.arrive(copy_out(context, shard, host, reduction))
         else:  # bounded by what it goes on to
@@ -134,6 +131,55 @@ def swap_out(
     offloaded = offloaded_to_drive(unit, *unit.gradient_pool, numel, shard.dtype)
     offloaded.arrive(write_out(offloaded.backing, context, shard, reduction))
     return offloaded, Done()
+
+
+def leaves_small(unit: Unit | Tile, shard: torch.Tensor | OffloadedGradient) -> bool:
+    """Say whether a gradient is better copied to the host with others: it stays there, and the copy is soon over."""
+    return unit.placement.grads == Tier.HOST and isinstance(shard, torch.Tensor) and shard.nbytes <= SMALL_BYTES
+
+
+def swap_out_together(
+    leaving: Sequence[tuple[Unit | Tile, torch.Tensor, Pending]],
+) -> list[tuple[OffloadedGradient, Pending]]:
+    """Start to copy several gradients of a context to the host, each behind its reduction: see `leaves_small`.
+
+    One copy for as many as may be under way at a time. Returns their shards there, as `swap_out` does for one.
+    """
+    context = leaving[0][0].context
+    limit = context.memory.inflight_gradients.limit
+    found, start, held = list[tuple[OffloadedGradient, Pending]](), 0, 0
+    for number, (_, shard, _) in enumerate(leaving):
+        if limit is not None and number > start and held + shard.nbytes > limit:
+            found += _copy_out_together(context, leaving[start:number])
+            start, held = number, 0
+        held += shard.nbytes
+    return found + _copy_out_together(context, leaving[start:])
+
+
+def _copy_out_together(
+    context: Context, leaving: Sequence[tuple[Unit | Tile, torch.Tensor, Pending]]
+) -> list[tuple[OffloadedGradient, Pending]]:
+    places = [_offloaded_to_host(unit, shard) for unit, shard, _ in leaving]
+    with context.lanes.meter.waiting():
+        copying = move_to_host_together(
+            [shard for _, shard, _ in leaving],
+            [host for _, host in places],
+            by=route_of(context),
+            after=list(dict.fromkeys(reduction for _, _, reduction in leaving)),
+            room=context.memory.inflight_gradients,
+        )
+    for offloaded, _ in places:
+        offloaded.arrive(copying)
+    return [(offloaded, Done()) for offloaded, _ in places]
+
+
+def _offloaded_to_host(unit: Unit | Tile, shard: torch.Tensor) -> tuple[OffloadedGradient, torch.Tensor]:
+    """Return a gradient with host memory that its shard is about to be copied to, and that memory."""
+    context = unit.context
+    context.memory.make_room(context.memory.host_ledger, shard.nbytes)
+    host = context.link.host_buffer(shard.numel(), shard.dtype)
+    context.memory.host_ledger.track("grads", host)
+    return OffloadedGradient(unit, HostBacking(host), shard.numel(), shard.dtype), host
 
 
 def copy_out(context: Context, shard: torch.Tensor, host: torch.Tensor, reduction: Pending) -> Pending:

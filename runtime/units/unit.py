@@ -206,16 +206,16 @@ class Unit(DenseLayout, Updatable):
         """Save the memory that `blank` returned as the shard."""
         self.start_saving(shard).wait()
 
-    def start_saving(self, shard: torch.Tensor) -> Pending:
-        """Start to save the memory that `blank` returned; it may not change meanwhile."""
+    def start_saving(self, shard: torch.Tensor, *, from_host: bool = False) -> Pending:
+        """Start to save the memory that `blank` returned, or a shard in host memory; it may not change meanwhile."""
         self.begin_replacing()
         self.changing()
         self.restored()  # not before: a step that fails meanwhile marks the values incomplete
+        link, by, source = self.context.link, route_of(self.context), Location(shard, on_device=not from_host)
         if self.backing is None:
-            return Done()
-        link, by = self.context.link, route_of(self.context)
-        place, source = self.backing.location(0, self.shard_numel), Location(shard)
-        if place.tensor is None and link.topology.host_apart:
+            return move(source, Location(self.shard), by=by) if from_host else Done()
+        place = self.backing.location(0, self.shard_numel)
+        if place.tensor is None and link.topology.host_apart and not from_host:
             host = on_host(link.host_buffer(self.shard_numel, self.dtype))
             move(source, host, by=by).wait()
             source = host

@@ -1,4 +1,4 @@
-"""Small parameters that a schedule brings at one point are brought by one copy, with the same bits."""
+"""Small parameters that a schedule brings at one point are brought by one copy, and so leave gradients, with the same bits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from gradient_cases import train
 
 from zinf_compile.runtime.device.link import AcceleratorLink
 from zinf_compile.runtime.lanes.stream_lane import StreamLane
+from zinf_compile.runtime.memory.inflight import InflightLimit
 from zinf_compile.runtime.units import swap
 
+OUT = "zinf device to host"
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
 
 
@@ -31,12 +33,12 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def trained(issued: dict[str, int]) -> tuple[list[torch.Tensor], int]:
+def trained(issued: dict[str, int], way: str = "zinf host to device", **options: Any) -> tuple[list[torch.Tensor], int]:
     issued.clear()
     with late.delays(0.001, seed=2):
-        losses = train("late", HOST, micro_batches=1, before_step=lambda model: None).losses
+        losses = train("late", {**HOST, **options}, micro_batches=1, before_step=lambda model: None).losses
         assert late.defects() == []
-    return losses, issued["zinf host to device"]
+    return losses, issued[way]
 
 
 def test_one_copy_brings_a_group_with_the_same_bits(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +56,31 @@ def test_large_ones_are_copied_by_themselves(issued: dict[str, int], monkeypatch
     assert copies == 3 * (8 + 1 + 7), "weights one by one, and the biases of all layers"
 
 
+def test_one_copy_takes_the_gradients_of_a_group_with_the_same_bits(
+    issued: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, copies = trained(issued, OUT)
+    bucketed, by_bucket = trained(issued, OUT, bucket="16KiB")
+    monkeypatch.setattr(AcceleratorLink, "copies_together", False)
+    apart, more = trained(issued, OUT)
+    assert all(map(torch.equal, together, apart))
+    assert all(map(torch.equal, bucketed, apart))
+    assert more == 3 * 16 + 16, "of each step, and once all parameters"
+    assert copies == 3 * 1 + 16
+    assert copies < by_bucket < more
+
+
+def test_gradients_leave_by_as_many_copies_as_may_be_under_way(issued: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer at a time: with its two weights, and with what is not small by itself."""
+    layer = 4 * (2 * 32 * 96 + 96 + 32)
+    monkeypatch.setattr(InflightLimit, "limit", property(lambda limit: layer, lambda limit, value: None), raising=False)
+    _, copies = trained(issued, OUT)
+    assert copies == 3 * 4 + 16
+    monkeypatch.setattr(swap, "SMALL_BYTES", 32 * 96 * 4 - 1)
+    _, copies = trained(issued, OUT)
+    assert copies == 3 * (8 + 1) + 16, "weights one by one, and the biases of all layers"
+
+
 def test_a_group_is_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[int] = []
     copy = torch._foreach_copy_
@@ -64,4 +91,4 @@ def test_a_group_is_one_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     train("late", HOST, micro_batches=1, before_step=lambda model: None)
-    assert groups == [16, 7] * 3, "a forward's, a backward's"
+    assert groups == [16, 7, 16] * 3, "a forward's, a backward's, the gradients'"

@@ -67,6 +67,17 @@ def test_states_striped_over_two_folders(ranks: int, tmp_path: Path) -> None:
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("pair", [more(False), True], ids=["one", "pair"])
+def test_each_rank_in_a_folder_of_its_own(pair: bool, tmp_path: Path) -> None:
+    for name in ("rank0", "rank1", "second0", "second1"):
+        (tmp_path / name).mkdir()
+    nvme = [str(tmp_path / name) for name in ("rank{local_rank}", "second{local_rank}")[: 1 + pair]]
+    for rank, counts in enumerate(run_on_device(2, 1, train_in_folders, nvme if pair else nvme[0], 3)):
+        for written in counts:
+            assert written.keys() == {path.replace("{local_rank}", str(rank)) for path in nvme}
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(
     ("dtype", "placements"),
@@ -81,9 +92,17 @@ def test_tiles_anywhere(ranks: int, dtype: torch.dtype, placements: list[Placeme
 
 @pytest.mark.parametrize("placements", [[("host", "nvme", "host")], more(PLACEMENTS)], ids=["one", "all"])
 def test_a_weight_of_eight_times_what_the_device_may_hold(placements: list[Placement], tmp_path: Path) -> None:
+    """All that the device's allocator gives out counts, from the time when the model is made."""
     (losses,) = run_on_device(1, 1, functools.partial(train_beyond_the_cap, placements=placements), str(tmp_path))
     torch.manual_seed(0)
     torch.testing.assert_close(losses, train_batches(Huge(), seed=0, rows=2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("placements", [[("host", "nvme", "host")], more(PLACEMENTS)], ids=["one", "all"])
+def test_the_same_on_two_ranks(placements: list[Placement], tmp_path: Path) -> None:
+    one, other = run_on_device(2, 1, functools.partial(train_beyond_the_cap, placements=placements), str(tmp_path))
+    assert one != other
 
 
 @pytest.mark.parametrize("ranks", [1, more(3)])

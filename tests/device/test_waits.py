@@ -20,10 +20,16 @@ from zinf_compile.runtime import executor
 from zinf_compile.runtime.lanes.stream_lane import StreamTransfer
 
 MANY_CHUNKS = "many chunks, updated on the device"
-BY_DEFAULT = ("host", "states on the drive", MANY_CHUNKS)
+ACTIVATIONS = {
+    f"{place}, activations {word}": {**PLACEMENTS[place], "activations": word}
+    for place in ("device", "host", "drive")
+    for word in ("host", "recompute")
+}
+BY_DEFAULT = ("host", "states on the drive", MANY_CHUNKS, "host, activations host", "host, activations recompute")
 CASES = {
     **PLACEMENTS,
     MANY_CHUNKS: {**PLACEMENTS["host, updated on the device"], "compute_shape": {"piece_numel": 4096}},
+    **ACTIVATIONS,
     **EVERY,
 }
 

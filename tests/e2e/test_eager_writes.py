@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import IN, Mlp, vectors
+from tiers import compiled, options_for
 from torch import nn
 from training import assert_same, assert_same_models, plain_step
 from twin_models import Twins
@@ -193,6 +196,23 @@ def test_a_change_between_forward_and_backward_is_noticed_as_in_eager(name: str)
             CHANGES_WITHOUT_GRAD[name](model.second.weight)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["all", "rows"])
+def test_so_is_one_through_data_of_what_is_off_the_device(view: bool, tmp_path: Path) -> None:
+    """There PyTorch notices nothing, and takes gradients with values that the forward hasn't seen. The value is kept."""
+    pair = Twins(Mlp, lambda model: compiled(model, options_for(("nvme", "device", "device"), tmp_path)))
+    pair.step(vectors(0), 0)
+    for model in pair.models:
+        loss = model(*vectors(1))
+        data = model.second.weight.data[1:] if view else model.second.weight.data
+        with torch.no_grad():
+            data.copy_(torch.full((5 - view, 13), 0.5))
+        refuses = pytest.raises(RuntimeError, match="modified by an inplace operation")
+        with contextlib.nullcontext() if model is pair.eager else refuses:
+            loss.backward()
+        model.zero_grad()
+    pair.step(vectors(2), 2)
 
 
 @pytest.mark.parametrize("name", ["t_", "unsqueeze_", "squeeze_", "resize_", "set_"])

@@ -94,8 +94,7 @@ def train_beyond_the_cap(
     """Train where the device may hold an eighth of the largest weight; return losses. Raises where it ever holds more.
 
     At each of the placements that are off the device, which is one of PyTorch's, or played by the CPU, or else host memory. One
-    of PyTorch's holds all that it allocates within the cap, once the model is made; of a single rank: collectives of several may
-    keep what they were given until they are over.
+    of PyTorch's holds all that it allocates within the cap, also while the model is made.
     """
     warnings.filterwarnings("ignore", category=StoreWarning)
     apart = fake or device is not None
@@ -119,13 +118,14 @@ def train_beyond_the_cap(
 
 
 def born_on(device: str, options: dict[str, Any]) -> nn.Module:
-    """Return `Huge`, made in tiles, compiled; what the device allocates is counted from then on: a value is drawn whole."""
+    """Return `Huge`, made in tiles, compiled; what the device allocates is counted: a value is drawn whole, but on the host."""
     with torch.device("meta"):
         model = Huge()
     torch.manual_seed(0)
-    zinf_compile.partition(model, device=device, **options)
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
+    zinf_compile.partition(model, device=device, **options)
+    check_allocated("making the model")
     return compiled(model, options)
 
 

@@ -236,7 +236,8 @@ class Needed:
         if not self.norms_on_device or self.grads == "device":
             return Traffic(read=read)
         come = sum(self.valid[name] for name in TRAINED) * self.reduced
-        return Traffic(read=read, to_device=come, to_host=4 * len(TRAINED))
+        factor = max(self.element, self.reduced)  # each is of its gradient's norm's type: the wider one
+        return Traffic(read=read, to_device=come, to_host=factor * len(TRAINED))
 
     def step(self, *, first: bool) -> Traffic:
         """Values go and come back, gradients go, states go and come back: all that isn't where it is updated."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from growth import train_for_long, used
 from marks import more
 from tier_features import FEATURES, Compile
-from tiers import compiled, context_of, options_for, sundry, train_step
+from tiers import compiled, context_of, options_for
 from torch import nn
-from training import adamw
 
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 
@@ -47,15 +45,6 @@ def test_feature(feature: str, away: Compile) -> None:
     FEATURES[feature](away)
 
 
-def used(folder: Path) -> tuple[int, int, int]:
-    """Return descriptors, those of files in the folder, and threads."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return len(links), sum(str(folder) in link for link in links), threading.active_count()
-
-
 def held(model: nn.Module) -> dict[str, int]:
     """Return the bytes held on the device, without staging: how much of it is kept depends on how many blocks ever met."""
     return {kind: count for kind, count in context_of(model).memory.ledger.now().items() if kind != "bounce"}
@@ -70,28 +59,10 @@ def test_nothing_grows_over_many_steps_and_models(where: str, tmp_path: Path) ->
 
 def assert_nothing_grows(away: Compile, tmp_path: Path) -> None:
     """Take many steps with a model, and a step with each of several: as much is in use as before."""
-    model = away(sundry())
-    optimizer = adamw(model.parameters())
-    for step in range(110):
-        train_step(model, optimizer, step % 7)
-        if step == 10:
-            gc.collect()
-            before = used(tmp_path), held(model)
-    gc.collect()
-    assert (used(tmp_path), held(model)) == before
-    counts = []
-    for number in range(4):
-        torch.compiler.reset()
-        other = away(sundry())
-        trained = adamw(other.parameters())
-        train_step(other, trained, number)
-        del other, trained
-        torch.compiler.reset()
-        gc.collect()
-        counts.append(used(tmp_path))
-    assert counts[-1] == counts[1]
-    assert counts[-1][1] == before[0][1], "files of the dropped models are gone"
-    del model, optimizer
+    steps, models = train_for_long(away, lambda model: (used(tmp_path), held(model)))
+    assert steps[-1] == steps[0]
+    assert models[-1][0] == models[1][0]
+    assert models[-1][0][1] == steps[0][0][1], "files of the dropped models are gone"
     torch.compiler.reset()
     gc.collect()
     assert used(tmp_path)[1] == 0

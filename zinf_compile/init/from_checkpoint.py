@@ -20,7 +20,6 @@ from zinf_compile.checkpoint.model_files import ModelFiles, open_model_files
 from zinf_compile.errors import CheckpointError
 from zinf_compile.runtime.context import Context
 from zinf_compile.runtime.memory.aligned_buffers import BufferPool
-from zinf_compile.runtime.transfer.move import Location, move, on_host, route_of
 from zinf_compile.runtime.units.backing import NvmeBacking
 from zinf_compile.runtime.units.unit import Unit
 
@@ -131,12 +130,10 @@ def _streams(parameter: MaterializingParameter, unit: Unit) -> bool:
 
 def _load_range(files: ModelFiles, name: str, unit: Unit) -> None:
     """Read this rank's elements into memory."""
-    shard = unit.blank()
     host = torch.zeros(unit.shard_numel, dtype=unit.dtype)
     for span, (start, end) in zip(unit.spans, unit.held, strict=True):
         files.read(name, host[span.place : span.place + end - start], start=start)
-    move(on_host(host), Location(shard), by=route_of(unit.context)).wait()
-    unit.save(shard)
+    unit.start_saving(host, from_host=True).wait()
 
 
 class _DriveLoader:

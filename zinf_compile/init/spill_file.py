@@ -89,11 +89,15 @@ class SpilledValues:
         """See `ValueStore.fill`."""
         return False
 
-    def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
+    def hand_over(self, shard: torch.Tensor, *, on_device: bool = True) -> torch.Tensor:
         """Fill a shard with this rank's part; return the shard."""
-        data = shard.view(torch.uint8) if shard.device.type == "cpu" else torch.empty(shard.nbytes, dtype=torch.uint8)
+        data = (
+            shard.view(torch.uint8)
+            if not on_device or shard.device.type == "cpu"
+            else torch.empty(shard.nbytes, dtype=torch.uint8)
+        )
         read_at(self._file.fd, data[: self._size], self._start)
         data[self._size :].zero_()
-        if shard.device.type != "cpu":
+        if data.device != shard.device:
             move(on_host(data.view(shard.dtype)), Location(shard), by=route_of(self._context)).wait()
         return shard

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -37,6 +38,14 @@ def part_of(whole: torch.Tensor, shard: torch.Tensor, group: ShardGroup) -> torc
     return shard
 
 
+def keep(unit: Unit, fill: Callable[[torch.Tensor], torch.Tensor]) -> Pending:
+    """Start to keep a unit's shard, which `fill` fills and returns: memory of the device only where it stays there."""
+    if unit.backing is None:
+        return unit.start_saving(fill(unit.blank()))
+    host = unit.context.link.host_buffer(unit.shard_numel, unit.dtype)
+    return unit.start_saving(fill(host), from_host=True)
+
+
 def gather(shard: torch.Tensor, into: torch.Tensor, context: Context, name: str) -> None:
     """Fill a flat tensor of the host from all ranks' shards."""
     with filled_on(shard.device, into, context) as full:
@@ -64,16 +73,30 @@ class UnitValues:
         unit = self._unit
         if unit.backing is not None and unit.shard_group.size == 1:
             move(unit.backing.location(0, into.numel()), on_host(into), by=route_of(unit.context)).wait()
+        elif into.device == unit.device:
+            gather_whole(unit, unit.load(), into, f"gathering {unit.name}")
         else:
-            with filled_on(unit.device, into, unit.context) as full:
-                gather_whole(unit, unit.load(), full, f"gathering {unit.name}")
+            self._gather_in_tiles(into)
+
+    def _gather_in_tiles(self, into: torch.Tensor) -> None:
+        """Fill memory of the host by way of a device that need not have room for the whole."""
+        unit, context = self._unit, self._unit.context
+        shard = unit.shard if unit.backing is None else unit.resident
+        if shard is None:
+            shard = context.memory.staged_buffer(unit.shard_numel, unit.dtype)
+            move(unit.location(), on_host(shard), by=route_of(context)).wait()
+        for own, whole in zip(*unit.split(shard, into), strict=True):
+            part = own.to(unit.device)
+            with filled_on(unit.device, whole, context) as full:
+                pending = context.lanes.gather.submit(functools.partial(unit.gathers.all_gather, [part], [full]))
+                context.finish(pending, f"gathering {unit.name}")
 
     def save(self, whole: torch.Tensor) -> Pending:
         """See `ValueStore.save`."""
         unit = self._unit
         if unit.backing is not None and unit.shard_group.size == 1:
             return move(on_host(whole), unit.backing.location(0, whole.numel()), by=route_of(unit.context))
-        return unit.start_saving(part_of_unit(whole, unit.blank(), unit))
+        return keep(unit, lambda shard: part_of_unit(whole, shard, unit))
 
     def fill(self, fill: Fill, writer: PieceWriter) -> bool:
         """See `ValueStore.fill`."""
@@ -109,11 +132,11 @@ class HostValues:
         """See `ValueStore.fill`."""
         return False
 
-    def hand_over(self, shard: torch.Tensor) -> torch.Tensor:
+    def hand_over(self, shard: torch.Tensor, *, on_device: bool = True) -> torch.Tensor:
         """Fill a shard with this rank's part, and keep that no longer; return the shard."""
-        move(on_host(self._shard), Location(shard), by=route_of(self._context)).wait()
+        move(on_host(self._shard), Location(shard, on_device=on_device), by=route_of(self._context)).wait()
         self._shard = torch.empty(0)
         return shard
 
 
-__all__ = ["HostValues", "UnitValues", "ValueStore", "gather", "part_of"]
+__all__ = ["HostValues", "UnitValues", "ValueStore", "gather", "keep", "part_of"]

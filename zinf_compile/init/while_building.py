@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ from .from_meta import become_sharded, begin_materializing, reject_lazy, share_r
 from .materializer import Materializer
 from .materializing import Materialization, MaterializingParameter
 from .spill_file import SpilledValues, SpillFile
-from .value_stores import HostValues, UnitValues
+from .value_stores import HostValues, UnitValues, keep
 
 _active: list[_Building] = []
 _UNTRIMMED_BYTES = 16 << 20
@@ -194,7 +195,8 @@ class _Building:
                 place.load(whole)
                 UnitValues(unit).save(whole).wait()
             else:
-                unit.save(place.hand_over(unit.blank()))
+                hand_over = functools.partial(place.hand_over, on_device=unit.backing is None)
+                keep(unit, hand_over).wait()
         return [(parameter, unit) for (_, parameter), unit in zip(named, units, strict=True)]
 
 

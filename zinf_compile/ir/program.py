@@ -154,9 +154,10 @@ def tiers_of_gradients(steps: Iterable[Step], tiles: Mapping[int, tuple[int, int
     for step in steps:
         if isinstance(step, Reduce):
             owner.update((out, tiles[unit][0] if unit in tiles else unit) for _, unit, out, _ in step.members)
-        elif isinstance(step, SwapOut) and step.grad in owner:
-            owner[step.out] = owner[step.grad]
-            found[owner[step.out]] = step.dst
+        elif isinstance(step, SwapOut):
+            for grad, out in step.members:
+                owner[out] = owner[grad]
+                found[owner[out]] = step.dst
     return found
 
 

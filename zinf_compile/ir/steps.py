@@ -76,26 +76,25 @@ class SwapIn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Start to swap a reduced gradient's shard out by one hop."""
+    """Start to swap shards of reduced gradients out by one hop."""
 
     src: str
     dst: str
-    grad: int
-    out: int
+    members: tuple[tuple[int, int], ...]
+    """(register of the handle of the reduction or of the swap before, register of the handle)."""
 
     @classmethod
     def of(cls, issued: Sequence[Issued]) -> SwapOut:
-        """Make one step of one swap."""
-        (only,) = issued
-        return cls(only.args["src"], only.args["dst"], only.args["grad"], only.out)
+        """Make one step of the swaps of gradients that were reduced together, all over the same hop."""
+        return cls(issued[0].args["src"], issued[0].args["dst"], tuple((i.args["grad"], i.out) for i in issued))
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return (self.grad,)
+        return tuple(source for source, _ in self.members)
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+        return tuple(out for _, out in self.members)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

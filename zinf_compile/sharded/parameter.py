@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from zinf_compile._torch import never_compile_alone, no_torch_function
+from zinf_compile._torch import never_compile_alone, no_torch_function, tensor_on_storage
 from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.ir.formats import format_of
 from zinf_compile.runtime.units.twin import twin_of
@@ -124,6 +124,8 @@ def hollow_tensor(like: Unit | torch.Tensor, *, device: torch.device | None = No
     stride = like.stride() if isinstance(like, torch.Tensor) else like.stride
     device = device or like.device
     tensor = torch.empty(0, dtype=like.dtype, device=device)
+    if device.type not in ("cpu", "meta"):
+        return tensor_on_storage(tensor, tuple(like.shape), stride)
     extent = sum((size - 1) * step for size, step in zip(like.shape, stride, strict=True)) + 1
     if device.type == "cpu":  # no way to these strides but through memory, which is never touched
         extent = max(extent, format_of(like.dtype).numel_within(_ALWAYS_MAPPED_BYTES))

@@ -39,6 +39,7 @@ torch.utils.generate_methods_for_privateuse1_backend()
 from . import checks, dynamo, gaps  # noqa: E402, F401
 from .controls import (  # noqa: E402
     Account,
+    InUse,
     account,
     clear,
     counters,
@@ -50,6 +51,7 @@ from .controls import (  # noqa: E402
     durations,
     fault_output,
     held,
+    in_use,
     lazily,
     log,
     logs,
@@ -64,6 +66,7 @@ from .controls import (  # noqa: E402
 
 __all__ = [
     "Account",
+    "InUse",
     "account",
     "clear",
     "counters",
@@ -75,6 +78,7 @@ __all__ = [
     "durations",
     "fault_output",
     "held",
+    "in_use",
     "lazily",
     "log",
     "logs",

@@ -44,6 +44,16 @@ class Account:
     frees: int
 
 
+class InUse(NamedTuple):
+    device_bytes: int
+    """As asked for, without rounding."""
+    pinned_bytes: int
+    """Of host memory, registered memory among them."""
+    events: int
+    """That were recorded and still exist."""
+    streams: int
+
+
 @contextmanager
 def delays(longest: float, *, seed: int = 0, chance: float = 1.0, exponential: bool = False) -> Iterator[None]:
     """Let each work of a stream be late by up to `longest` seconds, with probability `chance`.
@@ -167,6 +177,11 @@ def defects() -> list[Defect]:
 
 def account() -> Account:
     return Account(**parsed(C.late_report())["account"])
+
+
+def in_use() -> InUse:
+    """Return what exists of the device at this moment. Streams are given out again after the first 256."""
+    return InUse(account().now, C.late_pinned_bytes(), C.late_events(), C.late_streams())
 
 
 def reset_peak() -> None:

@@ -35,6 +35,7 @@ for _name, _result, *_arguments in (
     ("late_set_capacity", None, _SIZE),
     ("late_set_pinned_limit", None, _SIZE),
     ("late_pinned_bytes", _SIZE),
+    ("late_events", _NUMBER),
     ("late_register_host", _FLAG, _ADDRESS, _SIZE),
     ("late_unregister_host", _FLAG, _ADDRESS),
     ("late_set_fault_output", None, ctypes.c_int),

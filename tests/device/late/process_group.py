@@ -23,17 +23,19 @@ _DEVICE = torch.device("late", 0)
 
 
 class LateWork(dist.Work):
-    """A collective that was issued to the group's stream."""
+    """A collective that was issued to the group's stream. It holds its tensors until it was waited for, or is over, as NCCL's."""
 
-    def __init__(self, done: torch.Event, results: list[torch.Tensor], stream: torch.Stream) -> None:
+    def __init__(self, done: torch.Event, results: list[torch.Tensor], stream: torch.Stream, held: list[torch.Tensor]) -> None:
         super().__init__()
         self._done = done
         self._results = results
         self._stream = stream
+        self._held = held
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the current stream wait for it. The host goes on."""
         torch.accelerator.current_stream().wait_event(self._done)
+        self._held.clear()
         return True
 
     def synchronize(self) -> None:
@@ -79,57 +81,60 @@ class LateGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "late"
 
-    def _run(
-        self,
-        name: str,
-        call: Callable[[Any, Callable[[Any], Any]], Any],
-        into: Sequence[torch.Tensor],
-        of: Sequence[torch.Tensor],
-    ) -> dist.Work:
-        """Issue `call(gloo, seen)`: `seen` gives the tensors that gloo can take for those of the device."""
-        if not any(tensor.device.type == "late" for tensor in [*into, *of]):
-            return call(self._host_gloo, lambda tensors: tensors)
-        for tensor in [*into, *of]:
+    def _run(self, name: str, call: Callable[[Any, Any, Any], Any], into: Sequence[Any], of: Sequence[Any]) -> dist.Work:
+        """Issue `call(gloo, into, of)`, of tensors, or lists of them; it is given what gloo can take of those of the device.
+
+        The work on the stream owns no memory, as a kernel doesn't: that may be freed in the order of streams while it is to run.
+        """
+        written, read = _flat(into), _flat(of)
+        if not any(tensor.device.type == "late" for tensor in [*written, *read]):
+            return call(self._host_gloo, into, of)
+        for tensor in [*written, *read]:
             if tensor.device.type != "late" or not tensor.is_contiguous():
                 raise ValueError(f"{name}: tensors must be contiguous and all on device late, found one on {tensor.device}")
+        held = [*written, *read]
+        there, here = _each(torch.ops.late.borrowed, into), _each(torch.ops.late.borrowed, of)
+
+        def collective() -> None:
+            view = torch.ops.late.host_view
+            _finish(call(self._device_gloo, _each(view, there), _each(view, here)))
+            held.clear()
+
         issued = torch.accelerator.current_stream().record_event()
         with self._stream:
             self._stream.wait_event(issued)
-            controls.run_on_stream(lambda: _finish(call(self._device_gloo, _seen)), name, reads=of, writes=into)
+            controls.run_on_stream(collective, name, reads=read, writes=written)
             done = self._stream.record_event()
-        return LateWork(done, list(into), self._stream)
+        return LateWork(done, written, self._stream, held)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         opts = opts or c10d.AllreduceOptions()
-        return self._run("all_reduce", lambda gloo, seen: gloo.allreduce(seen(tensors), opts), tensors, tensors)
+        return self._run("all_reduce", lambda gloo, into, of: gloo.allreduce(into, opts), tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         one = c10d.AllreduceOptions()
         if opts is not None:
             one.reduceOp = opts.reduceOp
-        return self._run("all_reduce", lambda gloo, seen: [gloo.allreduce([t], one) for t in seen(tensors)], tensors, tensors)
+        return self._run("all_reduce", lambda gloo, into, of: [gloo.allreduce([t], one) for t in into], tensors, tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         written, read = (tensors, []) if opts.rootRank != self.rank() else ([], tensors)
-        return self._run("broadcast", lambda gloo, seen: gloo.broadcast(seen(tensors), opts), written, read)
+        return self._run("broadcast", lambda gloo, into, of: gloo.broadcast([*into, *of], opts), written, read)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
-        return self._run("reduce", lambda gloo, seen: gloo.reduce(seen(tensors), opts), tensors, tensors)
+        return self._run("reduce", lambda gloo, into, of: gloo.reduce(into, opts), tensors, tensors)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
         return self._run(
-            "all_gather_into_tensor", lambda gloo, seen: gloo._allgather_base(seen(output), seen(input), opts), [output], [input]
+            "all_gather_into_tensor", lambda gloo, into, of: gloo._allgather_base(*into, *of, opts), [output], [input]
         )
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
-        flat = [tensor for each in outputs for tensor in each]
-        return self._run(
-            "all_gather", lambda gloo, seen: gloo.allgather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs
-        )
+        return self._run("all_gather", lambda gloo, into, of: gloo.allgather(into, of, opts), outputs, inputs)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -137,7 +142,7 @@ class LateGroup(dist.ProcessGroup):
         one = c10d.AllgatherOptions()
         return self._run(
             "all_gather_into_tensor",
-            lambda gloo, seen: [gloo._allgather_base(seen(o), seen(i), one) for o, i in zip(outputs, inputs, strict=True)],
+            lambda gloo, into, of: [gloo._allgather_base(o, i, one) for o, i in zip(into, of, strict=True)],
             outputs,
             inputs,
         )
@@ -145,21 +150,12 @@ class LateGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
         return self._run(
-            "reduce_scatter_tensor",
-            lambda gloo, seen: gloo._reduce_scatter_base(seen(output), seen(input), opts),
-            [output],
-            [input],
+            "reduce_scatter_tensor", lambda gloo, into, of: gloo._reduce_scatter_base(*into, *of, opts), [output], [input]
         )
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
-        flat = [tensor for each in inputs for tensor in each]
-        return self._run(
-            "reduce_scatter",
-            lambda gloo, seen: gloo.reduce_scatter(seen(outputs), [seen(each) for each in inputs], opts),
-            outputs,
-            flat,
-        )
+        return self._run("reduce_scatter", lambda gloo, into, of: gloo.reduce_scatter(into, of, opts), outputs, inputs)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -167,7 +163,7 @@ class LateGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         return self._run(
             "reduce_scatter_tensor",
-            lambda gloo, seen: [gloo._reduce_scatter_base(seen(o), seen(i), opts) for o, i in zip(outputs, inputs, strict=True)],
+            lambda gloo, into, of: [gloo._reduce_scatter_base(o, i, opts) for o, i in zip(into, of, strict=True)],
             outputs,
             inputs,
         )
@@ -178,14 +174,13 @@ class LateGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         return self._run(
             "all_to_all_single",
-            lambda gloo, seen: gloo.alltoall_base(seen(output), seen(input), output_splits, input_splits, opts),
+            lambda gloo, into, of: gloo.alltoall_base(*into, *of, output_splits, input_splits, opts),
             [output],
             [input],
         )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        def exchange(gloo: Any, seen: Callable[[Any], Any]) -> Any:
-            received, sent = seen(outputs), seen(inputs)
+        def exchange(gloo: Any, received: list[torch.Tensor], sent: list[torch.Tensor]) -> Any:
             works = []
             for peer in range(self.size()):
                 if peer == self.rank():
@@ -197,22 +192,16 @@ class LateGroup(dist.ProcessGroup):
         return self._run("all_to_all", exchange, outputs, inputs)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
-        flat = [tensor for each in outputs for tensor in each]
-        return self._run(
-            "gather", lambda gloo, seen: gloo.gather([seen(each) for each in outputs], seen(inputs), opts), flat, inputs
-        )
+        return self._run("gather", lambda gloo, into, of: gloo.gather(into, of, opts), outputs, inputs)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> dist.Work:
-        flat = [tensor for each in inputs for tensor in each]
-        return self._run(
-            "scatter", lambda gloo, seen: gloo.scatter(seen(outputs), [seen(each) for each in inputs], opts), outputs, flat
-        )
+        return self._run("scatter", lambda gloo, into, of: gloo.scatter(into, of, opts), outputs, inputs)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        def sent(gloo: Any, seen: Callable[[Any], Any]) -> Any:
+        def sent(gloo: Any, into: Any, of: list[torch.Tensor]) -> Any:
             if gloo is self._host_gloo:
-                return gloo.send(tensors, peer, tag)
-            copy = seen(tensors)[0].clone()  # ranks that send to each other would wait forever, each for the other to receive
+                return gloo.send(of, peer, tag)
+            copy = of[0].clone()  # ranks that send to each other would wait forever, each for the other to receive
             self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
             self._sent.append((gloo.send([copy], peer, tag), copy))
             return []
@@ -220,7 +209,7 @@ class LateGroup(dist.ProcessGroup):
         return self._run("send", sent, [], tensors)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        return self._run("recv", lambda gloo, seen: gloo.recv(seen(tensors), peer, tag), tensors, [])
+        return self._run("recv", lambda gloo, into, of: gloo.recv(into, peer, tag), tensors, [])
 
     # The same, as PyTorch calls them from 2.13 on.
     all_gather_single = _allgather_base
@@ -233,10 +222,12 @@ class LateGroup(dist.ProcessGroup):
         return self._host_gloo.barrier(opts or c10d.BarrierOptions())
 
 
-def _seen(tensors: Any) -> Any:
-    if isinstance(tensors, torch.Tensor):
-        return torch.ops.late.host_view(tensors)
-    return [torch.ops.late.host_view(tensor) for tensor in tensors]
+def _flat(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for each in tensors for tensor in ([each] if isinstance(each, torch.Tensor) else each)]
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor], tensors: Sequence[Any]) -> list[Any]:
+    return [change(each) if isinstance(each, torch.Tensor) else [change(tensor) for tensor in each] for each in tensors]
 
 
 def _finish(works: Any) -> None:

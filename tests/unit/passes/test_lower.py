@@ -65,8 +65,8 @@ def perform(program: Program, inputs: list[Any]) -> list[Any]:
                 registers |= {out: torch.ops.zinf.all_gather(registers[unit], dtype=dtype) for unit, out in members}
             case SwapIn(_, _, members):
                 registers |= {out: registers[source].clone() for source, out in members}
-            case SwapOut(_, _, grad, out):
-                registers[out] = registers[grad].clone()
+            case SwapOut(_, _, members):
+                registers |= {out: registers[grad].clone() for grad, out in members}
             case Wait(handle, out):
                 registers[out] = registers[handle]
             case Release(full):
@@ -117,8 +117,8 @@ def test_swaps_become_steps_a_group_and_hop_in_one() -> None:
     assert [source for source, _ in gather.members] == [out for _, out in copied.members]
     outs = [step for step in program.steps if isinstance(step, SwapOut)]
     assert [(step.src, step.dst) for step in outs] == [("device", "host"), ("host", "nvme"), ("device", "host")]
-    assert outs[1].grad == outs[0].out
-    assert program.outputs[1:] == (outs[1].out, outs[2].out)
+    assert outs[1].reads == outs[0].writes
+    assert program.outputs[1:] == (*outs[1].writes, *outs[2].writes)
 
 
 def test_groups_and_hops_of_swaps_that_stand_together_are_steps_of_their_own() -> None:
@@ -128,6 +128,21 @@ def test_groups_and_hops_of_swaps_that_stand_together_are_steps_of_their_own() -
         e = wait(g); f = wait(h); i = wait(k); j = wait(l); release(e); release(f); release(i); release(j)
     """
     assert [len(step.members) for step in lowered(text, **INPUTS).steps if isinstance(step, SwapIn)] == [1, 1, 1, 1]
+
+
+def test_gradients_that_are_reduced_together_leave_in_one_step() -> None:
+    text = """
+        r = reduce_scatter(x, w, 0); s = reduce_scatter(x, u, 0);
+        o = swap_out(r, "device", "host"); p = swap_out(s, "device", "host")
+        c = reduce_scatter(x, w, 1); d = reduce_scatter(x, u, 2);
+        e = swap_out(c, "device", "host"); f = swap_out(d, "device", "host")
+        g = reduce_scatter(x, w); h = reduce_scatter(x, u);
+        k = swap_out(g, "device", "host"); l = swap_out(h, "device", "host")
+        return (o, p, e, f, k, l)
+    """
+    program = lowered(text, **INPUTS)
+    assert [len(step.members) for step in program.steps if isinstance(step, SwapOut)] == [2, 1, 1, 1, 1]
+    assert {program.slots[unit].name: tier for unit, tier in program.leaves.items()} == {"w": "host", "u": "host"}
 
 
 def test_swaps_are_no_part_of_the_collective_sequence() -> None:

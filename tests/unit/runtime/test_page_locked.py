@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,10 @@ def test_a_refusal_costs_speed_and_is_told_once(caplog: pytest.LogCaptureFixture
 
 
 def test_without_an_accelerator_nothing_is_locked() -> None:
-    assert page_locked.locked_memory(mmap.PAGESIZE) is None
+    """Where this process has one, as on a machine with a GPU or behind tests/device, PyTorch refuses as it does without."""
+    without = Mock(side_effect=RuntimeError("Cannot access accelerator device when none is available."))
+    with patch.object(torch, "empty", without) if torch.accelerator.is_available() else contextlib.nullcontext():
+        assert page_locked.locked_memory(mmap.PAGESIZE) is None
 
 
 def test_pages_are_touched_in_parts() -> None:

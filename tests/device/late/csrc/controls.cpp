@@ -69,6 +69,7 @@ void late_forbid_waits(bool on) { device().streams.forbid_waits(on); }
 void late_set_capacity(size_t bytes) { device().memory.set_capacity(bytes); }
 void late_set_pinned_limit(size_t bytes) { device().pinned.set_limit(bytes); }
 size_t late_pinned_bytes() { return device().pinned.bytes(); }
+int64_t late_events() { return device().events; }
 bool late_register_host(uintptr_t address, size_t bytes) { return device().pinned.enroll(address, bytes); }
 bool late_unregister_host(uintptr_t address) { return device().pinned.withdraw(address); }
 void late_set_fault_output(int file) { device().memory.set_fault_output(file); }

@@ -1,6 +1,8 @@
 // The device: one per process, made at first use and never destroyed, as PyTorch's own are.
 #pragma once
 
+#include <atomic>
+
 #include "counters.hpp"
 #include "memory.hpp"
 #include "pinned.hpp"
@@ -13,6 +15,7 @@ struct Device {
   Streams streams{counters};
   Memory memory{streams};
   Pinned pinned;
+  std::atomic<int64_t> events = 0;  // that exist
 };
 
 Device& device();           // raises in a forked child

@@ -16,6 +16,10 @@ namespace {
 const c10::Device HERE(c10::DeviceType::PrivateUse1, 0);
 
 struct Event {
+  Event() { ++device().events; }
+  ~Event() {
+    if (Device* made = device_or_null()) --made->events;
+  }
   std::mutex mutex;
   std::shared_ptr<Recording> latest;
   std::shared_ptr<Recording> recording() {

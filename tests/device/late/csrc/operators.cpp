@@ -186,10 +186,14 @@ std::optional<at::Generator> generator() { return default_generator(); }
 
 TORCH_LIBRARY(late, m) {
   m.def("host_view(Tensor self) -> Tensor");
+  m.def("borrowed(Tensor self) -> Tensor");
   m.def("default_generator() -> Generator?", &generator);
 }
 
-TORCH_LIBRARY_IMPL(late, PrivateUse1, m) { m.impl("host_view", &host_view_op); }
+TORCH_LIBRARY_IMPL(late, PrivateUse1, m) {
+  m.impl("host_view", &host_view_op);
+  m.impl("borrowed", &borrowed);
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

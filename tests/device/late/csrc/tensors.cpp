@@ -37,6 +37,13 @@ at::Tensor host_view(const at::Tensor& tensor) {
   return made;
 }
 
+at::Tensor borrowed(const at::Tensor& tensor) {
+  const c10::Storage& storage = tensor.storage();
+  const c10::DataPtr& memory = storage.data_ptr();
+  c10::Storage seen(c10::Storage::use_byte_size_t(), storage.nbytes(), c10::DataPtr(memory.get(), memory.device()), nullptr, false);
+  return with_storage(std::move(seen), c10::DispatchKey::PrivateUse1, tensor);
+}
+
 at::Tensor Shapes::of(const at::Tensor& tensor) {
   c10::Storage& storage = storages_[tensor.storage().unsafeGetStorageImpl()];
   if (!storage) {

@@ -13,6 +13,8 @@ inline bool on_device(const at::Tensor& tensor) { return tensor.defined() && ten
 
 // The same elements as the CPU's, at the address for threads of streams. Owns nothing.
 at::Tensor host_view(const at::Tensor& tensor);
+// The same elements on the device. Owns nothing: for work that was issued, while others hold or free the memory in a stream's order.
+at::Tensor borrowed(const at::Tensor& tensor);
 // The same sizes, strides and type without memory; tensors that share a storage share it here, too.
 class Shapes {
  public:
