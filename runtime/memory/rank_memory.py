@@ -129,6 +129,12 @@ class Memory:
         if self.host_ledger is self.ledger and (room := self.spare()) is not None:
             keep_free_memory(self.freed_by_step(), room=room)
 
+    def forget_units(self) -> None:
+        """Keep nothing for gathers and steps: no unit is there any more."""
+        self.gather_memory.clear()
+        if self.host_ledger is self.ledger:
+            keep_free_memory(0, room=0)
+
     def freed_by_step(self) -> int:
         """Return the bytes of the device that a step frees for the next one: gradients, and what passes while graphs run."""
         return self.ledger.now()["grads"] + self.reservations.passing

@@ -17,7 +17,7 @@ PARAMS, GRADS, PASSING = 500, 400, 200
 
 
 def end_step(monkeypatch: pytest.MonkeyPatch, cap: int | None, *, host_apart: bool = False) -> list[tuple[int, int]]:
-    """End a step; return what the allocator was told: bytes to keep, and the room for them."""
+    """End a step, then let go of all units; return what the allocator was told: bytes to keep, and the room for them."""
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(rank_memory, "keep_free_memory", lambda wanted, *, room: told.append((wanted, room)))
     memory = Memory(
@@ -35,6 +35,7 @@ def end_step(monkeypatch: pytest.MonkeyPatch, cap: int | None, *, host_apart: bo
     reservation = Reservation(passing=PASSING, left=0, reduced=0, chunk_buffers=1)
     memory.reservations.add(reservation)
     memory.end_step()
+    memory.forget_units()
     del reservation
     return told
 
@@ -43,13 +44,13 @@ def end_step(monkeypatch: pytest.MonkeyPatch, cap: int | None, *, host_apart: bo
 def test_what_a_step_frees_may_stay_where_the_cap_leaves_room_beside_all_that_is_planned(
     monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    assert end_step(monkeypatch, PARAMS + GRADS + PASSING + room) == [(GRADS + PASSING, room)]
+    assert end_step(monkeypatch, PARAMS + GRADS + PASSING + room) == [(GRADS + PASSING, room), (0, 0)]
 
 
 def test_no_room_is_less_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert end_step(monkeypatch, PARAMS) == [(GRADS + PASSING, 0)]
+    assert end_step(monkeypatch, PARAMS) == [(GRADS + PASSING, 0), (0, 0)]
 
 
 def test_nothing_is_kept_without_a_cap_or_beside_a_device_with_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert end_step(monkeypatch, None) == []
+    assert end_step(monkeypatch, None) == [(0, 0)]
     assert end_step(monkeypatch, 10_000, host_apart=True) == []
