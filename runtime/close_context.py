@@ -60,7 +60,7 @@ def close_context(context: Context) -> None:
     vars(closed).clear()
     vars(closed).update(kept)
     closed.__class__ = ClosedContext
-    kept["memory"].gather_memory.clear()
+    kept["memory"].forget_units()
 
 
 def _empty(unit: Any) -> None:

@@ -152,7 +152,7 @@ class Context:
 
     def _unit_gone(self) -> None:
         if not self.units:
-            self.memory.gather_memory.clear()
+            self.memory.forget_units()
             if not self.closed:  # else it has no link any more
                 self.link.clear()
 

@@ -11,6 +11,7 @@ import torch
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.tiers import Topology
+from zinf_compile.runtime.system.malloc import keep_free_memory
 
 from .activations import Activations
 from .aligned_buffers import BufferPool
@@ -125,3 +126,20 @@ class Memory:
         self._steps += 1
         for ledger in {self.ledger, self.host_ledger}:
             ledger.end_step()
+        if self.host_ledger is self.ledger and (room := self.spare()) is not None:
+            keep_free_memory(self.freed_by_step(), room=room)
+
+    def forget_units(self) -> None:
+        """Keep nothing for gathers and steps: no unit is there any more."""
+        self.gather_memory.clear()
+        if self.host_ledger is self.ledger:
+            keep_free_memory(0, room=0)
+
+    def freed_by_step(self) -> int:
+        """Return the bytes of the device that a step frees for the next one: gradients, and what passes while graphs run."""
+        return self.ledger.now()["grads"] + self.reservations.passing
+
+    def spare(self) -> int | None:
+        """Return the bytes that the device's cap leaves beside all that is held, and that was planned; None without a cap."""
+        cap, passing = self.reservations.device_cap, self.reservations.passing
+        return None if cap is None else max(0, cap - self.least_cap(self.ledger, passing))
