@@ -59,8 +59,9 @@ def save(
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
-    plain, or a folder that another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and
-    nothing of the training is changed.
+    plain, or a folder that another job saves to; `OSError` with errno and path. Where it writes nothing before it
+    returns, space is compared with what is free, and allocated in the background, before any rank writes a byte. What is raised
+    on one rank is raised on all, and nothing of the training is changed.
     """
     wait_for_save()
     model = plain(model)
