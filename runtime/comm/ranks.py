@@ -73,6 +73,7 @@ class Ranks:
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
         self._notes: ErrorNotes | None = None
+        self._apart: Ranks | None = None
         self.groups: list[dist.ProcessGroup] = []
         """Process groups made of these ranks."""
         if group is not None and self.connected:
@@ -106,10 +107,25 @@ class Ranks:
         some = copy.copy(self)  # their groups count among these ranks'
         some.rank, some.size, some.shard_group = group.rank, group.size, group
         some.connected = self.connected and group.size > 1
-        some._members, some._control = list(group.partition), None
+        some._members, some._control, some._apart = list(group.partition), None, None
         if some.connected:
             some._control = some.new_group("gloo")
         return some
+
+    def apart(self) -> Ranks:
+        """Return the same ranks with a control group of their own, for a thread that exchanges beside the main one.
+
+        Made at the first call, together. One thread at a time may use it, in the same order on all ranks; what it waits for there
+        is not time that compute stands still.
+        """
+        if not self.connected:
+            return self
+        if self._apart is None:
+            some = copy.copy(self)
+            some._control = self.new_group("gloo")
+            some._notes, some._waiting = None, contextlib.nullcontext  # a note counts the exchanges of the other group
+            self._apart = some
+        return self._apart
 
     def new_group(self, backend: str) -> dist.ProcessGroup:
         """Return another group of these ranks. A collective operation."""

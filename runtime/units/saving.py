@@ -4,7 +4,8 @@ Note: Pieces that are about to change
     A save returns before all is written. Its thread writes the rest piece by piece, from where it lives. Whoever is about to
     change something calls `before_change` first: what is not written yet is then written by the caller, from where it is or from
     the memory in which the caller has it, and nobody reads it from a drive a second time. Nothing is copied to wait for the drive
-    but what is in the save's staging buffers: the caller waits for one of these. Errors stay with the save.
+    but what is in the save's staging buffers: the caller waits for one of these, and first until the save has its space. Errors
+    stay with the save.
 
 Note: Pieces that a deferred step has still to update
     A save that begins while a deferred step is under way has the values after that step. What that step hasn't updated by then

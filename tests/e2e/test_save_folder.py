@@ -18,7 +18,7 @@ from programs import Program
 from torch import nn
 
 import zinf_compile
-from zinf_compile.checkpoint import rank_files
+from zinf_compile.checkpoint import rank_files, reserved_space
 from zinf_compile.checkpoint.save_folder import SaveFolder
 from zinf_compile.errors import CheckpointError
 
@@ -187,15 +187,11 @@ def test_space_is_checked_before_the_first_byte(tmp_path: Path, monkeypatch: pyt
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path))
     assert names(tmp_path) == ["save-00000001"]
     monkeypatch.undo()
-    monkeypatch.setattr(os, "posix_fallocate", functools.partial(_over_quota))
+    monkeypatch.setattr(reserved_space, "fallocate", lambda fd, size: errno.EDQUOT)
     with pytest.raises(OSError, match="quota") as raised:
         zinf_compile.save(tmp_path, model(2))
     assert "rank-00000-0000.safetensors" in str(raised.value.filename)
     assert names(tmp_path) == ["save-00000001"]
-
-
-def _over_quota(fd: int, offset: int, size: int) -> None:
-    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

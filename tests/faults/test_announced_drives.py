@@ -23,7 +23,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
-from zinf_compile.checkpoint import reserved_space
+from zinf_compile.checkpoint import parts_writer, reserved_space
 from zinf_compile.checkpoint.reserved_space import reserved_in
 from zinf_compile.errors import CheckpointError
 
@@ -139,7 +139,7 @@ def test_a_failed_save_gives_its_space_back(small: Path, monkeypatch: pytest.Mon
     training.step()
     free = free_bytes(small)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", _input_output_error)
+        patch.setattr(parts_writer, "allocate", _input_output_error)
         with pytest.raises(OSError, match="Input/output"):
             training.save(small / "saves")
     assert names(small / "saves") == []
@@ -148,7 +148,7 @@ def test_a_failed_save_gives_its_space_back(small: Path, monkeypatch: pytest.Mon
     assert training.save(small / "saves").exists()
 
 
-def _input_output_error(fd: int, offset: int, size: int) -> None:
+def _input_output_error(fd: int, path: Path, size: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from programs import run_program
-from rank_background_save import failed, failed_with_a_step, saved_during_updates, trained_beside
+from rank_background_save import (
+    allocated_beside,
+    failed,
+    failed_with_a_step,
+    saved_during_updates,
+    trained_beside,
+    without_space,
+)
 from ranks import run_ranks
 from same_leaves import assert_equal
 
@@ -45,6 +52,27 @@ def test_its_error_is_raised_once_on_all_ranks_and_costs_nothing(size: int, tmp_
             assert error.startswith(kind if rank == size - 1 else "CheckpointError: no checkpoint is saved in")
         assert_equal(states, expected)
         assert saves == [1]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
+
+
+def test_nothing_is_written_before_all_ranks_have_their_space(tmp_path: Path) -> None:
+    for before, written, saved, loaded in run_ranks(allocated_beside, 2, str(tmp_path / "saved"), placed(tmp_path)):
+        assert before == [], "and save doesn't wait for it"
+        assert written
+        assert_equal(loaded, saved)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_too_little_space_found_beside_training_is_raised_once_and_costs_nothing(size: int, tmp_path: Path) -> None:
+    results = run_ranks(without_space, size, str(tmp_path / "saved"), placed(tmp_path))
+    for rank, (errors, written, states, expected) in enumerate(results):
+        quota = r"Disk quota exceeded: the quota is used up.*rank-0000\d-0000\.safetensors"
+        for error, said in zip(errors, [quota, quota, "can't start new thread"], strict=True):
+            kind = "RuntimeError" if "thread" in said else "OSError"
+            assert re.search(said, error), error
+            assert error.startswith(kind if rank == size - 1 else "CheckpointError: no checkpoint is saved in")
+        assert written == []
+        assert_equal(states, expected)
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["save-00000001"]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from held_updates import held_updates
 from rank_resume import MICRO_BATCHES, Run
 
 import zinf_compile
-from zinf_compile.checkpoint import background
+from zinf_compile.checkpoint import background, parts_writer, reserved_space
 from zinf_compile.checkpoint.manifest import saves_in
 from zinf_compile.checkpoint.parts_writer import PartsWriter
 from zinf_compile.errors import StepFailedError
@@ -154,3 +155,94 @@ def failed_with_a_step(rank: int, size: int, folder: str, options: dict[str, Any
         optimizer.zero_grad()
     run.scheduler.load_state_dict(zinf_compile.load(folder, run.both, run.optimizers)["scheduler"])
     return error, before, run.whole(), saves_in(Path(folder))
+
+
+@contextlib.contextmanager
+def _watched_writes() -> Iterator[list[str]]:
+    """Context that gives the keys of tensors of which anything is written."""
+    written, write = list[str](), PartsWriter._write
+
+    def noted(writer: PartsWriter, key: str, *args: Any) -> None:
+        written.append(key)
+        write(writer, key, *args)
+
+    with mock.patch.object(PartsWriter, "_write", noted):
+        yield written
+
+
+def allocated_beside(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[list[str], bool, Any, Any]:
+    """Hold the last rank's allocation until all have saved; return what was written by then, and the states and a load's.
+
+    Then whether the next step had begun to change what is saved.
+    """
+    options = _grouped(size, options)
+    run, allocated, gate = Run(options, rank), threading.Event(), threading.Event()
+    run.train(1)
+    saved = zinf_compile.full_state_dict(run.model)
+    allocate = parts_writer.allocate
+
+    def held(*args: Any) -> None:
+        if rank == size - 1:
+            gate.wait(60)
+        allocate(*args)
+        allocated.set()
+
+    with _watched_writes() as written, mock.patch.object(parts_writer, "allocate", held):
+        zinf_compile.save(folder, run.model, run.optimizers)
+        if rank < size - 1:
+            allocated.wait(60)
+        step = threading.Timer(0.3, gate.set)  # what the next step changes is to be written first
+        dist.barrier()
+        before = list(written)
+        step.start()
+        run.train(1)
+        step.join()
+        zinf_compile.wait_for_save()
+    again = Run(options, rank + 5)
+    zinf_compile.load(folder, again.model, again.optimizers)
+    return before, bool(written), saved, zinf_compile.full_state_dict(again.model)
+
+
+def without_space(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[list[str], list[str], Any, Any]:
+    """Let the last rank's allocation fail on the thread of a save, or the thread itself; return the errors, and what was written.
+
+    Then the states after training on, with and without that.
+    """
+    options, errors, start = _grouped(size, options), [], threading.Thread.start
+    last, written_all = rank == size - 1, list[str]()
+
+    def start_none(thread: threading.Thread) -> None:
+        if thread.name == "zinf save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    full = mock.patch.object(reserved_space, "fallocate", return_value=errno.EDQUOT)
+    runs = []
+    for fails in (True, False):
+        run = Run(options, rank)
+        run.train(1)
+        if fails:
+            zinf_compile.save(folder, run.model, run.optimizers, wait=True)
+        for ending in ("wait_for_save", "step", "no thread"):
+            broken = mock.patch.object(threading.Thread, "start", start_none) if ending == "no thread" else full
+            with broken if last else contextlib.nullcontext(), _watched_writes() as written:
+                if fails:
+                    zinf_compile.save(folder, run.model, run.optimizers)
+                if fails and ending == "step":
+                    background._current[0]._thread.join()
+                    if size > 1:
+                        dist.barrier()
+                try:
+                    if ending == "step":
+                        run.train(1)
+                    else:
+                        zinf_compile.wait_for_save()
+                except (OSError, RuntimeError, zinf_compile.CheckpointError) as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                    if ending == "step":
+                        run.step()
+            written_all += written
+            zinf_compile.wait_for_save()  # it was raised
+        run.train(1)
+        runs.append(run.whole())
+    return errors, written_all, *runs

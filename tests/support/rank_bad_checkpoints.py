@@ -26,6 +26,7 @@ from torch import nn
 from training import BACKEND
 
 import zinf_compile
+from zinf_compile.checkpoint import reserved_space
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.storage.engine import crc32c
 
@@ -210,7 +211,7 @@ def saves(rank: int, size: int, drives: dict[str, str], options: dict[str, Any])
         fill(small, leave=4096)
     barrier()
     found["full drive"] = outcome(lambda: save(small / "saves"))
-    over = mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)))
+    over = mock.patch.object(reserved_space, "fallocate", return_value=errno.EDQUOT)
     with over if rank == size - 1 else contextlib.nullcontext():
         found["quota"] = outcome(lambda: save(ordinary / "saves"))
     found["read-only"] = outcome(lambda: save(Path(drives["read-only"]) / "saves"))

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_resume import MICRO_BATCHES, Run
+from torch import nn
 
 import zinf_compile
+from zinf_compile.checkpoint import parts_writer
 from zinf_compile.checkpoint.manifest import saves_in
 from zinf_compile.checkpoint.parts_writer import PartsWriter
 from zinf_compile.runtime.units.pending_updates import Updates
@@ -30,7 +32,7 @@ class Kill:
 
     point: str
     """`data`: what is written of a tensor at once; `fsync`; `rename`; `cleanup`: a folder that is removed, in its middle;
-    `deferred`: the update of a chunk after `step()` has returned."""
+    `deferred`: the update of a chunk after `step()` has returned; `space`: the allocation of a file."""
     rank: int
     number: int
     under_way: bool
@@ -39,7 +41,7 @@ class Kill:
     """The other rank is killed at the same time; else it has to end by itself."""
 
 
-MOST = {"data": (220, 200), "fsync": (34, 15), "rename": (13, 5), "cleanup": (3, 0), "deferred": (80, 80)}
+MOST = {"data": (220, 200), "fsync": (34, 15), "rename": (13, 5), "cleanup": (3, 0), "deferred": (80, 80), "space": (5, 5)}
 """Calls of each point that a run makes at least before its last save begins, on ranks 0 and 1."""
 
 
@@ -51,10 +53,17 @@ def seeded(point: str, seed: int) -> Kill:
     return Kill(point, rank, number, under_way=draw.random() < 0.5, all_ranks=draw.random() < 0.25)
 
 
-def trained(rank: int, size: int, folder: str, options: dict[str, Any], kill: Kill | None) -> tuple[Any, list[float]]:
-    """Go on from the last checkpoint, if there is one, to the end; return the whole states, and the losses since then."""
+def trained(
+    rank: int, size: int, folder: str, options: dict[str, Any], kill: Kill | None, averaged: bool = True
+) -> tuple[Any, list[float]]:
+    """Go on from the last checkpoint, if there is one, to the end; return the whole states, and the losses since then.
+
+    `averaged`: with an averaged model, which a save writes before it returns; else all of a save is left to its thread.
+    """
     options = {**options, "process_group": dist.new_group(list(range(size)))}
     run, done = Run(options, rank), 0
+    if not averaged:
+        run.both = nn.ModuleDict({"model": run.model})
     if saves_in(Path(folder)):
         extra = zinf_compile.load(folder, run.both, run.optimizers)
         done = extra["step"]
@@ -84,6 +93,7 @@ def _arm(kill: Kill, processes: Sequence[int]) -> None:
         "rename": (os, "rename"),
         "cleanup": (shutil, "rmtree"),
         "deferred": (Updates, "updated"),
+        "space": (parts_writer, "allocate"),
     }[kill.point]
     told, count, really = threading.Event(), 0, getattr(*point)
 

@@ -3,9 +3,15 @@
 Note: Background save
     `save` itself writes what may change without a word to the save: whole tensors, gradients, states in memory, and parameters of
     whose memory somebody has another tensor. The rest is written by a thread, or before it changes by who changes it, see Note:
-    Pieces that are about to change; or by a deferred step that has still to update it. A save fails with such a step. The thread
-    sends nothing to other ranks: rank 0's waits for the files that describe the others' parts, and commits. Ranks compare how it
-    went at the start of each step until all are through, in `wait_for_save` and in the next save.
+    Pieces that are about to change; or by a deferred step that has still to update it. A save fails with such a step. Rank 0's
+    thread waits for the files that describe the others' parts, and commits. Ranks compare how it went at the start of each step
+    until all are through, in `wait_for_save` and in the next save.
+
+Note: Room for a save
+    To allocate the files beside a drive that is busy with a step's updates takes long, so that the thread does it, where `save`
+    itself has nothing to write. Ranks then agree that each has its space, before any of them writes a byte; whoever is about to
+    change a piece waits so long. That is the only exchange of these threads, over a control group of their own, once for each
+    save on each rank, also on one that has failed by then.
 """
 
 from __future__ import annotations
@@ -38,6 +44,8 @@ _POLL_S = 0.002
 _RUNNING, _DONE, _FAILED, _TOLD = 0.0, 1.0, 2.0, 3.0
 """Of a save on one rank. The last one: it has failed with a step, whose error was raised already."""
 
+_ROOM = "allocating a checkpoint"
+
 _current: list[BackgroundSave] = process_wide([])
 """The save under way, if there is one."""
 
@@ -49,7 +57,7 @@ class Watched(Protocol):
 
 
 class PartMissingError(CheckpointError):
-    """Rank 0 gave up waiting for what another rank saves."""
+    """What another rank saves is missing, or has no space."""
 
 
 class BackgroundSave:
@@ -57,6 +65,8 @@ class BackgroundSave:
 
     `commit`, on rank 0 only, is given a function that says whether to give up, which it asks while it waits for other ranks.
     `ended` is called on each rank once all know how it went. `telling`: other optimizers whose steps say that it failed.
+    `allocate`, where it is given, on all ranks or on none, is called before anything of the pieces is put. See Note: Room for a
+    save.
     """
 
     def __init__(
@@ -69,6 +79,7 @@ class BackgroundSave:
         pieces: SavedPieces,
         watched: Iterable[Watched],
         steps: Iterable[SavedStep] = (),
+        allocate: Callable[[], None] | None = None,
         finish: Callable[[], None],
         commit: Callable[[Callable[[], bool]], None] | None,
         close: Callable[[], None],
@@ -80,6 +91,8 @@ class BackgroundSave:
         self._telling = [*optimizers, *telling]
         self._pieces, self._watched, self._steps = pieces, list(watched), list(steps)
         self._parts = finish, commit, close
+        self._allocate = allocate
+        self._apart = None if allocate is None or ranks is None else ranks.apart()
         self._ended = ended
         self._has_written = self._given_up = False
         self._error: BaseException | None = None
@@ -96,7 +109,11 @@ class BackgroundSave:
             if self._thread.ident is None:
                 self._error = error if isinstance(error, RuntimeError) else CheckpointError("it was interrupted as it began")
                 self._pieces.stop()
-                self._close()
+                try:
+                    with contextlib.suppress(RuntimeError, CheckpointError):
+                        self._make_room(self._error)
+                finally:
+                    self._close()
             if not isinstance(error, RuntimeError):
                 raise
 
@@ -177,6 +194,8 @@ class BackgroundSave:
     def _run(self) -> None:
         finish, commit, _ = self._parts
         try:
+            self._make_room()
+            self._pieces.room_made()
             self._pieces.write_rest()
             finish()
             self._has_written = True
@@ -186,6 +205,16 @@ class BackgroundSave:
             self._error = error
         finally:
             self._close()
+
+    def _make_room(self, error: BaseException | None = None) -> None:
+        """Allocate this rank's files, or fail with an error that there is already; return when all ranks have theirs."""
+        if self._allocate is None:
+            return
+        elsewhere = PartMissingError("another rank has no space for its part of a checkpoint")
+        with contextlib.nullcontext() if self._apart is None else self._apart.fail_together(_ROOM, elsewhere=elsewhere):
+            if error is not None:
+                raise error
+            self._allocate()
 
     def _close(self) -> None:
         self._has_written = True

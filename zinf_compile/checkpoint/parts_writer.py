@@ -21,7 +21,7 @@ from zinf_compile.runtime.memory.aligned_buffers import aligned_buffer
 from zinf_compile.runtime.storage.engine import Engine, File, Request, crc32c_combine
 
 from .file_layout import FileLayout, Part
-from .reserved_space import ReservedFile
+from .reserved_space import UNSUPPORTED, ReservedFile, allocate
 from .safetensors_writer import new_file, write_all
 
 PAGE = mmap.PAGESIZE
@@ -77,8 +77,7 @@ class PartsWriter:
         self._engine, self._staging = engine, staging
         with new_file(path, sync=False) if reserved is None else reserved.named(path) as fd:  # `finish` syncs it
             os.ftruncate(fd, min(layout.size, os.fstat(fd).st_size))
-            if layout.size:
-                os.posix_fallocate(fd, 0, layout.size)
+            _allocate(fd, path, layout.size)
             write_all(fd, memoryview(layout.header))
         self._file = File(path, write=True)
         self._requests: dict[str, dict[int, tuple[int, Request]]] = {part.key: {} for part in layout.parts}
@@ -145,3 +144,13 @@ class PartsWriter:
                 with contextlib.suppress(OSError):
                     request.wait()
         self._file.close()
+
+
+def _allocate(fd: int, path: Path, size: int) -> None:
+    """Give a file its size, and the space for it where the filesystem can; elsewhere others may take what was free."""
+    try:
+        allocate(fd, path, size)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        os.ftruncate(fd, size)

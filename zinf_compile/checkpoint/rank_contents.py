@@ -191,6 +191,11 @@ class RankContents:
         for key, tensor in self._whole.items():
             yield from _in_pieces(key, tensor.detach().reshape(-1))
 
+    @property
+    def has_values(self) -> bool:
+        """Whether `values` may yield any."""
+        return bool(self._sources or self._whole)
+
     def copy_small(self) -> None:
         """Copy small whole tensors, so that they may be written later, where anything may."""
         room = _COPIED_BYTES if self.can_wait else 0

@@ -1,6 +1,6 @@
 """The files of a checkpoint that one rank writes: allocated before the first byte, filled, synced, and described beside them.
 
-Called by `save`; sends nothing to other ranks.
+Called by `save` and its thread; sends nothing to other ranks.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ReservedFile:
             self._can_be_named = False
             self._fd = _unnamed(folder)
         try:
-            _allocate(self._fd, folder, size)
+            allocate(self._fd, folder, size)
         except BaseException:
             self.close()
             raise
@@ -79,7 +79,7 @@ class ReservedFile:
     def extend(self, size: int) -> None:
         """Hold so many bytes, if these are more."""
         if size > self.size:
-            _allocate(self._fd, self._folder, size)
+            allocate(self._fd, self._folder, size)
             self.size = size
 
     def close(self) -> None:
@@ -239,12 +239,13 @@ def space_in(folder: Path, *, keep: int) -> ReservedSpace:
     return space
 
 
-def _allocate(fd: int, folder: Path, size: int) -> None:
+def allocate(fd: int, path: Path, size: int) -> None:
+    """Allocate the first `size` bytes of a file. Raises `OSError` with errno and `path`, also where the filesystem can't."""
     code = errno.EINTR
     while size and code == errno.EINTR:
         code = fallocate(fd, size)
     if size and code:
-        raise OSError(code, f"{os.strerror(code)}: {_MEANINGS.get(code, 'space cannot be reserved')}", os.fspath(folder))
+        raise OSError(code, f"{os.strerror(code)}: {_MEANINGS.get(code, 'space cannot be reserved')}", os.fspath(path))
 
 
 def _unnamed(folder: Path) -> int:

@@ -59,8 +59,9 @@ def save(
 
     A process that is killed at any moment leaves the last save as it was, and the next save removes what it left. One job at a
     time saves to a folder. Returns the new folder. Raises `CheckpointError` naming a value of `extra`, or a setting, that is not
-    plain, or a folder that another job saves to; `OSError` with errno and path. What is raised on one rank is raised on all, and
-    nothing of the training is changed.
+    plain, or a folder that another job saves to; `OSError` with errno and path. Where it writes nothing before it
+    returns, space is compared with what is free, and allocated in the background, before any rank writes a byte. What is raised
+    on one rank is raised on all, and nothing of the training is changed.
     """
     wait_for_save()
     model = plain(model)
@@ -120,22 +121,27 @@ def _begin(
         if rank == 0:
             ending.callback(place.abandon)
         with saving_together(ranks, place.folder):
+            contents.copy_small()
             begun = place.begin() if rank == 0 else ("", "")
         partial, place.name = _share(ranks, begun, "naming a save")
         staging = place.folder / partial
         files = ending.enter_context(contextlib.closing(RankFiles(staging, contents, rank)))
         if space is not None:
             space.grow(files.sizes)
-        size_of_all = _sum(ranks, sum(files.sizes))
-        lacking = _sum(ranks, sum(files.sizes) if slot is None else slot.lacks(files.sizes))
+        mine = sum(files.sizes)
+        size_of_all, lacking, with_values = _sums(
+            ranks, mine, mine if slot is None else slot.lacks(files.sizes), contents.has_values
+        )
         with saving_together(ranks, place.folder):
             if rank == 0:
                 check_space(place.folder, size_of_all, None if slot is None else lacking)
-        with saving_together(ranks, place.folder):
-            files.allocate(slot)  # nothing is written where there is too little space on any rank's drive
-        with saving_together(ranks, place.folder):
-            contents.copy_small()
-            files.write()
+        if with_values:  # nothing is written where there is too little space on any rank's drive
+            with saving_together(ranks, place.folder):
+                files.allocate(slot)
+            with saving_together(ranks, place.folder):
+                files.write()
+        elif ranks is not None:
+            ranks.apart()  # at the first save a process group, whose error ends this one
 
         def commit(given_up: Callable[[], bool]) -> None:
             checksums = [_checksum(staging / rank_manifest(number), given_up) for number in range(size)]
@@ -153,9 +159,10 @@ def _begin(
             ranks,
             optimizers,
             telling=telling,
-            pieces=SavedPieces(contents.pieces, files.put),
+            pieces=SavedPieces(contents.pieces, files.put, has_room=bool(with_values)),
             watched=contents.watched,
             steps=contents.steps.values(),
+            allocate=None if with_values else lambda: files.allocate(slot),
             finish=files.finish,
             commit=commit if rank == 0 else None,
             close=closing.close,
@@ -209,7 +216,9 @@ def _share(ranks: Ranks | None, value: Any, what: str) -> Any:
     return value if ranks is None else ranks.share(value, what=what)
 
 
-def _sum(ranks: Ranks | None, value: int) -> int:
+def _sums(ranks: Ranks | None, *values: int) -> list[int]:
+    """Return the sums of each of these over all ranks. A collective operation."""
     if ranks is None:
-        return value
-    return int(ranks.exchange(torch.tensor([value], dtype=torch.float64), what="space for a checkpoint").sum())
+        return list(values)
+    everyone = ranks.exchange(torch.tensor(values, dtype=torch.float64), what="space for a checkpoint")
+    return [int(value) for value in everyone.sum(0)]

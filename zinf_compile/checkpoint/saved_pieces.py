@@ -68,10 +68,11 @@ class SavedPieces:
     """Pieces by owner; those of an owner are written in their order, owners in theirs.
 
     One thread calls `write_rest`, any may call the rest meanwhile. `put` copies what it is given; any of these threads calls it.
+    Without `has_room`, whoever is about to change a piece waits for `room_made`, before which nothing is put.
     """
 
-    def __init__(self, pieces: Iterable[SavedPiece], put: Put) -> None:
-        self._put = put
+    def __init__(self, pieces: Iterable[SavedPiece], put: Put, *, has_room: bool = True) -> None:
+        self._put, self._has_room = put, has_room
         self._lock = threading.RLock()  # entered directly: Ctrl-C may leave a condition locked
         self._left: dict[Hashable, list[SavedPiece]] = {}
         for piece in pieces:
@@ -91,6 +92,7 @@ class SavedPieces:
     ) -> None:
         """See `ShardsSave.before_change`. An error ends the save: `write_rest` raises it."""
         self._reclaim()
+        self._wait_for_room(self._left, owner, start, end)
         while not self._stopped and (owner in self._left or self._is_busy(owner, start, end)):
             with self._lock:
                 piece = self._take(self._left, lambda: _of(self._left, owner, start, end))
@@ -129,6 +131,7 @@ class SavedPieces:
 
     def updated(self, owner: Hashable, start: int, end: int, columns: Mapping[str, torch.Tensor], first: int = 0) -> None:
         """See `ShardsSave.updated`. An error ends the save: `write_rest` raises it."""
+        self._wait_for_room(self._to_come, owner, start, end)
         while (piece := self._take(self._to_come, lambda: _of(self._to_come, owner, start, end))) is not None:
             self._keep_or_fail(piece, partial(_part_given, piece, columns, first))
 
@@ -154,6 +157,10 @@ class SavedPieces:
             self._expected.pop(caller, None)
             if expected:
                 self._expected[caller] = expected
+
+    def room_made(self) -> None:
+        """Let pieces be put: there is space for all of them."""
+        self._has_room = True
 
     def hurry(self) -> None:
         """Let the thread write all that is left, also what others were expected to: somebody waits for it."""
@@ -190,6 +197,14 @@ class SavedPieces:
                     arriving.wait()
         if self._error is not None:
             raise self._error
+
+    def _wait_for_room(self, among: Mapping[Hashable, Sequence[SavedPiece]], owner: Hashable, start: int, end: int) -> None:
+        """Wait until pieces may be put, or need no more be, where one of those `among` has any of the elements [start, end)."""
+        while not self._has_room:
+            with self._lock:
+                if self._stopped or _of(among, owner, start, end) is None:
+                    return
+            time.sleep(_POLL_S)
 
     def _is_under_way(self) -> bool:
         with self._lock:

@@ -21,14 +21,16 @@ COLUMNS, NUMEL, PIECE = ("a", "b"), 40, 7
 class Owners:
     """Columns of numbers, in memory or on what stands for a drive, and what was put of them."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, count: int, seed: int, *, has_room: bool = True) -> None:
         self.drawn = random.Random(seed)
         self.values = {(n, c): torch.randn(NUMEL) for n in range(count) for c in COLUMNS}
         self.before = {place: values.clone() for place, values in self.values.items()}
         self.found = {place: torch.full((NUMEL,), torch.nan) for place in self.values}
         self.read: list[Hashable] = []
         self.slow = self.act = lambda: None
-        self.pieces = SavedPieces([piece for place in self.values for piece in self._pieces(*place)], self._put)
+        self.pieces = SavedPieces(
+            [piece for place in self.values for piece in self._pieces(*place)], self._put, has_room=has_room
+        )
 
     def _pieces(self, number: int, column: str) -> list[SavedPiece]:
         def read(into: torch.Tensor, start: int) -> Done:
@@ -241,3 +243,37 @@ def test_who_changes_elements_waits_for_nobody_who_writes_others() -> None:
     changing.join()
     owners.pieces.write_rest()
     owners.check()
+
+
+@pytest.mark.parametrize("ends", ["room", "an error"])
+def test_until_there_is_room_who_changes_what_is_saved_waits(ends: str) -> None:
+    owners, step, begun = Owners(3, 0, has_room=False), object(), threading.Barrier(3)
+    owners.pieces.await_updates(step, due([2]))
+
+    def change() -> None:
+        begun.wait(60)
+        owners.change(0, 0, NUMEL, given=True)
+
+    def update() -> None:
+        begun.wait(60)
+        updating(owners, [2])
+
+    threads = [running(change), running(update)]
+    begun.wait(60)
+    owners.pieces.before_change("another", 0, NUMEL)  # what is not saved keeps nobody waiting
+    owners.pieces.updated(1, 0, NUMEL, {c: owners.values[1, c] for c in COLUMNS})
+    time.sleep(0.05)
+    assert all(thread.is_alive() for thread in threads)
+    assert all(found.isnan().all() for found in owners.found.values())
+    if ends == "room":
+        owners.pieces.room_made()
+    else:
+        owners.pieces.stop()
+    for thread in threads:
+        thread.join()
+    owners.pieces.end_step(step, [])
+    if ends == "room":
+        owners.pieces.write_rest()
+        owners.check()
+    else:
+        assert all(found.isnan().all() for found in owners.found.values())
