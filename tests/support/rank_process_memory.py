@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,17 @@ LARGER: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 """Models that take 60 to 200 MiB to train: a process grows by some MiB for what no cap is about."""
 
 
-def growths(rank: int, size: int, folder: str, name: str, budgets: int) -> list[tuple[int, int]]:
-    """Train within caps from the least that works to more than all takes; return each, and what the process grew by at most."""
+def growths(rank: int, size: int, folder: str, name: str, budgets: int, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Train within caps, of so many from the least that works to more than all takes; return those of these numbers.
+
+    With each comes what the process grew by at most.
+    """
     warnings.filterwarnings("ignore", category=StoreWarning)
     options = {"nvme": folder, "bucket": "1MiB", "compute_shape": {"piece_numel": 1 << 17}}
     least = _least(name, options)
     most = 9 * _least(name, {**dict.fromkeys(("params", "grads", "optimizer"), "device"), "activations": "keep"}) // 8
     _grown(name, {**options, "device_memory": least})  # compiles for once
-    caps = [least + (most - least) * number // (budgets - 1) for number in range(budgets)]
+    caps = [least + (most - least) * number // (budgets - 1) for number in numbers]
     return [(cap, _grown(name, {**options, "device_memory": cap})) for cap in caps]
 
 
