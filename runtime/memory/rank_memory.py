@@ -52,7 +52,7 @@ class Memory:
         """What graphs have saved for their backwards, or returned, and is still there."""
         self.saved: weakref.WeakKeyDictionary[object, Mapping[str, int]] = weakref.WeakKeyDictionary()
         """Of each graph that may run, the bytes that a forward saves, by what becomes of them."""
-        self._steps = 0
+        self._steps, self._trains = 0, False
         if isinstance(gather_memory, DeviceArena):
             gather_memory.account, gather_memory.limit = self.ledger.arena, self._arena_limit
             self.ledger.arena(0)
@@ -102,6 +102,7 @@ class Memory:
 
     def begin_graph(self, *, makes_gradients: bool) -> None:
         """Wait for the gradients of deferred steps, where the graph makes others or there is no room for it beside them."""
+        self._trains = self._trains or makes_gradients
         if makes_gradients or not self.has_room_for_graphs():
             with self._waiting():
                 self.pending_gradients.wait()
@@ -109,15 +110,16 @@ class Memory:
     def _arena_limit(self) -> int | None:
         """Return how large an arena for gathers may be that stays, also while nothing is gathered; nothing is lent of it now.
 
-        Before the first step, no more than was planned for gathers alone. Then what the cap leaves beside the most that was held
-        for other things meanwhile.
+        Where nothing is trained, no more than was planned for gathers alone. In the first step none: what it lends in its first
+        backwards would lie beside what it has for forwards. Then what the cap leaves beside the most that was held for other
+        things meanwhile.
         """
         claims = self.reservations
         if claims.device_cap is None:
             return None
         gathers = max(0, claims.passing - claims.reduced - claims.compute)
         if not self._steps:
-            return gathers
+            return 0 if self._trains else gathers
         beside = max(self.ledger.beside_gathers(), self.ledger.total()[0] + claims.reduced) + claims.compute
         return max(0, claims.device_cap - beside)
 

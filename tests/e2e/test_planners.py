@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_plans import DrawnPlan, plans, train_under
+from hypothesis import given, settings
 from marks import more
 from memory_models import check_against_ledgers
 from pages import TEXTS
@@ -44,6 +46,18 @@ def test_bits_under_drawn_plans(apart: bool, tmp_path: Path) -> None:
     assert train_under_planners(0, 1, str(tmp_path), torch.bfloat16, "fx", 1, seeds, [ALL], 300, apart) == len(seeds)
 
 
+@pytest.mark.parametrize(("dtype", "examples"), [(torch.float32, 3), more(torch.float32, 30), more(torch.bfloat16, 30)])
+def test_bits_under_plans_that_decide_everything(dtype: torch.dtype, examples: int, tmp_path: Path) -> None:
+    """A home for each parameter, gradient and state; where updates run; what becomes of saved values; when units move."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 10, database=None)
+    @given(plan=plans())
+    def check(plan: DrawnPlan) -> None:
+        assert train_under(0, 1, str(tmp_path), dtype, plan)
+
+    check()
+
+
 def test_names_are_those_of_the_planners() -> None:
     assert tuple(planners.PLANNERS) == PLANNERS
 
@@ -77,6 +91,27 @@ def test_a_plan_that_is_late_is_refused_before_anything_runs() -> None:
         swaps_of(forgetful)
     with pytest.raises(PlanError, match=r"planner .* returned a NoneType; accepted: a Plan"):
         swaps_of(lambda problem: None)
+
+
+def test_a_plan_made_for_another_model_is_refused_by_what_differs() -> None:
+    """From its file: nothing happened to the model, which trains without it. A few differences are named, the others counted."""
+    kept: list[str] = []
+
+    def keep(problem: StepProblem) -> Plan:
+        plan = planners.just_in_time(problem)
+        kept.append(plan.to_json())
+        return plan
+
+    trace(MODULES["tied"], options={**OPTIONS, "planner": keep})
+    model = torch.nn.Sequential(*(torch.nn.Linear(9, 9) for _ in range(9)))
+    options = {**OPTIONS, "planner": lambda problem: Plan.from_json(kept[0])}
+    call = torch.compile(model, backend="zero_infinity", options=options)
+    with pytest.raises(PlanError, match=r"parameter '[^']*' has no home; .*; and \d+ more.* made for another model") as refused:
+        call(torch.ones(2, 9))
+    assert len(str(refused.value)) < 1000
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    torch.compiler.reset()
+    torch.compile(model, backend="zero_infinity", options=OPTIONS)(torch.ones(2, 9)).sum().backward()
 
 
 def test_dumps_show_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

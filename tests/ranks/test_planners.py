@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from drawn_plans import DrawnPlan, plans, train_under
+from hypothesis import given, settings
 from marks import more
 from rank_planners import train_on_a_slow_drive, train_under_planners
 from ranks import run_ranks
@@ -26,6 +28,21 @@ def test_bits_under_every_planner(dtype: torch.dtype, compute: str, apart: bool,
     planners, placements = (*PLANNERS, 1, 2), [DEVICE, ALL if apart else DRIVE]
     done = run_ranks(train_under_planners, 2, str(tmp_path), dtype, compute, 2, planners, placements, 300, apart)
     assert done == [len(planners) * len(placements)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("dtype", "examples"), [(torch.bfloat16, 3), more(torch.float32, 30), more(torch.bfloat16, 30)])
+def test_bits_under_plans_that_decide_everything(dtype: torch.dtype, examples: int, tmp_path: Path) -> None:
+    """A home for each parameter, gradient and state; where updates run; what becomes of saved values; when units move."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 10, database=None)
+    @given(plan=plans())
+    def check(plan: DrawnPlan) -> None:
+        kinds = run_ranks(train_under, 2, str(tmp_path), dtype, plan)
+        assert kinds == [kinds[0]] * 2
+
+    check()
 
 
 @pytest.mark.slow

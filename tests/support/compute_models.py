@@ -55,9 +55,10 @@ class Gpt(nn.Module):
 class Wide(nn.Module):
     """Layers of uneven widths."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((64, 256), (256, 500), (500, 64)))
+        widths = ((64, 256), (256, 500), (500, 64))
+        self.layers = nn.ModuleList(nn.Linear(a * times, b * times) for a, b in widths)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -68,13 +69,13 @@ class Wide(nn.Module):
 class Pictures(nn.Module):
     """Convolutions, each with a BatchNorm, whose buffers the forward changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
         super().__init__()
-        widths = ((3, 16), (16, 32), (32, 32))
+        widths = ((3, 16 * times), (16 * times, 32 * times), (32 * times, 32 * times))
         self.layers = nn.Sequential(
             *(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths)
         )
-        self.head = nn.Linear(32, 10)
+        self.head = nn.Linear(32 * times, 10)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.layers(x).mean((2, 3))), labels)

@@ -102,7 +102,7 @@ class Alike(nn.Module):
         self.width = width
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = words.float().repeat(1, self.width // 8) / 23
+        x = words.to(self.blocks[0].up.weight.dtype).repeat(1, self.width // 8) / 23
         for block in self.blocks:
             x = block(x)
         return x.square().mean()

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rank_tiers import _check, _prepare, _train
@@ -24,11 +24,32 @@ from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.runtime.storage.engine import Engine
 
 
+class _Numbers(Protocol):
+    def below(self, count: int, /) -> int:
+        """Return a number from 0 to `count` - 1."""
+
+
+class _FromSeed:
+    def __init__(self, seed: int) -> None:
+        self._numbers = random.Random(seed)
+
+    def below(self, count: int) -> int:
+        return self._numbers.randrange(count)
+
+
 def drawn(seed: int) -> Callable[[StepProblem], Plan]:
-    """Return a planner that keeps units between any uses and starts transfers at any boundaries, drawn from a seed."""
+    """Return a planner that draws plans from a seed, the same one for the same problem."""
 
     def draw(problem: StepProblem) -> Plan:
-        numbers = random.Random(seed)
+        return drawn_plan(_FromSeed(seed))(problem)
+
+    return draw
+
+
+def drawn_plan(numbers: _Numbers) -> Callable[[StepProblem], Plan]:
+    """Return a planner that keeps units between any uses and starts transfers at any boundaries, as numbers say."""
+
+    def draw(problem: StepProblem) -> Plan:
         homes = farthest(problem)
         stays: list[Stay] = []
         for unit in problem.units:
@@ -36,12 +57,12 @@ def drawn(seed: int) -> Callable[[StepProblem], Plan]:
                 continue
             free = 0
             for use in unit.uses:
-                if stays and stays[-1].name == unit.name and (stays[-1].until == use or numbers.random() < 0.5):
+                if stays and stays[-1].name == unit.name and (stays[-1].until == use or numbers.below(2)):
                     stays[-1] = Stay(unit.name, stays[-1].start, stays[-1].due, use + 1)
                 else:
-                    stays.append(Stay(unit.name, numbers.randint(free, use), use, use + 1))
+                    stays.append(Stay(unit.name, use - numbers.below(use - free + 1), use, use + 1))
                 free = use + 1
-        plan = build(problem, homes, stays, planner=f"drawn {seed}")
+        plan = build(problem, homes, stays, planner="drawn")
         return plan if not shortage(problem, plan) else build(problem, homes, ahead_by(problem, homes, {}), planner="late")
 
     return draw

@@ -193,12 +193,12 @@ def grow_beyond_memory(rank: int, size: int, folder: str) -> tuple[int, int]:
     memory = 64 << 20
     _train(_giant(1 << 20, folder), 8 << 20, rank)
     return_free_memory()
-    before = _status("VmRSS")
+    before = resident("VmRSS")
     model = _giant(memory, folder)
     return_free_memory()
     Path("/proc/self/clear_refs").write_text("5")
     _train(model, memory, rank)
-    return _status("VmHWM") - before, memory
+    return resident("VmHWM") - before, memory
 
 
 def _giant(memory: int, folder: str) -> nn.Module:
@@ -213,7 +213,8 @@ def _train(model: nn.Module, memory: int, rank: int) -> None:
     gc.collect()
 
 
-def _status(field: str) -> int:
+def resident(field: str) -> int:
+    """Return a field of this process's status, such as VmRSS or VmHWM, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field + ":")).split()[1])
 

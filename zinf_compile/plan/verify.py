@@ -19,11 +19,19 @@ from .problem_parts import KEEP, RECOMPUTE
 from .verify_memory import held, over_room
 from .verify_updates import check_gradients, check_updates
 
+NAMED = 6
+"""Sentences of an error; more are counted."""
+
 
 def check(problem: StepProblem, plan: Plan) -> None:
-    """Raise `PlanError` with everything that is wrong."""
-    if wrong := verify(problem, plan):
-        raise PlanError(f"plan {plan.planner or 'by hand'} is illegal: " + "; ".join(wrong))
+    """Raise `PlanError` with what is wrong; with the first of it, and how much more there is, where it is much."""
+    if not (wrong := verify(problem, plan)):
+        return
+    said = "; ".join(wrong[:NAMED]) + (f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
+    units = plan.local.homes.params.keys()
+    if units - problem.unit.keys() and problem.unit.keys() - units:
+        said += ". It was made for another model or other options: units have other names"
+    raise PlanError(f"plan {plan.planner or 'by hand'} is illegal: {said}")
 
 
 def verify(problem: StepProblem, plan: Plan) -> list[str]:

@@ -123,3 +123,14 @@ def test_a_saved_value_that_must_leave_leaves() -> None:
     plan = cached_prefetch(forced)
     assert not verify(forced, plan)
     assert [(store.name, store.to) for store in plan.local.stores if store.kind is Kind.SAVED] == [("a0.0", Tier.HOST)]
+
+
+def test_room_for_a_small_part_of_what_many_large_units_take_is_used() -> None:
+    """A hundred blocks whose full units are far larger than their saved values: all of these stay where there is room."""
+    problem = training(3, 100, world=64, even=True, speed=0.1)
+    units = tuple(dataclasses.replace(unit, full_bytes=100 * unit.full_bytes) for unit in problem.units)
+    saved = sum(value.bytes for value in problem.saved)
+    room = 3 * units[0].full_bytes + saved + 12_000
+    assert room < sum(unit.full_bytes for unit in units) / 20
+    plan = cached_prefetch(dataclasses.replace(problem, units=units).with_budgets(device=room, host=None))
+    assert not [store for store in plan.local.stores if store.kind is Kind.SAVED]

@@ -64,10 +64,12 @@ def _orders(problem: StepProblem) -> list[list[Item]]:
     grads: list[Item] = [("grads", tuple(g), sum(sizes[name].gradient_bytes for name in g)) for g in trained if g]
     states: list[Item] = [("states", (piece.name,), piece.state_bytes) for piece in pieces]
     owner = {piece.name: groups[piece.units[0]] for piece in pieces}
-    bundles: list[Item] = []
-    for name, members in by_group.items():
-        bundles += [item for item in (*params, *grads) if groups[item[1][0]] == name and set(item[1]) <= set(members)]
-        bundles += [item for item in states if owner[item[1][0]] == name]
+    owned: dict[str, list[Item]] = {name: [] for name in by_group}
+    for item in (*params, *grads):
+        owned[groups[item[1][0]]].append(item)
+    for item in states:
+        owned[owner[item[1][0]]].append(item)
+    bundles = [item for items in owned.values() for item in items]
     return [[*params, *grads, *states], bundles, [*grads, *states, *params]] if problem.pieces else [params]
 
 

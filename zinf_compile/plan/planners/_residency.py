@@ -23,11 +23,13 @@ IMPROVED = 6
 """Rungs from one to the next for which such choices are improved step by step."""
 
 
-def best_walk(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float]) -> tuple[Walked, frozenset[int]] | None:
+def best_walk(
+    walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float], halvings: int = 0
+) -> tuple[Walked, frozenset[int]] | None:
     """Return the fastest schedule of the family with what stays in it; None if not even moving everything fits."""
     best: tuple[Walked, frozenset[int]] | None = None
     limit = sum(walk.seconds)
-    for kept in family(walk, gaps, rungs=rungs, reserves=reserves):
+    for kept in family(walk, gaps, rungs=rungs, reserves=reserves, halvings=halvings):
         found = walk.run(gaps, kept)
         if found is not None and (best is None or found.seconds < best[0].seconds):
             best = found, kept
@@ -36,11 +38,13 @@ def best_walk(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence
     return best
 
 
-def family(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float]) -> Iterator[frozenset[int]]:
+def family(
+    walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float], halvings: int = 0
+) -> Iterator[frozenset[int]]:
     """Yield choices of what stays on the device, each once, the one with most memory first.
 
-    They are made for rooms on a ladder, from the least to what keeps everything. It follows from the gaps alone, so that a
-    larger budget adds choices and takes none away.
+    They are made for rooms on a ladder, from the least to what keeps everything; the lowest rung is halved so many times. It
+    follows from the gaps alone, so that a larger budget adds choices and takes none away.
     """
     able = [number for number, gap in enumerate(gaps) if gap.may_stay]
     orders = [sorted(able, key=lambda number: _price(walk, gaps[number]))]
@@ -52,8 +56,10 @@ def family(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[fl
     least, most = int(walk.base[0].max()), int(everything.max())
     largest = max((gap.moving[0] for gap in gaps), default=0)
     seen: set[frozenset[int]] = set()
-    for rung in range(rungs, -1, -1):
-        room = least + (most - least) * rung // rungs
+    ladder = [(most - least) * rung // rungs for rung in range(rungs, 0, -1)]
+    ladder += [(most - least) // (rungs << halved) for halved in range(1, halvings + 1)]
+    for rung, more in enumerate([*ladder, 0]):
+        room = least + more
         if room > walk.rooms[0]:
             continue
         own: set[frozenset[int]] = set()
@@ -63,7 +69,7 @@ def family(walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[fl
             if kept not in seen:
                 seen.add(kept)
                 yield kept
-        if len(able) <= FEW and rung % IMPROVED == 0:
+        if len(able) <= FEW and (len(ladder) - rung) % IMPROVED == 0:
             kept = _improved(walk, gaps, able, room, own)
             if kept not in seen:
                 seen.add(kept)

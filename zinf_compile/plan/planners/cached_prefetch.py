@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from zinf_compile.errors import BudgetError
 from zinf_compile.ir.sizes import CHUNK_BUFFERS
@@ -16,9 +17,9 @@ from zinf_compile.plan.plan import Homes, Plan
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.simulate import step_seconds
 
-from ._build import ahead_by, at_step, build, shortage
+from ._build import Stay, ahead_by, at_step, build, shortage
 from ._from_walk import moved_by
-from ._gaps import find_gaps
+from ._gaps import Gaps, find_gaps
 from ._homes import choices
 from ._residency import best_walk
 from ._updates import deferred
@@ -38,6 +39,8 @@ class Effort:
     home_rungs: int
     plans: int
     """Choices of homes that are planned at most."""
+    halvings: int = 0
+    """Further rooms, each half of the one above: of many large units a small part only fits."""
     done: tuple[float, ...] = (0.0,)
     """Boundaries, in steps, until which deferred updates may still write; 0: their last due."""
 
@@ -54,7 +57,7 @@ def effort_for(problem: StepProblem) -> Effort:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 1.6, 2.0))
     if size < 500:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
-    return Effort(4, (1.0,), 8, 4)
+    return Effort(4, (1.0,), 8, 4, halvings=4 if size < 3000 else 0)
 
 
 def cached_prefetch(problem: StepProblem) -> Plan:
@@ -82,24 +85,40 @@ def cached_prefetch(problem: StepProblem) -> Plan:
 
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
     """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes."""
-    count, stays = problem.count, ahead_by(problem, homes, {})
-    for late, done in ((False, 0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0),):
-        for reach, buffers in itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)):
-            updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
-            held, until = buffers if updates else 0, int(done * count)
-            base = build(problem, homes, stays, planner=NAME, updates=updates, buffers=held, reach=reach, done=until)
-            found = find_gaps(problem, homes, base)
-            if any((free < 0).any() for free in found.walk.free):
-                continue  # even where all that may leave has left
-            best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves)
+    stays = ahead_by(problem, homes, {})
+    ways = list(itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)))
+    for late, done in ((False, 0.0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0.0),):
+        if _gaps(problem, homes, stays, _Way(problem, homes, *ways[-1], late=late, done=done)) is None:
+            continue  # nor do the others fit, which take more memory
+        for reach, buffers in ways:
+            way = _Way(problem, homes, reach, buffers, late=late, done=done)
+            found = _gaps(problem, homes, stays, way)
+            if found is None:
+                continue
+            best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves, halvings=effort.halvings)
             if best is None:
                 continue
-            plan = moved_by(problem, homes, best[0].moves).plan(
-                problem, planner=NAME, updates=updates, buffers=held, reach=reach, done=until
-            )
+            plan = moved_by(problem, homes, best[0].moves).plan(problem, planner=NAME, **way.given)
             if not shortage(problem, plan):
                 yield plan
                 break
+
+
+class _Way:
+    """When updates run, and how long gradients and pieces of states may be on their way: what `build` is given of it."""
+
+    def __init__(
+        self, problem: StepProblem, homes: Homes, reach: tuple[int, int], buffers: int, *, late: bool, done: float
+    ) -> None:
+        updates = deferred(problem, homes, buffers=buffers) if late else at_step(problem, homes)
+        held, until = buffers if updates else 0, int(done * problem.count)
+        self.given: dict[str, Any] = {"updates": updates, "buffers": held, "reach": reach, "done": until}
+
+
+def _gaps(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way) -> Gaps | None:
+    """Return the gaps of what may stay or leave; None where even with all of it gone there is not enough memory."""
+    found = find_gaps(problem, homes, build(problem, homes, stays, planner=NAME, **way.given))
+    return None if any((free < 0).any() for free in found.walk.free) else found
 
 
 def _reaches(problem: StepProblem) -> list[tuple[int, int]]:
