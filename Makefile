@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.docs-installed
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-CORE := tests/unit tests/e2e -m "unit or smoke"
+CORE := tests/unit tests/e2e -m "(unit or smoke) and not thorough"
 QUICK := -m "not gpu and not zoo and not tiers and not thorough and not slow and not distributed" --ignore tests/zoo
 NUMBERS := tests/unit tests/e2e $(QUICK)
 

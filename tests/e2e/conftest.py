@@ -24,12 +24,14 @@ SMOKE = {
 }
 
 
+CORE = "(unit or smoke) and not thorough"
+"""What `make test-core` selects."""
 _FILES = {name.partition("::")[0] for name in SMOKE.values()}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no other files of this folder for `make test-core`, nor the libraries that they import."""
-    others = config.getoption("markexpr") == "unit or smoke" and collection_path.name.startswith("test_")
+    others = config.getoption("markexpr") == CORE and collection_path.name.startswith("test_")
     return True if others and collection_path.name not in _FILES else None
 
 

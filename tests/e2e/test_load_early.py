@@ -30,14 +30,16 @@ def test_before_the_first_call(placement: Placement, tmp_path: Path) -> None:
     check_same((fresh, its, eager, other), step=2, steps=2)
 
 
+@pytest.mark.keeps_graphs
 @pytest.mark.parametrize("placement", [("nvme",) * 3, ("device",) * 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_states_of_all_optimizers(name: str, placement: Placement, tmp_path: Path) -> None:
+def test_states_of_all_optimizers(name: str, placement: Placement, drive: Path, tmp_path: Path) -> None:
+    """The graphs are those of one model; above, what is loaded is there before any."""
+
     def build(seed: int) -> Any:
-        torch.compiler.reset()
         torch.manual_seed(seed)
         model = TiedWords()
-        model.compile(backend=BACKEND, options=options_for(placement, tmp_path, piece=64))
+        model.compile(backend=BACKEND, options=options_for(placement, drive, piece=64))
         return model, OPTIMIZERS[name](model.parameters())
 
     def train(model: Any, optimizer: Any, *steps: int) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from training import BACKEND, adamw
 
 import zinf_compile
+from zinf_compile.backend.graph_compiler import _Measurer
 from zinf_compile.errors import BudgetError
 from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
 from zinf_compile.sharded.shortage import find_smallest
@@ -201,3 +202,29 @@ def test_caps_for_reading_states_from_a_drive(read: Any, option: str, tmp_path: 
     works = named_by(refused, option)
     assert not said(works)
     assert named_by(said(works - 1), option) == works
+
+
+@pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
+@pytest.mark.parametrize(
+    ("widths", "more_than", "caps"),
+    [((512,) * 12, 32 << 20, []), ((512,) * 8 + (1024, 768), 8 << 20, [4 << 20, 8 << 20])],
+    ids=["none is cut", "two are cut"],
+)
+def test_a_graph_is_traced_once_for_each_way_to_cut_its_parameters(
+    widths: tuple[int, ...], more_than: int, caps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Although with each doubling of a cap default tiles are twice as large."""
+    traced: list[object] = []
+    really = _Measurer.measure
+
+    def measure(compiler: _Measurer, *args: Any, **how: Any) -> Any:
+        traced.append(compiler.config.device_memory)
+        return really(compiler, *args, **how)
+
+    monkeypatch.setattr(_Measurer, "measure", measure)
+    options = {**ALL_AWAY, "nvme": str(tmp_path)}
+    named = named_by(refusal_of(Stack(*widths), {**options, "device_memory": 1}))
+    assert named > more_than
+    assert traced == caps
+    assert refusal_of(Stack(*widths), {**options, "device_memory": named}) == ""
+    assert f"{named:,}" in refusal_of(Stack(*widths), {**options, "device_memory": named - 1})

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from compute_models import Gpt, allocated_at_most
+from marks import more
 from torch import nn
 from training import BACKEND
 
@@ -56,8 +57,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("make", "dynamic"), [(gpt2, False), (gpt2, True), (llama, False), more(llama, True)])
 def test_models_of_transformers(make: Callable[[], nn.Module], dynamic: bool) -> None:
     """The forward has the bits of slices, the gradients differ by the order of sums alone."""
     rows = 16

@@ -23,6 +23,8 @@ def compile_quickly() -> None:
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = _not_timed
     linecache.checkcache = _check_what_may_change
+    if hasattr(torch._dynamo.config, "side_effect_replay_policy"):
+        torch._dynamo.config.side_effect_replay_policy = "silent"
 
 
 def _not_timed(*_: Any) -> float:

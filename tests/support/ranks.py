@@ -44,6 +44,18 @@ def run_ranks(
     return _pools[backend].run(function, world_size, args)
 
 
+def run_at_once(function: Callable[..., Any], world_size: int, each: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Call it with each of several lists of arguments, all at the same time: for ranks that mostly wait.
+
+    Each has ranks of its own, as with `alone` of `run_ranks`. Returns the results of each, in rank order.
+    """
+    with contextlib.ExitStack() as ended:
+        pools = [ended.enter_context(contextlib.closing(Pool(once=True))) for _ in each]
+        for pool, args in zip(pools, each, strict=True):
+            pool.begin(function, world_size, args)
+        return [pool.finish() for pool in pools]
+
+
 @dataclasses.dataclass
 class _Worker:
     process: Any
@@ -61,6 +73,10 @@ class Pool:
         self._timeout_s = timeout_s
         self._backend = backend
         self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """Of the file by which the ranks of a case find each other."""
+        self._size = 0
+        """Ranks of the case that has begun."""
 
     @property
     def process_ids(self) -> list[int]:
@@ -69,13 +85,30 @@ class Pool:
 
     def run(self, function: Callable[..., Any], size: int, args: Sequence[Any]) -> list[Any]:
         """Run one case; see `run_ranks`."""
+        self.begin(function, size, args)
+        return self.finish()
+
+    def begin(self, function: Callable[..., Any], size: int, args: Sequence[Any]) -> None:
+        """Let the ranks begin a case, of which `finish` returns the results."""
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                rendezvous = str(Path(folder) / "rendezvous")
-                return self._run(Case(function, size, tuple(args), rendezvous, self._timeout_s, self._backend))
+            if not all(self._is_ready(worker) for worker in self._workers):
+                self.close()
+            self._folder, self._size = tempfile.TemporaryDirectory(), size
+            rendezvous = str(Path(self._folder.name) / "rendezvous")
+            self._send(Case(function, size, tuple(args), rendezvous, self._timeout_s, self._backend))
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self) -> list[Any]:
+        """Wait for the ranks; return the results of the case that has begun."""
+        try:
+            results = self._results()
         except BaseException:  # an interrupt and a test's own time-out, too: ranks may wait for each other
             self.close()
             raise
+        self._forget_folder()
+        return results
 
     def close(self) -> None:
         """End the workers."""
@@ -85,21 +118,27 @@ class Pool:
         for worker in self._workers:
             worker.process.join()
         self._workers = []
+        self._forget_folder()
 
-    def _run(self, case: Case) -> list[Any]:
-        if not all(self._is_ready(worker) for worker in self._workers):
-            self.close()
+    def _forget_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _send(self, case: Case) -> None:
         while len(self._workers) < case.size:
             self._start()
-        workers = self._workers[: case.size]
-        for rank, worker in enumerate(workers):
+        for rank, worker in enumerate(self._workers[: case.size]):
             worker.ready = False
             with contextlib.suppress(BrokenPipeError):  # it died since: told below
                 worker.connection.send((case, rank))
+
+    def _results(self) -> list[Any]:
+        workers = self._workers[: self._size]
         deadline = time.monotonic() + self._timeout_s
         values: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        while missing := [rank for rank in range(case.size) if rank not in values and rank not in failures]:
+        while missing := [rank for rank in range(self._size) if rank not in values and rank not in failures]:
             ranks = {workers[rank].connection: rank for rank in missing}
             answered = wait(list(ranks), timeout=max(0.0, deadline - time.monotonic()))
             if not answered:
@@ -114,7 +153,7 @@ class Pool:
                     values[ranks[connection]] = value
         if failures:
             raise AssertionError("\n".join(failures.values()))
-        return [values[rank] for rank in range(case.size)]
+        return [values[rank] for rank in range(self._size)]
 
     def _start(self) -> None:
         here, there = mp.Pipe()

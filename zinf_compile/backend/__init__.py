@@ -3,6 +3,8 @@ command line calls it.
 
 bind — Binds the arguments of one call to the units of the graph's parameter slots; partitions parameters at their first
     call.
+budgets_by_tiles — Budgets of one captured graph under other caps: those whose default tiles cut its parameters alike need
+    as much.
 capture — Reads a Dynamo graph's inputs: slots for parameters, names for buffers, errors for models that can't be
     partitioned.
 choices — Choices that all ranks make alike, once per parameter, from sizes that they exchange; later graphs reuse them.

@@ -39,6 +39,7 @@ from zinf_compile.sharded.place_at_call import place_at_call
 from zinf_compile.sharded.recompile_limit import raise_limit
 
 from .bind import Binder
+from .budgets_by_tiles import BudgetsByTiles
 from .capture import (
     Captured,
     cut_into_tiles,
@@ -170,8 +171,9 @@ class GraphCompiler:
         clone_aliased_outputs(gm, {placeholders[index] for index in captured.slots})
         compiled = self._trace(gm, example_inputs, captured, context)
         context.memory.reservations.tiles_follow = default_tile
-        measure = partial(self._measure, gm, example_inputs, captured, context) if default_tile else None
-        self._budget.check(measure=measure)
+        measure = partial(self._measure, gm, example_inputs, context)
+        by_tiles = partial(BudgetsByTiles, self.config, captured, example_inputs, context, self._budget, measure)
+        self._budget.check(measure=by_tiles() if default_tile else None)
         if not self.topology.host_apart:
             return_large_blocks(self._budget.caps.device)
         self._regions.compile(rank=context.rank, ranks=context.size)
@@ -218,11 +220,10 @@ class GraphCompiler:
         return reject_double_backward(compiled)
 
     def _measure(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, device_memory: int
+        self, gm: fx.GraphModule, inputs: Sequence[Any], context: Context, config: Config, captured: Captured
     ) -> GraphBudget:
-        """Return the graph's budget with another `device_memory` and the tiles that follow from it."""
-        measurer = _Measurer(dataclasses.replace(self.config, device_memory=device_memory, tile=None))
-        return measurer.measure(gm, inputs, captured, context, like=self)
+        """Return the graph's budget with another configuration and other tiles."""
+        return _Measurer(config).measure(gm, inputs, captured, context, like=self)
 
     def place(self, slots: Sequence[ParameterSlot], inputs: Sequence[Any]) -> Placements:
         """Return where the states of each parameter live: where they do already, or where the options say."""
@@ -371,7 +372,6 @@ class _Measurer(GraphCompiler):
         self, gm: fx.GraphModule, inputs: Sequence[Any], captured: Captured, context: Context, *, like: GraphCompiler
     ) -> GraphBudget:
         """Return the budget of the graph that `like` compiles, with this configuration."""
-        captured = cut_into_tiles(captured, inputs, self.config.placement(), context.ranks.shard_group, from_placement=True)
         slots = list(captured.slots.values())
         self._choices, self._together, self.topology = like._choices, like._together, like.topology
         self._bucket = self.shape.bucket_of(slots)

@@ -1,0 +1,60 @@
+"""Budgets of one captured graph under other caps: those whose default tiles cut its parameters alike need as much.
+
+`GraphBudget` asks for them where the graph does not fit, to name the smallest cap that works; `graph_compiler` traces it.
+
+Note: caps with the same tiles
+    A smaller cap changes what is decided about a graph, too: where parameters live, and what becomes of saved values. But while
+    none of the choices fits, the one that lacks least is taken. With a larger cap that one lacks less by as much as the cap grew,
+    any other by no more: it stays the least, and the caps that are asked for are no larger than what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+
+from zinf_compile._torch import is_first_variant
+from zinf_compile.config import Config
+from zinf_compile.ir.tiers import Tier
+from zinf_compile.runtime.context import Context
+from zinf_compile.sharded.budget import GraphBudget
+
+from .capture import Captured, cut_into_tiles
+
+Measure = Callable[[Config, Captured], GraphBudget]
+
+
+class BudgetsByTiles:
+    """The budgets of one captured graph, by the tiles of its parameters."""
+
+    def __init__(
+        self,
+        config: Config,
+        captured: Captured,
+        inputs: Sequence[object],
+        context: Context,
+        budget: GraphBudget,
+        measure: Measure,
+    ) -> None:
+        """`config`, `captured` and `budget`: of the graph as it was compiled. `measure` traces it with others."""
+        self._config, self._captured, self._inputs, self._context = config, captured, inputs, context
+        self._measure, self._unseen = measure, bool(budget.unseen)
+        self._known: dict[Hashable, GraphBudget] = {}
+        alone = context.size == 1 or not is_first_variant()
+        if alone and budget.works(Tier.DEVICE) > budget.device_cap:
+            self._known[self._key(config, captured)] = budget
+
+    def __call__(self, device_memory: int) -> GraphBudget:
+        """Return the budget with another `device_memory` and the tiles that follow from it."""
+        config = dataclasses.replace(self._config, device_memory=device_memory, tile=None)
+        group = self._context.ranks.shard_group
+        captured = cut_into_tiles(self._captured, self._inputs, config.placement(), group, from_placement=True)
+        key = self._key(config, captured)
+        if key not in self._known:
+            self._known[key] = self._measure(config, captured)
+        return self._known[key]
+
+    def _key(self, config: Config, captured: Captured) -> Hashable:
+        slots = list(captured.slots.values())
+        tile = config.tile_bytes if self._unseen else None  # those of other graphs may be cut
+        return config.shape().bucket_of(slots), tile, *(slot.tiles for slot in slots)
