@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map as tree_map
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
 
+tensor_on_storage = torch.ops.inductor._reinterpret_tensor  # of any shape and strides: public ways enlarge the storage first
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
@@ -48,9 +49,6 @@ rebuild_tensor = torch._utils._rebuild_tensor_v2
 
 without_python_dispatcher = torch._C._DisablePythonDispatcher
 """Context in which calling an operator releases the GIL, as it does outside of tracing; the class has no public name."""
-
-tensor_on_storage: Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor] = torch.ops.inductor._reinterpret_tensor
-"""Returns a tensor of any shape and strides on another one's storage, however small: public ways make that as large first."""
 
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
 """Operators as which Dynamo captures `parameter.data = value`: from 2.15 on one of its own."""

@@ -62,7 +62,7 @@ def found(rank: int, size: int, name: str | None, options: Options) -> set[str]:
     return shown | {counter for counter in DEFECTS if counted[counter]}
 
 
-_wait, _issue, _swap_out = StreamTransfer.wait, StreamTransfer.issue, executor.swap_out
+_wait, _issue = StreamTransfer.wait, StreamTransfer.issue
 
 
 def _waits_for_nothing(transfer: StreamTransfer) -> None:
@@ -107,8 +107,10 @@ def _is_there(buffer: ChunkBuffer) -> None:
     buffer.under_way = []
 
 
-def _leaves_at_once(unit: Any, shard: Any, dst: str, reduction: Any) -> Any:
-    return _swap_out(unit, shard, dst, Done())
+def _leaves_at_once(patch: Patch) -> None:
+    one, several = executor.swap_out, executor.swap_out_together
+    patch.setattr(executor, "swap_out", lambda unit, shard, dst, reduction: one(unit, shard, dst, Done()))
+    patch.setattr(executor, "swap_out_together", lambda leaving: several([(unit, shard, Done()) for unit, shard, _ in leaving]))
 
 
 def _one_buffer(patch: Patch) -> None:
@@ -156,9 +158,7 @@ SEEDED: dict[str, Seeded] = {
     "a chunk's buffer is used again before it left": Seeded(_of(ChunkBuffer, "reuse", _is_there), MANY_CHUNKS, UNORDERED),
     "compute doesn't wait for a gather": Seeded(_of(context.Context, "finish", lambda *_: None), "device", UNORDERED, ranks=2),
     "a second gather goes to a buffer in use": Seeded(_one_buffer, {"bucket": "8KiB"}, UNORDERED, ranks=2),
-    "a gradient leaves before it is reduced": Seeded(
-        _of(executor, "swap_out", _leaves_at_once), "gradients on the host", UNORDERED, ranks=2
-    ),
+    "a gradient leaves before it is reduced": Seeded(_leaves_at_once, "gradients on the host", UNORDERED, ranks=2),
     "a gather doesn't wait for what it gathers": Seeded(
         _of(StreamTransfer, "wait", _waits_for_nothing), "parameters on the host", UNORDERED, ranks=2
     ),

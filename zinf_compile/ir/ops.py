@@ -19,10 +19,10 @@
 
 `unit` is the hollow parameter itself (for a second `swap_in` and for a gather also the handle of the `swap_in` before): it has
 the logical shape and holds no bytes. `src` and `dst` are tiers: "device", "host", "nvme". `group` numbers the transfers that are
-issued together (-1: alone). With a `dtype`, shards are cast to that narrower type before they are sent, and the full unit has
-that type. `reduce_scatter(..., dtype=)` casts a gradient before it is sent, mostly to a wider type, which its shard then has;
-its result still shows the parameter's type. Handles and results have the logical shape of the parameter, so that the graph
-type-checks as if nothing were partitioned.
+issued together (-1: alone); gradients are swapped out together where they were reduced together. With a `dtype`, shards are
+cast to that narrower type before they are sent, and the full unit has that type. `reduce_scatter(..., dtype=)` casts a gradient
+before it is sent, mostly to a wider type, which its shard then has; its result still shows the parameter's type. Handles and
+results have the logical shape of the parameter, so that the graph type-checks as if nothing were partitioned.
 
 A parameter that is too large to be whole in one place is moved in tiles, each a unit by itself: `zinf::tile(unit, start, end)`
 stands for the box between these indices, and `zinf::join_tiles(parts, unit)` for the gradient whose tiles are `parts`. Of a
