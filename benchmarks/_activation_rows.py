@@ -199,6 +199,8 @@ def longest(way: str, cap: int, *, step: int, most: int, folder: str) -> dict[st
 
 STEP_SIZE = {"layers": 8, "width": 256, "heads": 4, "vocabulary": 2048, "length": 1024}
 BATCH = 4
+BUCKET = "1MiB"
+"""A third of a block: where stretches of compute end, beside which values move."""
 
 
 def least_cap(pipe: Any) -> None:
@@ -215,7 +217,7 @@ def least_cap(pipe: Any) -> None:
         tokens = torch.zeros(BATCH, STEP_SIZE["length"], dtype=torch.long)
         return gpt(KEEP, **STEP_SIZE), (tokens, tokens)
 
-    options = {"compute": "fx", "activations": KEEP, **dict.fromkeys(STATES, "device")}
+    options = {"compute": "fx", "bucket": BUCKET, "activations": KEEP, **dict.fromkeys(STATES, "device")}
     saved = trace(target, options=options, device="cuda")[0].saved
     try:
         trace(target, options={**options, "device_memory": 1}, device="cuda")
@@ -248,7 +250,8 @@ def train_behind(way: str, cap: int, rate: float, flops: float, machine: str, pi
         torch.manual_seed(0)
         model = gpt(way, **STEP_SIZE)
         models.append(model)
-        options: dict[str, Any] = {"compute": "fx", "activations": word(way), **dict.fromkeys(STATES, "device")}
+        options: dict[str, Any] = {"compute": "fx", "bucket": BUCKET, "activations": word(way)}
+        options |= dict.fromkeys(STATES, "device")
         options |= {"device_memory": cap, "machine": machine} if way == AUTO else {}
         call = torch.compile(model, backend="zero_infinity", options=options)
         return stepping(call, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))

@@ -123,7 +123,7 @@ def length_report(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         step = row["step"] or {}
         saved = step.get("saved", {})
-        kept = ", ".join(f"{where} {size / GIB:.2f}" for where, size in saved.items() if size)
+        kept = ", ".join(f"{where} {size / GIB:.2f}" for where, size in saved.items() if size and where != "peak")
         seconds = f"{step['step_s']:.0f}" if step else ""
         cells.append([row["way"], f"{row['length']:,}", seconds, f"{step['grown_bytes'] / GIB:.2f}" if step else "", kept])
     headers = ["activations", "tokens", "first step s", "process grew by GiB", "saved values, GiB"]
@@ -148,7 +148,9 @@ def step_report(result: dict[str, Any]) -> str:
         least = rows_of.least_seconds(case)
         by_way = {row["peer"]: row["step_s"] for row in case["rows"]}
         step, kept = by_way[AUTO], by_way[KEEP]
-        decided = ", ".join(f"{where} {size / case['saved']:.0%}" for where, size in case["decided"].items() if size)
+        decided = ", ".join(
+            f"{where} {size / case['saved']:.0%}" for where, size in case["decided"].items() if size and where != "peak"
+        )
         ways = [f"{by_way[way]:.2f}" for way in (KEEP, CHECKPOINT, AUTO)]
         waited = sum(case["waited"].values())
         cells.append(
@@ -230,7 +232,6 @@ def report(result: dict[str, Any]) -> str:
 
 def measure_row(options: argparse.Namespace) -> dict[str, Any]:
     """Return a row's numbers; rows of `step` and `length` that were kept and aren't measured again stay."""
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     if options.row == "drive":
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             return {"row": "drive", **measure(folder, options.layers, options.length, options.rounds)}
@@ -240,14 +241,20 @@ def measure_row(options: argparse.Namespace) -> dict[str, Any]:
         return {"row": "planner", "rows": [rows_of.ask(rows_of.plan_deep, homes) for homes in ("host", "auto")]}
     if options.row == "step":
         ratios = [float(ratio) for ratio in options.ratios.split(",")]
-        others = [case for case in kept.get("cases", []) if case["ratio"] not in ratios]
-        return {"row": "step", "cases": others + [rows_of.steps_behind(ratio, options.rounds) for ratio in ratios]}
+        cases = [rows_of.steps_behind(ratio, options.rounds) for ratio in ratios]
+        others = [case for case in _kept(options.json).get("cases", []) if case["ratio"] not in ratios]
+        return {"row": "step", "cases": others + cases}
     ways, cap = options.ways.split(","), int(options.cap * GIB)
-    found = {row["way"]: row for row in kept.get("rows", [])}
-    for way in ways:
-        found[way] = rows_of.longest(way, cap, step=options.step, most=options.most, folder=options.folder)
+    new = [rows_of.longest(way, cap, step=options.step, most=options.most, folder=options.folder) for way in ways]
+    found = {row["way"]: row for row in [*_kept(options.json).get("rows", []), *new]}
     rows = [found[way] for way in (EAGER, KEEP, CHECKPOINT, AUTO) if way in found]
     return {"row": "length", "cap": cap, "step": options.step, "most": options.most, "rows": rows}
+
+
+def _kept(file: Path | None) -> dict[str, Any]:
+    """Return what a file has from earlier runs."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    return found
 
 
 def main() -> int:
