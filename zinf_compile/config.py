@@ -144,6 +144,10 @@ class Config:
     """What decides when parameters' transfers start, and how long they stay: the name of a planner, or a function from a
     `StepProblem` to a `Plan`, the same on all ranks. Default: fixed rules. Numbers are the same for any planner."""
 
+    machine: str | os.PathLike[str] | None = None
+    """The machine by whose rates `"auto"` decides what moves and what is made again: the name of a shipped profile, or a file
+    that `zinf doctor --profile FILE` wrote, the same on all ranks. Default: rough rates. Numbers are the same for any."""
+
     process_group: dist.ProcessGroup | None = None
     """The ranks to partition over; default: all of them."""
 
@@ -218,6 +222,7 @@ class Config:
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
+            + (f" machine={self.machine_name()}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )
@@ -226,6 +231,10 @@ class Config:
         """Return the planner's name; a function's is that of the code."""
         given = self.planner
         return given if isinstance(given, str) else str(getattr(given, "__qualname__", type(given).__name__))
+
+    def machine_name(self) -> str | None:
+        """Return the name of the machine's profile, or of its file."""
+        return None if self.machine is None else os.fspath(self.machine)
 
     def placement(self) -> Placement:
         """Return the placement of states; on the device where the option says `"auto"`."""
@@ -275,6 +284,10 @@ class Config:
             raise OptionError(
                 f"option planner={self.planner!r} is not known; accepted: {', '.join(map(repr, PLANNERS))}, or a function that "
                 "takes a StepProblem and returns a Plan"
+            )
+        if not isinstance(self.machine, str | os.PathLike | None):
+            raise OptionError(
+                f"option machine={self.machine!r} is not known; accepted: a profile's name, or the path of its file"
             )
         self._validate_shape()
         self._validate_checkpoint()

@@ -10,7 +10,8 @@ import torch
 from capped_blocks import ROWS, VALUE, WIDTH, WORDS, Run, least, same
 
 import zinf_compile
-from zinf_compile.errors import BudgetError
+from zinf_compile.errors import BudgetError, PlanError
+from zinf_compile.plan.profile import Drive, Profile, Rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
@@ -53,6 +54,38 @@ def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(tmp_path: P
         assert run.decided["nvme"] > 0
         assert run.decided["keep"] > 0
         assert run.held_at_most() <= cap
+
+
+def test_the_rates_of_the_machine_decide(tmp_path: Path) -> None:
+    """What leaves moves to a drive that is fast, and runs again where it is slow."""
+    drive = {**WORDS, "nvme": str(tmp_path)}
+    cap = least({**WORDS, "activations": "keep"}) - 4 * VALUE
+    expected = Run({})
+    expected.step()
+    for rate, ways in ((1e12, ("nvme", "recompute")), (1e6, ("recompute", "nvme"))):
+        run = Run({**drive, "device_memory": cap, "machine": str(machine(tmp_path / "machine.json", drive=rate))})
+        run.step()
+        taken, other = (run.decided[way] for way in ways)
+        assert taken > 0 == other
+        assert same(run, expected)
+    with pytest.raises(PlanError, match="machine 'nowhere' is no shipped profile"):
+        Run({"machine": "nowhere"}).step()
+
+
+def machine(file: Path, *, drive: float) -> Path:
+    """Write the profile of a machine whose drive moves so many bytes per second."""
+    rate = Rate(read_bytes_per_second=drive, write_bytes_per_second=drive)
+    profile = Profile(
+        name="a machine",
+        device_memory_bytes=1 << 34,
+        flops_per_second={"float32": 2e11},
+        reached=1.0,
+        device_bytes_per_second=2e10,
+        host_is_device=True,
+        drive=Drive(rates=(rate,)),
+    )
+    file.write_text(profile.to_json())
+    return file
 
 
 def test_blocks_that_take_long_are_not_run_again(tmp_path: Path) -> None:

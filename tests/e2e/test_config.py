@@ -70,6 +70,7 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"compute_shape": {"chunk_bytes": 0}}, "compute_shape: chunk_bytes=0 is not a size; accepted: a positive whole number"),
     ({"compute_shape": {"piece_numel": True}}, "compute_shape: piece_numel=True is not a size"),
     ({"compute_shape": {"worth_bytes": 1.5}}, "compute_shape: worth_bytes=1.5 is not a size"),
+    ({"machine": 4}, "machine=4 is not known; accepted: a profile's name, or the path of its file"),
     ({"compute_shape": {"token_tile": 0}}, "compute_shape: token_tile=0 is not a size; accepted: a positive number of bytes"),
     ({"compute_shape": {"token_tile": "64 tokens"}}, "token_tile='64 tokens' is not a size; accepted: .* such as '32MiB'"),
     ({"process_group": 3}, "process_group is a int; accepted: what torch.distributed.new_group returns"),

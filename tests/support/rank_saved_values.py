@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import errno
 import random
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -48,11 +49,26 @@ class Mixed(GraphCompiler):
         return chosen
 
 
+def mixing(options: Mapping[str, Any], seed: int) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+    """Return a backend under which each graph draws whether its blocks run again, and a place for each saved memory."""
+    numbers = random.Random(seed)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        word = numbers.choice(("nvme", "recompute"))
+        compiler = Mixed(Config.from_options({**options, "activations": word}), given=tuple(options))
+        compiler.seed = numbers.randrange(1 << 30)
+        return compiler.compile(gm, inputs)
+
+    return backend
+
+
 def train_mixed(
     rank: int, size: int, folder: str, names: Sequence[str], dtype: torch.dtype, compute: str, apart: bool, seeds: Sequence[int]
 ) -> int:
     """Train each case under each seed, two micro-batches in flight; return the number of memories that moved."""
     torch._dynamo.config.recompile_limit = 64
+    if dtype == torch.bfloat16:
+        warnings.filterwarnings("ignore", "all .* parameters are torch.bfloat16 and updated in that precision")
     Mixed.moved = 0
     for name in names:
         expected = _train(TRANSFORMERS[name], rank, folder, dtype, compute, apart, None)

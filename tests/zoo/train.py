@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from models import Case
+from rank_saved_values import mixing
 from torch import nn
 from training import BACKEND, MakeOptimizer, adamw, assert_same, plain_step, twins, whole_gradient
 
@@ -44,10 +45,14 @@ def train_without_fallback(
     chunk_bytes: int | None = None,
     tile: int | None = None,
     activations: str = "keep",
+    nvme: str | None = None,
+    seed: int | None = None,
 ) -> float:
     """Train a model and its twin; loss, parameters, gradients and buffers are equal after each step.
 
     With `compute="fx"`, losses and parameters whole, bit by bit, else within rounding (`near`).
+
+    `seed` draws a place for each saved value, small ones too, among the device and the drive at `nvme`.
 
     Raises where Dynamo reaches its recompile limit (`fullgraph` raises at each graph break too), where a parameter that got a
     gradient stayed whole, and where eager code computed with a partitioned parameter. Returns the share of gradients that are not
@@ -60,7 +65,11 @@ def train_without_fallback(
     torch.compiler.reset()
     options = {"compute": compute, "chunk_loss": chunk_loss, "tile": tile, "activations": activations}
     options |= {"compute_shape": {"chunk_bytes": chunk_bytes}} if chunk_bytes is not None else {}
-    ours.compile(backend=BACKEND, options=options, fullgraph=fullgraph)
+    options |= {"nvme": nvme} if nvme is not None else {}
+    if seed is None:
+        ours.compile(backend=BACKEND, options=options, fullgraph=fullgraph)
+    else:
+        ours.compile(backend=mixing(options, seed), fullgraph=fullgraph)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), mock.patch.object(parameter_calls, "_Whole", _Refused):
         found = train(ours, case, optimizer)
     for number, (state, our_state) in enumerate(zip(expected, found, strict=True)):

@@ -28,6 +28,7 @@ from zinf_compile.passes.analysis.memory_needs import ahead_key
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.remade import remaking
 from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.recompute import Outcome, best_share, shares
 from zinf_compile.plan.saved_homes import Saving, a_few, may_leave
 from zinf_compile.sharded.allowed_homes import may_remake, saved_tiers
@@ -76,6 +77,7 @@ class _Decision:
         self._may_remake = may_remake(config) and self._has_backward
         self._together = together and self._context.size > 1
         self._tiers = saved_tiers(config, self._context.link.topology)
+        self._rates = Rates.of(budget.context.device.type, config.machine_name())
         self._remakable: Remakable | None = None
         self._found: list[SavedChoices] = []
         """First without blocks that run again, then the shares that are weighed."""
@@ -87,7 +89,7 @@ class _Decision:
             budget.plan_saved(self._cut.forced)
             return self._decided(self._cut.forced)
         trial = budget if homes is not None or is_open else copy.copy(budget)  # it checks as it always does if nothing leaves
-        base = SavedChoices(self._cut, trial, self._tiers)
+        base = SavedChoices(self._cut, trial, self._tiers, self._rates)
         with outside_tracing():
             trial.decide_for_all(budget.unseen if homes is None else homes.unseen, strict=homes is not None)
             base.account(self._fit(trial, base.scheduled))
@@ -112,8 +114,8 @@ class _Decision:
 
     def _account(self, base: SavedChoices) -> StepAccount:
         if self._homes is not None:
-            return self._homes.account(base.scheduled)
-        return StepAccount(base.scheduled, self._context, self._placements)
+            return self._homes.account(base.scheduled, self._rates)
+        return StepAccount(base.scheduled, self._context, self._placements, self._rates)
 
     def _fit_of(self, saving: Saving) -> Fit:
         return next(each for each in self._found if each.blocks == saving.again.blocks).fit

@@ -20,6 +20,7 @@ from zinf_compile.ir.tiers import Placement, Tier
 from zinf_compile.plan.fill_together import fill_together
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.planners._build import farthest
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.saved_homes import Saving
 from zinf_compile.runtime.context import Context
 from zinf_compile.sharded.allowed_homes import allowed_homes
@@ -127,9 +128,9 @@ class HomePlanner:
             self._made[key] = dataclasses.replace(self._placements.rest, **tiers)  # type: ignore[arg-type]
         return self._made[key]
 
-    def account(self, scheduled: Sequence[fx.Graph]) -> StepAccount:
+    def account(self, scheduled: Sequence[fx.Graph], rates: Rates) -> StepAccount:
         """Return what a step of the graphs takes, wherever the parameters may live; they have gathers just in time."""
-        return StepAccount(scheduled, self._context, self._placements, self._allowed)
+        return StepAccount(scheduled, self._context, self._placements, rates, self._allowed)
 
 
 def _distance(tier: Tier) -> int:

@@ -15,8 +15,8 @@ from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.recompute import Outcome
-from zinf_compile.plan.rough_links import rough_bytes, rough_flops, rough_links
 from zinf_compile.plan.saved_homes import Candidate, Saving, beside, first_that_fits, may_leave, moving_ways, savings
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
@@ -42,9 +42,9 @@ class Cut:
 class SavedChoices:
     """Copies of both graphs where the first blocks run again, and all that may leave is marked; with the choices of what does."""
 
-    def __init__(self, cut: Cut, budget: GraphBudget, tiers: Sequence[Tier]) -> None:
+    def __init__(self, cut: Cut, budget: GraphBudget, tiers: Sequence[Tier], rates: Rates) -> None:
         """`tiers`: where saved values may go. Blocks of the cut may be marked to run again already."""
-        self._cut, self._budget, self._tiers = cut, budget, tiers
+        self._cut, self._budget, self._tiers, self._rates = cut, budget, tiers, rates
         memories: Sequence[SavedMemory] = ()
         if len(cut.graphs) > 1:
             memories = find_memories(*(gm.graph for gm in cut.graphs), own_outputs=cut.own_outputs or 0)
@@ -66,7 +66,7 @@ class SavedChoices:
         """Return the same where the first blocks run again."""
         forward, backward = map(copied, self._cut.graphs)
         remakable.plan(forward, backward, blocks)
-        found = SavedChoices(dataclasses.replace(self._cut, graphs=(forward, backward)), self._budget, self._tiers)
+        found = SavedChoices(dataclasses.replace(self._cut, graphs=(forward, backward)), self._budget, self._tiers, self._rates)
         found.account(self.fit.of(found.scheduled))
         found.choices = beside(account.again(found.scheduled, blocks), found.choices)
         return found
@@ -92,16 +92,16 @@ class SavedChoices:
     def _candidates(self) -> list[Candidate]:
         """Return what may leave, and is away for a while where it does."""
         budget, memories = self._budget, self._open
-        topology, kind = budget.context.link.topology, budget.context.device.type
+        topology, rates = budget.context.link.topology, self._rates
         drives = [tier for tier in self._tiers if not tier.in_memory]
-        links = list(rough_links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *drives], 1))
+        links = list(rates.links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *drives], 1))
         ahead, back = self.fit.performed
         away: Mapping[str, float] = seconds_away(
             ahead,
             back,
             memories,
-            flops_per_second=lambda dtype: rough_flops(kind),
-            bytes_per_second=rough_bytes(kind),
+            flops_per_second=rates.flops,
+            bytes_per_second=rates.bytes,
             others=budget.others,
         )
         kinds = kinds_of(self._cut.graphs[0].graph, memories)

@@ -1,4 +1,4 @@
-"""What a step of one captured graph takes at rough rates, for the decisions about it: made right after the cut."""
+"""What a step of one captured graph takes at rates that are assumed, for the decisions about it: made right after the cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zinf_compile.plan.fill_together import nearest, seconds_at, together_second
 from zinf_compile.plan.memory_model import adam_states
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem_parts import Allowed, Memory
-from zinf_compile.plan.rough_links import rough_bytes, rough_flops, rough_links
+from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.saved_homes import KEPT, Saving
 from zinf_compile.runtime.context import Context
 
@@ -30,6 +30,7 @@ class StepAccount:
         scheduled: Sequence[fx.Graph],
         context: Context,
         placements: Placements,
+        rates: Rates,
         allowed: Mapping[str, tuple[Tier, ...]] | None = None,
     ) -> None:
         """`scheduled`: a forward and its backward, or one without, with gathers just in time.
@@ -37,7 +38,7 @@ class StepAccount:
         `allowed`: the tiers by kind of states on which they may live; None: they are where `placements` say.
         """
         self._scheduled, self._open = scheduled, allowed is not None
-        self._facts = _facts(context, placements, allowed)
+        self._facts = _facts(context, placements, rates, allowed)
         self.problem = step_problem([(scheduled[0], scheduled[1] if len(scheduled) > 1 else None)], self._facts)
         self.members = unit_members(scheduled, self._facts.home)
         """The slots of each unit of the problem, by its name."""
@@ -69,8 +70,8 @@ class StepAccount:
         return cost_again(self._scheduled, scheduled, self._facts, self.members, blocks=blocks)
 
 
-def _facts(context: Context, placements: Placements, allowed: Mapping[str, tuple[Tier, ...]] | None) -> StepFacts:
-    kind, rest = context.device.type, placements.rest
+def _facts(context: Context, placements: Placements, rates: Rates, allowed: Mapping[str, tuple[Tier, ...]] | None) -> StepFacts:
+    rest = placements.rest
     homes = [*placements.own.values(), *([placements.rest] if allowed is None else [])]
     far = {tier for tiers in (allowed or {}).values() for tier in tiers}
     far |= {getattr(own, each) for own in homes for each in KINDS}
@@ -82,11 +83,11 @@ def _facts(context: Context, placements: Placements, allowed: Mapping[str, tuple
 
     return StepFacts(
         memories=tuple(Memory(tier=tier) for tier in tiers),
-        links=tuple(rough_links(tiers, context.size)),
+        links=tuple(rates.links(tiers, context.size)),
         world_size=context.size,
         allowed=Allowed(params=on("params"), grads=on("grads"), states=on("optimizer")),
-        flops_per_second=lambda dtype: rough_flops(kind),
-        bytes_per_second=rough_bytes(kind),
+        flops_per_second=rates.flops,
+        bytes_per_second=rates.bytes,
         state_types=lambda slot: tuple(adam_states(rest, slot.dtype).values()),
         has_master=lambda slot: rest.master_of(slot.dtype) is not None,
         home=(lambda slot: _known(tiers, placements.of(slot).params)) if allowed is None else (lambda slot: None),

@@ -16,7 +16,7 @@ from zinf_compile.plan.memory_model import adam_states, model_memory, shard_nume
 from zinf_compile.plan.plan import Homes
 from zinf_compile.plan.problem import StepProblem
 from zinf_compile.plan.problem_parts import Allowed, Memory, Region, StatePiece, Unit
-from zinf_compile.plan.rough_links import rough_links
+from zinf_compile.plan.rates import Rates
 from zinf_compile.runtime.context import Context
 
 from .allowed_homes import allowed_homes, farthest_homes, is_open
@@ -131,7 +131,7 @@ def _problem(config: Config, slots: Sequence[ParameterSlot], context: Context, r
     return StepProblem(
         regions=tuple(Region(name=str(number), seconds=0.0) for number in range(2 * len(slots))),
         memories=tuple(Memory(tier=tier) for tier in tiers),
-        links=tuple(rough_links(tiers, 1)),
+        links=tuple(Rates.of(context.device.type, config.machine_name()).links(tiers, 1)),
         units=tuple(units),
         pieces=tuple(pieces),
         allowed=Allowed(params=on["params"], grads=on["grads"], states=on["optimizer"]),
