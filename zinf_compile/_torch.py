@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map as tree_map
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass's `__torch_function__` isn't called; documented for subclass authors, private by name."""
 
-tensor_on_storage = torch.ops.inductor._reinterpret_tensor  # of any shape and strides: public ways enlarge the storage first
+tensor_on_storage = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # public ways enlarge the storage
 no_override = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a class that has none; documented for subclass authors, private by name."""
 
