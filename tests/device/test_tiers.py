@@ -20,9 +20,9 @@ FLOAT, BRAIN = torch.float32, torch.bfloat16
 RANKS = [1, pytest.param(2, marks=pytest.mark.distributed)]
 
 
-def run_on_device(ranks: int, *args: Any) -> list[Any]:
-    """Call `on_device`: of a single rank in this process."""
-    return [on_device(0, 1, *args)] if ranks == 1 else run_ranks(on_device, ranks, *args, backend="late")
+def run_on_device(ranks: int, *args: Any, alone: bool = False) -> list[Any]:
+    """Call `on_device`: of a single rank in this process, of several perhaps `alone`, see `run_ranks`."""
+    return [on_device(0, 1, *args)] if ranks == 1 else run_ranks(on_device, ranks, *args, alone=alone, backend="late")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -101,7 +101,9 @@ def test_a_weight_of_eight_times_what_the_device_may_hold(placements: list[Place
 @pytest.mark.distributed
 @pytest.mark.parametrize("placements", [[("host", "nvme", "host")], more(PLACEMENTS)], ids=["one", "all"])
 def test_the_same_on_two_ranks(placements: list[Placement], tmp_path: Path) -> None:
-    one, other = run_on_device(2, 1, functools.partial(train_beyond_the_cap, placements=placements), str(tmp_path))
+    """In processes of their own: what a seeded defect has left counts too."""
+    train = functools.partial(train_beyond_the_cap, placements=placements)
+    one, other = run_on_device(2, 1, train, str(tmp_path), alone=True)
     assert one != other
 
 

@@ -39,7 +39,7 @@ def run_ranks(
     `backend`: of the process group; "late" for ranks on the device of tests/device, which imports it.
     """
     if alone or afresh:
-        with contextlib.closing(Pool(afresh=afresh, once=True)) as own:
+        with contextlib.closing(Pool(afresh=afresh, once=True, backend=backend)) as own:
             return own.run(function, world_size, args)
     return _pools[backend].run(function, world_size, args)
 
