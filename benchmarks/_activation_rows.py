@@ -32,12 +32,10 @@ GPT_124M = {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257}
 STATES = ("params", "grads", "optimizer")
 
 
-def gpt(way: str, **size: int) -> Any:
-    """Return a GPT, with every block checkpointed where that is the way."""
+def checkpoint_blocks(model: Any) -> None:
+    """Checkpoint every block of a GPT."""
     import torch  # noqa: PLC0415  (in the worker)
     from torch.utils.checkpoint import checkpoint  # noqa: PLC0415
-
-    from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     class Checkpointed(torch.nn.Module):
         def __init__(self, block: torch.nn.Module) -> None:
@@ -47,10 +45,19 @@ def gpt(way: str, **size: int) -> Any:
         def forward(self, x: torch.Tensor) -> Any:
             return checkpoint(self.block, x, use_reentrant=False)
 
+    model.h = torch.nn.ModuleList(map(Checkpointed, model.h))
+
+
+def gpt(way: str, **size: int) -> Any:
+    """Return a GPT, with every block checkpointed where that is the way."""
+    import torch  # noqa: PLC0415  (in the worker)
+
+    from zinf_compile.cli.models import GPT  # noqa: PLC0415
+
     model = GPT(**size)
     torch.nn.init.normal_(model.wte.weight, std=0.02)
     if way == CHECKPOINT:
-        model.h = torch.nn.ModuleList(map(Checkpointed, model.h))
+        checkpoint_blocks(model)
     return model
 
 
@@ -323,7 +330,7 @@ def peak(name: str, row: str, pipe: Any) -> None:
     from zinf_compile.errors import BudgetError  # noqa: PLC0415
 
     sys.path.insert(0, str(SUPPORT))
-    from compute_models import MODELS, allocated_at_most  # noqa: PLC0415
+    from compute_models import MODELS, most_held  # noqa: PLC0415
     from named_cap import named_cap  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
@@ -331,25 +338,14 @@ def peak(name: str, row: str, pipe: Any) -> None:
     if row == "slices of tokens":
         options["compute_shape"] = {"token_tile": "16KiB"}
 
-    def train(cap: int) -> Any:
+    def train(cap: int) -> int:
         torch.compiler.reset()
         zinf_compile.reset()
         torch.manual_seed(0)
         model, batch = MODELS[name][0](), MODELS[name][1]()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model.compile(backend="zero_infinity", options={**options, "device_memory": cap})
-
-        def step() -> None:
-            for _ in range(2):
-                model(*batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            zinf_compile.synchronize()
-
-        step()
-        step()
-        held = next(model.parameters())._zinf_unit.context.memory.ledger.total()[0]  # type: ignore[union-attr]
-        return held + sum(part.nbytes for part in batch) + allocated_at_most(step)
+        return most_held(model, optimizer, batch)
 
     try:
         train(1)

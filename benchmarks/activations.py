@@ -45,20 +45,11 @@ MIB = 2**20
 def work(layers: int, length: int, way: str, folder: str, pipe: Any) -> None:
     """Train the GPT in this process, one step when told to; `way` is keep, nvme or checkpoint."""
     import torch  # noqa: PLC0415
-    from torch.utils.checkpoint import checkpoint  # noqa: PLC0415
 
     import zinf_compile  # noqa: PLC0415
     from zinf_compile.cli.models import GPT  # noqa: PLC0415
 
     warnings.simplefilter("ignore")
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self, block: torch.nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.block, x, use_reentrant=False)
 
     models: list[torch.nn.Module] = []
 
@@ -66,7 +57,7 @@ def work(layers: int, length: int, way: str, folder: str, pipe: Any) -> None:
         torch.manual_seed(0)
         model = GPT(**SIZE, layers=layers, length=length)
         if way == "checkpoint":
-            model.h = torch.nn.ModuleList(map(Checkpointed, model.h))
+            rows_of.checkpoint_blocks(model)
         models.append(model)
         options = {"chunk_loss": True, **({"activations": "nvme", "nvme": folder} if way == "nvme" else {})}
         call = torch.compile(model, backend="zero_infinity", options=options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compute_models import MODELS, Stretches, allocated_at_most
+from compute_models import MODELS, Stretches, most_held
 from torch import nn
 from training import BACKEND, adamw
 from transformer_models import WithLoss, causal, t5
@@ -38,21 +38,7 @@ def train(name: str, options: dict[str, Any], *, compute: str = "fx") -> int:
     model, batch = ALL[name][0](), ALL[name][1]()
     optimizer = adamw(model.parameters())
     model.compile(backend=BACKEND, options={"compute": compute, **options})
-
-    def step() -> None:
-        for _ in range(2):
-            model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        zinf_compile.synchronize()
-
-    step()
-    step()
-    parameter = next(p for p in model.parameters() if isinstance(p, ShardedParameter))
-    held = parameter._zinf_unit.context.memory.ledger.total()[0]
-    parts = batch[0].values() if isinstance(batch[0], dict) else batch
-    inputs = sum(part.nbytes for part in parts)
-    return held + inputs + allocated_at_most(step)
+    return most_held(model, optimizer, batch)
 
 
 def least_for(name: str, options: dict[str, Any], **how: Any) -> int:

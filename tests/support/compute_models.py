@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import zinf_compile
+from zinf_compile.sharded.parameter import ShardedParameter
 
 Batch = tuple[torch.Tensor, ...]
 
@@ -124,3 +128,21 @@ def allocated_at_most(call: Callable[[], object]) -> int:
         held += change
         peak = max(peak, held)
     return peak
+
+
+def most_held(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Sequence[Any]) -> int:
+    """Take three steps of two micro-batches; return the most bytes that PyTorch's allocator and the runtime held in the third."""
+
+    def step() -> None:
+        for _ in range(2):
+            model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zinf_compile.synchronize()
+
+    step()
+    step()
+    parameter = next(p for p in model.parameters() if isinstance(p, ShardedParameter))
+    held: int = parameter._zinf_unit.context.memory.ledger.total()[0]
+    parts = batch[0].values() if isinstance(batch[0], dict) else batch
+    return held + sum(part.nbytes for part in parts) + allocated_at_most(step)

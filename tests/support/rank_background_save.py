@@ -57,19 +57,26 @@ def trained_beside(rank: int, size: int, folder: str, options: dict[str, Any]) -
     return saved, again.whole(), there_before, there_after
 
 
+def _without_thread(*, here: bool) -> Any:
+    """Context in which no save gets a thread, where that is `here`."""
+    start = threading.Thread.start
+
+    def start_none(thread: threading.Thread) -> None:
+        if here and thread.name == "zinf save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return mock.patch.object(threading.Thread, "start", start_none)
+
+
 def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[list[str], Any, Any, list[int]]:
     """Let the last rank's drive fail during saves; return the errors, the states with and without that, and the saves."""
     options, errors = _grouped(size, options), []
-    start = threading.Thread.start
+    last = rank == size - 1
 
     def fail() -> None:
-        if rank == size - 1:
+        if last:
             raise OSError(errno.EIO, os.strerror(errno.EIO), "the drive")
-
-    def start_none(thread: threading.Thread) -> None:
-        if rank == size - 1 and thread.name == "zinf save":
-            raise RuntimeError("can't start new thread")
-        start(thread)
 
     def raises(function: Any) -> None:
         try:
@@ -85,7 +92,7 @@ def failed(rank: int, size: int, folder: str, options: dict[str, Any]) -> tuple[
             zinf_compile.save(folder, run.both, run.optimizers, wait=True)
         for ending in ("step", "a step of what is saved without optimizers", "wait_for_save", "no thread"):
             broken = mock.patch.object(PartsWriter, "finish", in_background(PartsWriter.finish, fail))
-            with mock.patch.object(threading.Thread, "start", start_none) if ending == "no thread" else broken:
+            with _without_thread(here=last) if ending == "no thread" else broken:
                 if fails:
                     zinf_compile.save(folder, run.both, () if "without" in ending else run.optimizers)
                 run.micro_batches(MICRO_BATCHES)
@@ -208,13 +215,8 @@ def without_space(rank: int, size: int, folder: str, options: dict[str, Any]) ->
 
     Then the states after training on, with and without that.
     """
-    options, errors, start = _grouped(size, options), [], threading.Thread.start
+    options, errors = _grouped(size, options), []
     last, written_all = rank == size - 1, list[str]()
-
-    def start_none(thread: threading.Thread) -> None:
-        if thread.name == "zinf save":
-            raise RuntimeError("can't start new thread")
-        start(thread)
 
     full = mock.patch.object(reserved_space, "fallocate", return_value=errno.EDQUOT)
     runs = []
@@ -224,7 +226,7 @@ def without_space(rank: int, size: int, folder: str, options: dict[str, Any]) ->
         if fails:
             zinf_compile.save(folder, run.model, run.optimizers, wait=True)
         for ending in ("wait_for_save", "step", "no thread"):
-            broken = mock.patch.object(threading.Thread, "start", start_none) if ending == "no thread" else full
+            broken = _without_thread(here=True) if ending == "no thread" else full
             with broken if last else contextlib.nullcontext(), _watched_writes() as written:
                 if fails:
                     zinf_compile.save(folder, run.model, run.optimizers)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-import torch
+from plain_memory import plain_memory
 
 from zinf_compile._torch import compile_lock
 from zinf_compile.ir.sizes import Sides
-from zinf_compile.ir.tiers import Topology
-from zinf_compile.runtime.memory.arena import GatherMemory
 from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.memory.reservations import Reservation
 
@@ -36,15 +32,7 @@ class Step:
 @pytest.fixture
 def memory() -> Memory:
     """Return memory that holds 400 bytes beside the gradients of a step, with a graph that takes 200."""
-    made = Memory(
-        torch.device("cpu"),
-        GatherMemory(),
-        topology=Topology(host_apart=False),
-        staging_bytes=0,
-        host_buffer=lambda numel, dtype: torch.empty(numel, dtype=dtype),
-        waiting=contextlib.nullcontext,
-        drives_used=lambda: False,
-    )
+    made = plain_memory()
     made.ledger.add("params", HELD - 300)
     return made
 

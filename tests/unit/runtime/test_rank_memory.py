@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
-import torch
+from plain_memory import plain_memory
 
-from zinf_compile.ir.tiers import Topology
 from zinf_compile.runtime.memory import rank_memory
-from zinf_compile.runtime.memory.arena import GatherMemory
-from zinf_compile.runtime.memory.rank_memory import Memory
 from zinf_compile.runtime.memory.reservations import Reservation
 
 PARAMS, GRADS, PASSING = 500, 400, 200
@@ -20,15 +15,7 @@ def end_step(monkeypatch: pytest.MonkeyPatch, cap: int | None, *, host_apart: bo
     """End a step, then let go of all units; return what the allocator was told: bytes to keep, and the room for them."""
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(rank_memory, "keep_free_memory", lambda wanted, *, room: told.append((wanted, room)))
-    memory = Memory(
-        torch.device("cpu"),
-        GatherMemory(),
-        topology=Topology(host_apart=host_apart),
-        staging_bytes=0,
-        host_buffer=lambda numel, dtype: torch.empty(numel, dtype=dtype),
-        waiting=contextlib.nullcontext,
-        drives_used=lambda: False,
-    )
+    memory = plain_memory(host_apart=host_apart)
     memory.ledger.add("params", PARAMS)
     memory.ledger.add("grads", GRADS)
     memory.reservations.device_cap = cap
