@@ -9,7 +9,19 @@ import torch
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
-from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
+from zinf_compile.ir.steps import (
+    Gather,
+    GatherRows,
+    GradAlias,
+    KeepUnit,
+    Reduce,
+    ReduceBuffer,
+    Region,
+    Release,
+    SwapIn,
+    SwapOut,
+    Wait,
+)
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.ir.value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
 from zinf_compile.runtime.lanes.lanes import Done, Pending
@@ -131,6 +143,12 @@ def _release(step: Release, run: Run) -> None:
     """Do nothing: the register is freed after the step, and the ledger notices."""
 
 
+def _keep_unit(step: KeepUnit, run: Run) -> None:
+    """Save a full unit: a tensor of the same memory, which is compute's from now on, as other saved values."""
+    with torch.inference_mode(False), torch.no_grad():
+        run.registers[step.out] = run.registers[step.full].detach()
+
+
 def _gather_rows(step: GatherRows, run: Run) -> None:
     unit = run.units[step.unit]
     assert isinstance(unit, Unit), "rows are those of the parameter"
@@ -218,7 +236,11 @@ def _gather(step: Gather, run: Run) -> None:
     following = (unit.updated() if a is None else a.pending for unit, a in zip(members, arriving, strict=True))
     before = [pending for pending in following if pending is not None]
     context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
-    flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
+    flats = [
+        # what autograd keeps is PyTorch's memory, and none of the arena that gathers share
+        (context.full_buffer if out in run.program.kept else context.gather_buffer)(unit.numel, step.dtype, unit.device)
+        for unit, (_, out) in zip(members, step.members, strict=True)
+    ]
     parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
     count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
 
@@ -391,6 +413,7 @@ PERFORM: dict[type, Callable[[Any, Run], None]] = {
     RandomState: perform_random_state,
     SetRandomState: perform_set_random_state,
     Release: _release,
+    KeepUnit: _keep_unit,
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,
 }

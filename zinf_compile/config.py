@@ -101,6 +101,12 @@ class Config:
     block by block, by the forward's own compute. `"auto"`: kept, but for those that a declared `device_memory` has no room for:
     these move, or are made again. Numbers are the same for any word."""
 
+    reshard_after_forward: bool | str = "auto"
+    """Whether full parameters are let go of between a forward and its backward, which then gathers them again. `True`: all of
+    them, as ZeRO-3 does; `False`: none, as ZeRO-2, which sends two thirds of the bytes and holds all full parameters at once.
+    `"auto"`: those stay gathered for which a declared `device_memory` has room beside everything else; without one, none. One
+    process gathers nothing. Numbers are the same for any."""
+
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
     between host and device. Both are the same if the device is host memory."""
@@ -222,6 +228,7 @@ class Config:
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
+            + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
             + (f" machine={self.machine_name()}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
@@ -284,6 +291,12 @@ class Config:
             raise OptionError(
                 f"option planner={self.planner!r} is not known; accepted: {', '.join(map(repr, PLANNERS))}, or a function that "
                 "takes a StepProblem and returns a Plan"
+            )
+        if self.reshard_after_forward not in (True, False, AUTO) or isinstance(self.reshard_after_forward, int | float) != (
+            isinstance(self.reshard_after_forward, bool)
+        ):
+            raise OptionError(
+                f"option reshard_after_forward={self.reshard_after_forward!r} is not known; accepted: True, False, 'auto'"
             )
         if not isinstance(self.machine, str | os.PathLike | None):
             raise OptionError(

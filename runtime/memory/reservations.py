@@ -63,6 +63,8 @@ class Reservations:
         """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
         self.remade: dict[Hashable, int] = {}
         """Blocks of a forward that run again in its backward, as decided when all ranks compiled it, by what identifies it."""
+        self.kept: dict[Hashable, tuple[int, ...]] = {}
+        """The units that stay gathered from a forward to its backward, of those that could, likewise."""
         self._made: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:
