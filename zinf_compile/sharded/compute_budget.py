@@ -200,7 +200,8 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
         f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
         f"{user + call.outside:,} are taken by others, {call.passing - call.outside:,} are needed at once. Run their "
-        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive",
+        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive"
+        + (", reshard_after_forward=True keeps no parameter gathered for its backward" if any(claims.kept.values()) else ""),
     )
 
 
