@@ -127,8 +127,10 @@ class _Decision:
 
     def _spare(self) -> int:
         """Return the bytes that the device's cap leaves where words have decided about everything."""
-        base = SavedChoices(self._cut, self._budget, (), self._rates)
-        base.account(self._fit(self._budget, base.scheduled))
+        trial = copy.copy(self._budget)
+        trial.decide_for_all(trial.unseen, strict=False)
+        base = SavedChoices(self._cut, trial, (), self._rates)
+        base.account(self._fit(trial, base.scheduled))
         return -base.excess(self._placements, base.choices[0]).device
 
     def _fit(self, budget: GraphBudget, scheduled: Sequence[fx.Graph]) -> Fit:
