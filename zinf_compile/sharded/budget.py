@@ -108,7 +108,7 @@ class GraphBudget:
             config,
             context.device,
             topology := context.link.topology,
-            outside=outside_bytes(config, context, inputs) + rounding_bytes(config, slots, self.placements, topology),
+            outside=outside_bytes(config, context, inputs).more(rounding_bytes(config, slots, self.placements, topology)),
             gradient_stays=self._gradient_stays,
         )
         known = [inputs[slot.index] for slot in slots]
@@ -250,6 +250,7 @@ class GraphBudget:
             backward=not self.compute.is_forward,
             compute=transient.compute.peak,
             results=transient.compute.results,
+            saved_outside=self.compute.saved_outside,
             chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
             passing_host=taken.host,
             staging=staging or None,
@@ -285,12 +286,8 @@ class GraphBudget:
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         computing = transient.compute
-        named = (
-            f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
-            f"{computing.temporaries:,} temporaries of compute, "
-            if computing.peak
-            else ""
-        )
+        saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
+        named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
         outside = f"{computing.outside:,} are tensors outside of this graph and rounding, " if computing.outside else ""
         self._note(
             Need(
