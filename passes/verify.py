@@ -70,8 +70,10 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
         elif node.target is ops.drop_value:
             _check_unchanged(node.args[0], node, place, broken)
             _check_leaves_graph(node, broken)
-        elif node.target in (ops.copy_value, ops.keep_for_backward):
+        elif node.target is ops.copy_value:
             _check_leaves_graph(node, broken)
+        elif node.target is ops.keep_for_backward and all(user.op != "output" for user in node.users):
+            broken.append(f"{node.name} is kept for the backward, and doesn't leave the graph")
         elif node.op == "placeholder" and is_dropped(node) and complete:
             broken += [f"{user.name} reads {node.name}, which the forward has dropped" for user in node.users]
     _check_random_states(gm.graph, broken)

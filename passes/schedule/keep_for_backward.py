@@ -1,4 +1,4 @@
-"""Keep units gathered behind their last use in a forward, for its backward, where the plan says so."""
+"""Keep units gathered in a forward for its backward, where the plan says so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 from zinf_compile.ir import ops
 from zinf_compile.passes.activations.carry_values import carry_values
-from zinf_compile.passes.analysis.keepable_units import KeepableUnit, last_reader
+from zinf_compile.passes.analysis.keepable_units import KeepableUnit, readers_of
 from zinf_compile.passes.graph.build_nodes import NodeBuilder
 from zinf_compile.passes.graph.node_facts import fake_value, mark_kept, parameters, positions
 
@@ -17,7 +17,7 @@ from zinf_compile.passes.graph.node_facts import fake_value, mark_kept, paramete
 def keep_for_backward(
     gm: fx.GraphModule, *, backward: fx.GraphModule, own_outputs: int, units: Sequence[KeepableUnit]
 ) -> fx.GraphModule:
-    """Let a forward save full units behind their last use, and give them to its backward, where `read_kept_units` uses them.
+    """Let a forward save full units behind their first use, and give them to its backward; `read_kept_units` uses them.
 
         before:  forward:   t = t(w);  a = mm(x, t);  return (a, x, w)
                  backward:  b = mm(g, w);  r = reduce_scatter(b, w);  return (r,)
@@ -38,9 +38,8 @@ def keep_for_backward(
 
 
 def _keep(graph: fx.Graph, unit: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Keep a unit right behind its last reader in the forward."""
-    last = last_reader(unit, positions(graph))
-    assert last is not None, "a unit that may be kept is read"
-    insert = NodeBuilder(graph, last, after=True)
+    """Keep a unit right behind its first reader in this type."""
+    reading = [reader for reader, types in readers_of(unit).items() if types == {dtype}]
+    insert = NodeBuilder(graph, min(reading, key=positions(graph).__getitem__), after=True)
     value = unit if dtype == fake_value(unit).dtype else insert(torch.ops.aten._to_copy.default, unit, dtype=dtype)
     return insert(ops.keep_for_backward, value, name="kept")

@@ -39,7 +39,8 @@ A saved value that is dropped is made again: the backward runs the forward's own
 reads it. A region that draws random numbers finds the generator's state as it was in the forward, and leaves it as it found it.
 
 A unit that is kept for the backward is one of the values that a forward saves, under the name of `keep_for_backward`'s result:
-its memory stays where the gather put it, the backward gathers nothing, and `release` lets go of the forward's own name of it.
+its memory stays where the gather put it, and `release` lets go of the forward's own name of it. Later
+uses in the forward, and those of the backward, read the kept value, and gather nothing.
 
 A gather is a transfer between ranks, a swap one of a rank's own shard: with N ranks 1/N of the unit. With parameters on a drive,
 two hops from the device, the middle of a forward is, with one group of layers in each stage:

@@ -23,6 +23,7 @@ from zinf_compile.passes.schedule.insert_releases import insert_releases
 from zinf_compile.passes.schedule.keep_for_backward import keep_for_backward
 from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.schedule.read_kept_units import read_kept_units
+from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
 from zinf_compile.passes.verify import verify
 
 X, W = torch.empty(4, 4), unit(4, 4)
@@ -41,9 +42,9 @@ def kept(forward: str, backward: str, **inputs: Any) -> tuple[fx.GraphModule, fx
     return keep_for_backward(ahead, backward=back, own_outputs=1, units=units), back
 
 
-def scheduled(gm: fx.GraphModule) -> fx.GraphModule:
+def scheduled(gm: fx.GraphModule, *, keep_bytes: int = 1 << 20) -> fx.GraphModule:
     """Gather just in time."""
-    return insert_releases(narrow_gathers(insert_gathers(gm, keep_bytes=1 << 20)))
+    return insert_releases(narrow_gathers(insert_gathers(sink_unit_views(gm), keep_bytes=keep_bytes)))
 
 
 def test_docstring_example_of_what_is_kept() -> None:
@@ -127,7 +128,27 @@ def test_units_come_in_the_order_of_their_last_use() -> None:
     assert [unit.name for unit in units] == ["u", "w"]
 
 
-def test_a_kept_unit_may_only_leave_the_graph() -> None:
+def test_a_later_use_in_the_forward_reads_what_is_kept() -> None:
+    forward = "t = t(w); a = mm(x, t); b = mm(a, u); c = mm(b, w); return (c, w)"
+    ahead, back = kept(forward, BACKWARD, x=X, g=X, w=W, u=W)
+    ahead = verify(read_kept_units(scheduled(ahead, keep_bytes=0)))
+    assert "c = mm(b, kept)" in text_of(ahead)
+    assert [measure_traffic(gm.graph, world_size=2).gathered for gm in (ahead, scheduled(back))] == [64, 32], "w and u, once each"
+
+
+def test_a_tied_embedding_is_kept_for_its_head_alone() -> None:
+    """The lookup reads it as it is, the head in a narrower type, as the backward does."""
+    forward = (
+        "e = embedding(w, i); d = mm(g, u); c = _to_copy(w, dtype=torch.bfloat16); t = t(c); a = mm(h, t); return (a, d, e, w)"
+    )
+    ahead, back = kept(forward, NARROW_BACK, h=HALF, g=X, w=W, u=W, i=torch.zeros(4, dtype=torch.int64))
+    ahead = verify(read_kept_units(scheduled(ahead, keep_bytes=0)))
+    assert "kept = keep_for_backward(full_2)" in text_of(ahead)
+    assert "a = mm(h, t_1)\nkept" in text_of(ahead)
+    assert measure_traffic(read_kept_units(scheduled(back)).graph, world_size=2).gathered == 0
+
+
+def test_a_kept_unit_leaves_the_graph() -> None:
     text = "h = all_gather(w); v = wait(h); k = keep_for_backward(v); a = mm(x, k); release(v); return (a,)"
-    with pytest.raises(IllegalGraphError, match="a reads k, which may only leave the graph"):
+    with pytest.raises(IllegalGraphError, match="k is kept for the backward, and doesn't leave the graph"):
         verify(graph_of(text, x=X, w=W))
