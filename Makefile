@@ -26,9 +26,9 @@ $(INSTALLED): pyproject.toml requirements-dev.txt CMakeLists.txt $(wildcard csrc
 train: setup
 	$(BIN)/python examples/train_gpt.py --nvme . --device-memory 128MiB $(ARGS)
 
-# Two at a time: many tests wait for processes that they start. ARGS="-n 0" runs one after the other.
+# Three at a time: many tests wait for processes that they start, so that two leave cores idle. ARGS="-n 0" runs one after the other.
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not gpu and not zoo and not tiers and not thorough" $(ARGS)
 
 # The parts by themselves, and one test of each thing that the README promises: a minute.
 test-core: setup

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zinf_compile._torch import LazyGraphModule
 from zinf_compile.ir.compute_shape import CHUNK_BYTES
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.tiers import Tier
@@ -186,7 +187,7 @@ def just_in_time(gm: fx.GraphModule, bucket_bytes: int) -> fx.GraphModule:
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a graph, to try out what may become of it."""
-    found = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    found = LazyGraphModule(gm, copy.deepcopy(gm.graph))
     found.meta.update(gm.meta)
     return found
 
@@ -200,7 +201,7 @@ def as_performed(graph: fx.Graph, *, hops: Callable[[Tier], Sequence[str]] = lam
     moves = isinstance(owner, fx.GraphModule) and bool(leaving(owner) or returning(owner))
     if not moves and not any(tile_of(node) for node in graph.nodes if node.op == "placeholder"):
         return graph
-    gm = fx.GraphModule(owner or torch.nn.Module(), copy.deepcopy(graph))
+    gm: fx.GraphModule = LazyGraphModule(owner or torch.nn.Module(), copy.deepcopy(graph))
     if moves:
         gm.meta.update(owner.meta)  # type: ignore[union-attr]
     for step in _last_passes(hops):

@@ -20,7 +20,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from heap import collect_less, settle  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from quick_compile import compile_quickly  # noqa: E402
+from quick_compile import compile_quickly, link_quickly  # noqa: E402
 
 from zinf_compile.runtime import context  # noqa: E402
 
@@ -36,6 +36,7 @@ if os.environ.get("ATEN_CPU_CAPABILITY"):  # Inductor's cache would run code the
         f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     )
 compile_quickly()
+link_quickly()
 logging.getLogger("torch.__trace").propagate = True  # or pytest listens, and PyTorch describes each compilation in detail
 
 

@@ -29,6 +29,7 @@ from torch._guards import (  # whether a compilation is a function's first; AOTA
 )
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # weightless tracing for the dump
 from torch.distributed import distributed_c10d  # the number of process groups has no public name
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend: ranks for the dump
 from torch.utils import checkpoint
@@ -53,6 +54,7 @@ without_python_dispatcher = torch._C._DisablePythonDispatcher
 DATA_ASSIGNMENTS = frozenset([torch.Tensor.set_, getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)])
 """Operators as which Dynamo captures `parameter.data = value`: from 2.15 on one of its own."""
 
+LazyGraphModule = _LazyGraphModule  # its code is generated where it is read or first run
 BoxedCodeGen = torch.fx.graph._BoxedCodeGen
 """Code that takes its inputs in a list and empties it, so that they are freed after their last use."""
 
@@ -348,10 +350,7 @@ def unwritable_inductor_cache() -> str:
 
 
 def vector_isa_probes() -> list[Callable[[], bool]]:
-    """Return the checks of vector instruction sets that Inductor runs sequentially before it generates C++.
-
-    The bound objects cache their results.
-    """
+    """Return the checks of vector instructions that Inductor runs sequentially before it generates C++; they cache results."""
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401, PLC0415  (imports all of Inductor before threads use it)
 
     if platform.machine() not in ("x86_64", "AMD64"):

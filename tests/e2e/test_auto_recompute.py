@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from capped_blocks import ROWS, VALUE, WIDTH, WORDS, Run, least, same
+from capped_blocks import ROWS, VALUE, WIDTH, WORDS, Run, keep_all, least, same
 
 import zinf_compile
 from zinf_compile.errors import BudgetError, PlanError
@@ -16,12 +17,17 @@ from zinf_compile.plan.profile import Drive, Profile, Rate
 pytestmark = pytest.mark.filterwarnings("ignore::zinf_compile.errors.StoreWarning")  # of a /tmp in memory
 
 
+@pytest.fixture(scope="module")
+def on_drive(drive: Path) -> dict[str, Any]:
+    """Return options with one folder for all tests: a cap is asked for once."""
+    return {**WORDS, "nvme": str(drive)}
+
+
 def test_without_a_drive_what_has_no_room_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
     """From the cap on that is named everything trains, with the bits of keeping; larger caps make less again, at last nothing."""
     kept, made_again = least({**WORDS, "activations": "keep"}), least(WORDS)
     assert made_again < kept // 2
-    expected = Run({})
-    expected.step()
+    expected = keep_all()
     before = None
     for cap in (made_again, (made_again + kept) // 2, kept):
         run = Run({**WORDS, "device_memory": cap})
@@ -40,14 +46,12 @@ def test_without_a_drive_what_has_no_room_is_made_again(caplog: pytest.LogCaptur
     assert before == 0, "everything fits: everything is kept"
 
 
-def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(tmp_path: Path) -> None:
+def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(on_drive: dict[str, Any]) -> None:
     """A little moves beside compute. More takes longer than blocks that run again: then these do, and some of the rest moves."""
-    drive = {**WORDS, "nvme": str(tmp_path)}
-    kept, moved = least({**WORDS, "activations": "keep"}), least({**drive, "activations": "nvme"})
-    expected = Run({})
-    expected.step()
+    kept, moved = least({**WORDS, "activations": "keep"}), least({**on_drive, "activations": "nvme"})
+    expected = keep_all()
     for cap, again in ((kept - 4 * VALUE, False), (moved + 2 * VALUE, True)):
-        run = Run({**drive, "device_memory": cap})
+        run = Run({**on_drive, "device_memory": cap})
         run.step()
         assert same(run, expected)
         assert (run.decided["recompute"] > 0) == again
@@ -56,14 +60,12 @@ def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(tmp_path: P
         assert run.held_at_most() <= cap
 
 
-def test_the_rates_of_the_machine_decide(tmp_path: Path) -> None:
+def test_the_rates_of_the_machine_decide(on_drive: dict[str, Any], tmp_path: Path) -> None:
     """What leaves moves to a drive that is fast, and runs again where it is slow."""
-    drive = {**WORDS, "nvme": str(tmp_path)}
     cap = least({**WORDS, "activations": "keep"}) - 4 * VALUE
-    expected = Run({})
-    expected.step()
+    expected = keep_all()
     for rate, ways in ((1e12, ("nvme", "recompute")), (1e6, ("recompute", "nvme"))):
-        run = Run({**drive, "device_memory": cap, "machine": str(machine(tmp_path / "machine.json", drive=rate))})
+        run = Run({**on_drive, "device_memory": cap, "machine": str(machine(tmp_path / "machine.json", drive=rate))})
         run.step()
         taken, other = (run.decided[way] for way in ways)
         assert taken > 0 == other
@@ -88,23 +90,20 @@ def machine(file: Path, *, drive: float) -> Path:
     return file
 
 
-def test_blocks_that_take_long_are_not_run_again(tmp_path: Path) -> None:
+def test_blocks_that_take_long_are_not_run_again(on_drive: dict[str, Any]) -> None:
     """With as little memory as moving needs, while their products hide what moves."""
-    drive = {**WORDS, "nvme": str(tmp_path)}
-    run = Run({**drive, "device_memory": least({**drive, "activations": "nvme"}, heavy=True)}, heavy=True)
+    run = Run({**on_drive, "device_memory": least({**on_drive, "activations": "nvme"}, heavy=True)}, heavy=True)
     run.step()
     assert run.decided["nvme"] > 0 == run.decided["recompute"]
 
 
 @pytest.mark.slow
-def test_less_than_either_alone_needs(tmp_path: Path) -> None:
+def test_less_than_either_alone_needs(on_drive: dict[str, Any]) -> None:
     """The smallest cap is that of blocks that run again, from inputs on the drive."""
-    drive = {**WORDS, "nvme": str(tmp_path)}
-    both = least(drive, heavy=True)
-    assert both < min(least(WORDS, heavy=True), least({**drive, "activations": "nvme"}, heavy=True))
-    expected = Run({}, heavy=True)
-    expected.step()
-    run = Run({**drive, "device_memory": both}, heavy=True)
+    both = least(on_drive, heavy=True)
+    assert both < min(least(WORDS, heavy=True), least({**on_drive, "activations": "nvme"}, heavy=True))
+    expected = keep_all(heavy=True)
+    run = Run({**on_drive, "device_memory": both}, heavy=True)
     run.step()
     assert same(run, expected)
     assert run.decided["recompute"] > 0 < run.decided["nvme"]

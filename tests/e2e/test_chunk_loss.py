@@ -146,19 +146,19 @@ def test_gradients_given_for_the_loss_don_t_change_a_second_backward() -> None:
     assert torch.equal(grads[0], 4 * grads[1])
 
 
-@pytest.mark.parametrize("target", [CLASSES, -1, -101])
 @BOTH
-def test_a_target_that_is_no_class_raises_as_in_eager(compute: str, target: int) -> None:
+def test_a_target_that_is_no_class_raises_as_in_eager(compute: str) -> None:
     head, (x, targets) = Head(LOSSES["mean"]), batch()
     call = compiled(head, compute)
     call(x, targets)
-    targets[1, 2] = target
-    with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
-        head(x, targets)
-    with pytest.raises(IndexError, match=f"Target {target} is out of bounds: the loss has classes 0 to {CLASSES - 1}"):
+    for target in (CLASSES, -1, -101):
+        targets[1, 2] = target
+        with pytest.raises(IndexError, match=f"Target {target} is out of bounds"):
+            head(x, targets)
+        with pytest.raises(IndexError, match=f"Target {target} is out of bounds: the loss has classes 0 to {CLASSES - 1}"):
+            call(x, targets)
+        targets[1, 2] = 0
         call(x, targets)
-    targets[1, 2] = 0
-    call(x, targets)
 
 
 def test_targets_that_are_all_ignored() -> None:

@@ -135,8 +135,16 @@ SMALLER = {100: (7, 8, 7, 7, 2), 8: (5, 4, 5, 3, 2)}
 """Sizes of `Layers` that are cut in the same ways into fewer tiles, each of which Inductor compiles; by the size of a tile."""
 
 
-@pytest.mark.parametrize("compute", ["fx", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tile", [more(256), 100, more(24), 8])
+@pytest.mark.parametrize(
+    ("tile", "compute"),
+    [
+        *(more(tile, compute) for tile in (256, 24) for compute in ("fx", "inductor")),
+        (100, "fx"),
+        more(100, "inductor"),  # of rows, as the head below
+        (8, "fx"),
+        pytest.param(8, "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_in_tiles(tile: int, compute: str) -> None:
     sizes = SMALLER.get(tile, ()) if compute == "inductor" or tile == 8 else ()
     eager, ours = both(lambda: Layers(*sizes), tile=tile, compute=compute)
@@ -190,11 +198,11 @@ def test_a_forward_whose_outputs_are_split_rounds_as_products_of_other_widths_ma
     assert [len(p._zinf_unit.tiles) for p in ours.parameters()] == [7, 0, 8]
 
 
-@pytest.mark.parametrize("bad", [13, -1, 100])
-def test_an_index_out_of_range_is_still_an_error(bad: int) -> None:
+def test_an_index_out_of_range_is_still_an_error() -> None:
     _, ours = both(Layers, tile=100)
-    with pytest.raises(IndexError):
-        ours(torch.tensor([1, bad, 2]))
+    for bad in (13, -1, 100):
+        with pytest.raises(IndexError):
+            ours(torch.tensor([1, bad, 2]))
 
 
 def test_no_tokens() -> None:
@@ -324,9 +332,14 @@ class Words(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("compute", "tile_rows", "tiles", "chunks"), [("fx", 7, 5, 3), pytest.param("inductor", 12, 3, 2, marks=pytest.mark.slow)]
+    ("tied", "compute", "tile_rows", "tiles", "chunks"),
+    [
+        (True, "fx", 7, 5, 3),
+        (False, "fx", 7, 5, 3),
+        pytest.param(True, "inductor", 12, 3, 2, marks=pytest.mark.slow),
+        more(False, "inductor", 12, 3, 2),
+    ],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_a_loss_in_chunks_over_a_head_in_tiles(tied: bool, compute: str, tile_rows: int, tiles: int, chunks: int) -> None:
     """Inductor compiles each tile's part of each chunk: of both it has fewer, the last of them shorter too."""
     shape = {"chunk_bytes": 4 * 29 * math.ceil(21 / chunks + 1)}

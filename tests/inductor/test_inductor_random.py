@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import more
 from paths import SUPPORT
 from rank_random import digest_of_training, digest_on_a_rank
 from ranks import run_ranks
@@ -73,7 +74,7 @@ def compiled_masks(p: float) -> tuple[Masks, Any]:
     return model, torch.compile(model, backend="zero_infinity", options={"compute": "inductor", "bucket": 1})
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.5, more(0.9)])
 def test_as_many_are_dropped_as_asked_and_the_rest_scaled(p: float) -> None:
     _, call = compiled_masks(p)
     x = torch.ones(200, 500, requires_grad=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from capped_blocks import VALUE, WORDS, Run, least, same
+from marks import more
 from torch import nn
 
 from zinf_compile.backend import regions
@@ -37,7 +38,7 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, more(True)])
 def test_recompute_has_the_bits_of_keep_and_compiles_no_region_more(autocast: bool) -> None:
     found, compiled = [], []
     for word in ("keep", "recompute"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from marks import more
 from rank_remade import compile_again_alone, train_with_room_for_some
 from ranks import run_ranks
 
@@ -15,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("drive", [False, True])
+@pytest.mark.parametrize("drive", [more(False), True])
 def test_the_same_blocks_run_again_on_all_ranks(drive: bool, tmp_path: Path) -> None:
     """The second one has half the tokens: it has room for more than the first, and still makes the same values again."""
     more_tokens, fewer = run_ranks(train_with_room_for_some, 2, str(tmp_path) if drive else "")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from zinf_compile._torch import LazyGraphModule
 from zinf_compile.errors import PlanError
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot, Program
@@ -130,7 +131,7 @@ class KeptGraph:
 
     def lower(self, plan: Plan) -> Program:
         """Return the program that acts out another plan. No region is compiled for it."""
-        gm = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        gm = LazyGraphModule(self.gm, copy.deepcopy(self.gm.graph))
         gm.meta.update(self.gm.meta)
         planned = self.planned(plan)
         hops = self.planner.topology.hops
@@ -162,6 +163,6 @@ def copy_of(graph: fx.Graph) -> fx.GraphModule:
     """Return a copy of a graph that passes are about to change."""
     owner = graph.owning_module
     assert owner is not None, "passes work on graph modules"
-    gm = fx.GraphModule(owner, copy.deepcopy(graph))
+    gm = LazyGraphModule(owner, copy.deepcopy(graph))
     gm.meta.update(owner.meta)
     return gm
