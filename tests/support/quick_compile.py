@@ -39,8 +39,8 @@ def link_quickly() -> None:
     if gold is None:
         return
     linker = ROOT / "build" / "gold" / "ld"
-    linker.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(OSError):  # it is there already, or nothing may be written here
+        linker.parent.mkdir(parents=True, exist_ok=True)
         linker.symlink_to(gold)
     searched = filter(None, [str(linker.parent), os.environ.get("COMPILER_PATH")])
     os.environ["COMPILER_PATH"] = os.pathsep.join(dict.fromkeys(searched))
