@@ -27,6 +27,8 @@ from .just_in_time import just_in_time
 NAME = "cached_prefetch"
 REACHES = (4, 1)
 """Regions in which a gradient has left the device, where nothing else is said."""
+GAIN = 1.01
+"""What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Effort:
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
     reaches: tuple[int, ...] = ()
-    """Regions in which a gradient has left the device: a walk says which is best. None given: the most of `REACHES` that fit."""
+    """Regions in which a gradient has left the device: a walk says which is best, the most of `REACHES` that fit included."""
     walks: int | None = None
     """Rungs that are walked at most, from the one with most memory on; None: all."""
     done: tuple[float, ...] = (0.0,)
@@ -63,8 +65,8 @@ def effort_for(problem: StepProblem) -> Effort:
     if size < 500:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
     if size < 3000:
-        return Effort(4, (1.0,), 8, 4, halvings=6, reaches=(64, 16, 4, 1))
-    return Effort(4, (1.0,), 8, 3, halvings=6, reaches=(64, 16, 4, 1), walks=1)
+        return Effort(4, (1.0,), 8, 4, halvings=6, reaches=(64, 16))
+    return Effort(4, (1.0,), 8, 3, halvings=6, reaches=(64, 16), walks=1)
 
 
 def cached_prefetch(problem: StepProblem) -> Plan:
@@ -103,10 +105,12 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
             walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
             if walked is not None:
                 found.append(walked)
-                if not effort.reaches:
-                    break
+            if found and reach[0] not in effort.reaches:
+                break
         if found:
-            yield min(found, key=lambda row: row[0])[1]
+            near = found[-1]
+            best = min(found, key=lambda row: row[0])
+            yield best[1] if best[0] * GAIN < near[0] else near[1]
 
 
 def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort) -> tuple[float, Plan] | None:
@@ -146,5 +150,4 @@ def _reaches(problem: StepProblem, effort: Effort) -> list[tuple[int, int]]:
     its memory is taken.
     """
     count = problem.count
-    near = [(reach, count) for reach in effort.reaches or REACHES]
-    return list(dict.fromkeys([*near, (1, 1)]))
+    return list(dict.fromkeys([*((reach, count) for reach in (*effort.reaches, *REACHES)), (1, 1)]))
