@@ -25,8 +25,8 @@ from ._updates import deferred
 from .just_in_time import just_in_time
 
 NAME = "cached_prefetch"
-REACHES = (4, 1)
-"""Regions in which a gradient has left the device, where nothing else is said."""
+FAR, NEAR = (64, 16), (4, 1)
+"""Regions in which a gradient has left the device: of all of `FAR` and the most of `NEAR` that fit, a walk says which is best."""
 GAIN = 1.01
 """What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
@@ -44,8 +44,6 @@ class Effort:
     """Choices of homes that are planned at most."""
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
-    reaches: tuple[int, ...] = ()
-    """Regions in which a gradient has left the device: a walk says which is best, the most of `REACHES` that fit included."""
     walks: int | None = None
     """Rungs that are walked at most, from the one with most memory on; None: all."""
     done: tuple[float, ...] = (0.0,)
@@ -65,8 +63,8 @@ def effort_for(problem: StepProblem) -> Effort:
     if size < 500:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
     if size < 3000:
-        return Effort(4, (1.0,), 8, 4, halvings=6, reaches=(64, 16))
-    return Effort(4, (1.0,), 8, 3, halvings=6, reaches=(64, 16), walks=1)
+        return Effort(4, (1.0,), 8, 4, halvings=6)
+    return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
 
 
 def cached_prefetch(problem: StepProblem) -> Plan:
@@ -95,7 +93,7 @@ def cached_prefetch(problem: StepProblem) -> Plan:
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
     """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes."""
     stays = ahead_by(problem, homes, {})
-    reaches = _reaches(problem, effort)
+    reaches = _reaches(problem)
     for late, done in ((False, 0.0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0.0),):
         if _gaps(problem, homes, stays, _Way(problem, homes, reaches[-1], 1, late=late, done=done)) is None:
             continue  # nor do the others fit, which take more memory
@@ -105,7 +103,7 @@ def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]
             walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
             if walked is not None:
                 found.append(walked)
-            if found and reach[0] not in effort.reaches:
+            if found and reach[0] not in FAR:
                 break
         if found:
             near = found[-1]
@@ -143,11 +141,12 @@ def _gaps(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way) 
     return None if any((free < 0).any() for free in found.walk.free) else found
 
 
-def _reaches(problem: StepProblem, effort: Effort) -> list[tuple[int, int]]:
+def _reaches(problem: StepProblem) -> list[tuple[int, int]]:
     """Return in how many regions gradients leave device and host, longest first.
 
     Behind a long queue of what is fetched ahead a gradient takes long, and compute waits if it is due soon; but until it is due
     its memory is taken.
     """
     count = problem.count
-    return list(dict.fromkeys([*((reach, count) for reach in (*effort.reaches, *REACHES)), (1, 1)]))
+    far = [reach for reach in FAR if 4 * reach <= count]
+    return list(dict.fromkeys([*((reach, count) for reach in (*far, *NEAR)), (1, 1)]))
