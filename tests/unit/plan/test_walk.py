@@ -33,11 +33,11 @@ def _slow_between_ranks(blocks: int, factor: float) -> StepProblem:
 @pytest.mark.parametrize("factor", [1.0, 4.0, 16.0])
 def test_the_walk_counts_what_gradients_pass_on_their_way_home(reach: int, factor: float) -> None:
     problem = _slow_between_ranks(8, factor)
-    homes, given = farthest(problem), {"reach": (reach, problem.count)}
-    found = find_gaps(problem, homes, build(problem, homes, ahead_by(problem, homes, {}), planner="walk", **given))
+    homes, within = farthest(problem), (reach, problem.count)
+    found = find_gaps(problem, homes, build(problem, homes, ahead_by(problem, homes, {}), planner="walk", reach=within))
     best = best_walk(found.walk, found.gaps, rungs=6, reserves=(0.0, 1.0))
     assert best is not None
-    plan = moved_by(problem, homes, best[0].moves).plan(problem, planner="walk", **given)
+    plan = moved_by(problem, homes, best[0].moves).plan(problem, planner="walk", reach=within)
     assert best[0].seconds == pytest.approx(step_seconds(problem, plan, steps=8), rel=1e-6)
 
 

@@ -79,9 +79,10 @@ def _loads(problem: StepProblem, base: Plan, lanes: dict[str, int]) -> list[Load
         for chain in chains:
             path = []
             for row in chain:
-                reduced = isinstance(row, Reduction)
-                link = problem.link(problem.device, None) if reduced else problem.link(row.source, row.to)
-                size = unit.reduced_bytes if reduced else unit.gradient_bytes
+                if isinstance(row, Reduction):
+                    link, size = problem.link(problem.device, None), unit.reduced_bytes
+                else:
+                    link, size = problem.link(row.source, row.to), unit.gradient_bytes
                 path.append((lanes[link.on_lane], link.seconds(size), row.due))
             found.append(Load(chain[0].start, tuple(path)))
     return sorted(found, key=lambda load: load.start)
