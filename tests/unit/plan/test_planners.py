@@ -134,3 +134,15 @@ def test_room_for_a_small_part_of_what_many_large_units_take_is_used() -> None:
     assert room < sum(unit.full_bytes for unit in units) / 20
     plan = cached_prefetch(dataclasses.replace(problem, units=units).with_budgets(device=room, host=None))
     assert not [store for store in plan.local.stores if store.kind is Kind.SAVED]
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_unit_that_no_region_reads_whole_does_not_stay(name: str, world: int) -> None:
+    """An embedding of which regions gather single rows: it is trained, but never gathered."""
+    problem = training(5, 4, world=world, device=0.3)
+    first, *others = problem.units
+    problem = dataclasses.replace(problem, units=(dataclasses.replace(first, uses=()), *others))
+    plan = PLANNERS[name](problem)
+    assert not verify(problem, plan)
+    assert first.name not in plan.shared.resident

@@ -60,7 +60,7 @@ def moved_by(problem: StepProblem, homes: Homes, all_moves: Iterable[Move]) -> M
     stays: list[Stay] = []
     always: list[str] = []
     for unit in problem.units:
-        if not needs_stays(unit, homes.params[unit.name], problem.device):
+        if not unit.uses or not needs_stays(unit, homes.params[unit.name], problem.device):
             continue
         own = sorted(moves.get(UNIT + unit.name, ()), key=lambda move: move.gap.next % count)
         if not own:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Collection
 
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.plan.occupancy import occupied
-from zinf_compile.plan.plan import Homes, Plan
+from zinf_compile.plan.plan import Homes, Kind, Plan, Reduction, Store
 from zinf_compile.plan.problem import StepProblem, gaps
 from zinf_compile.plan.problem_parts import KEEP, SavedValue, Unit
 
 from ._build import needs_stays
-from ._walk import Gap, Walk
+from ._walk import Gap, Load, Walk
 
 UNIT, SAVED = "unit ", "saved "
 """What the keys of gaps begin with."""
@@ -43,7 +44,13 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
         if needs_stays(unit, homes.params[unit.name], problem.device):
             found += _of_unit(problem, unit, homes.params[unit.name], memories, lanes, starts)
     seconds = [region.seconds for region in problem.regions]
-    walk = Walk(seconds, [problem.room(tier) for tier in memories], [taken[tier] for tier in memories], len(lanes))
+    walk = Walk(
+        seconds,
+        [problem.room(tier) for tier in memories],
+        [taken[tier] for tier in memories],
+        len(lanes),
+        _loads(problem, base, lanes),
+    )
     for value in problem.saved:
         if value.name not in fixed and (gap := _of_saved(problem, value, memories, lanes)) is not None:
             found.append(gap)
@@ -51,6 +58,34 @@ def find_gaps(problem: StepProblem, homes: Homes, base: Plan, *, fixed: Collecti
     for memory, room in enumerate(walk.rooms):
         walk.free[memory] = room - walk.base[memory]
     return Gaps(walk, found)
+
+
+def _loads(problem: StepProblem, base: Plan, lanes: dict[str, int]) -> list[Load]:
+    """Return what gradients pass on their way home."""
+    rows: dict[str, list[list[Reduction | Store]]] = defaultdict(list)
+    for reduction in base.shared.reductions:
+        rows[reduction.unit].append([reduction])
+    passed: dict[tuple[str, str], int] = defaultdict(int)
+    for store in sorted(base.local.stores, key=lambda row: problem.tiers.index(row.to)):
+        if store.kind is Kind.GRAD:
+            own, number = rows[store.name], passed[store.name, store.to]
+            passed[store.name, store.to] += 1
+            if number == len(own):
+                own.append([])
+            own[number].append(store)
+    found = []
+    for name, chains in rows.items():
+        unit = problem.unit[name]
+        for chain in chains:
+            path = []
+            for row in chain:
+                if isinstance(row, Reduction):
+                    link, size = problem.link(problem.device, None), unit.reduced_bytes
+                else:
+                    link, size = problem.link(row.source, row.to), unit.gradient_bytes
+                path.append((lanes[link.on_lane], link.seconds(size), row.due))
+            found.append(Load(chain[0].start, tuple(path)))
+    return sorted(found, key=lambda load: load.start)
 
 
 def _of_unit(

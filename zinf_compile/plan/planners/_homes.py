@@ -43,7 +43,7 @@ def choices(problem: StepProblem, *, rungs: int) -> list[Choice]:
 
 
 def _key(homes: Homes) -> tuple[object, ...]:
-    return (tuple(homes.params.items()), tuple(homes.grads.items()), tuple(homes.states.items()))
+    return (*homes.params.values(), *homes.grads.values(), *homes.states.values())
 
 
 def _orders(problem: StepProblem) -> list[list[Item]]:

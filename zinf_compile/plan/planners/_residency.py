@@ -24,17 +24,25 @@ IMPROVED = 6
 
 
 def best_walk(
-    walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float], halvings: int = 0
+    walk: Walk, gaps: Sequence[Gap], *, rungs: int, reserves: Sequence[float], halvings: int = 0, most: int | None = None
 ) -> tuple[Walked, frozenset[int]] | None:
-    """Return the fastest schedule of the family with what stays in it; None if not even moving everything fits."""
+    """Return the fastest schedule of the family with what stays in it; None if not even moving everything fits.
+
+    `most`: so many members of the family that fit are walked, those with most memory; None: all.
+    """
     best: tuple[Walked, frozenset[int]] | None = None
-    limit = sum(walk.seconds)
+    limit, fitting = sum(walk.seconds), 0
     for kept in family(walk, gaps, rungs=rungs, reserves=reserves, halvings=halvings):
         found = walk.run(gaps, kept)
-        if found is not None and (best is None or found.seconds < best[0].seconds):
+        if found is None:
+            continue
+        if best is None or found.seconds < best[0].seconds:
             best = found, kept
             if found.seconds <= limit * (1 + 1e-9):
                 break
+        fitting += 1
+        if fitting == most:
+            break
     return best
 
 
@@ -78,7 +86,7 @@ def family(
 
 def _improved(walk: Walk, gaps: Sequence[Gap], able: Sequence[int], room: int, known: Iterable[frozenset[int]]) -> frozenset[int]:
     """Return the best of the choices made for a room of the ladder, changed by one gap, or two, as long as that is faster."""
-    smaller = Walk(walk.seconds, [room, *walk.rooms[1:]], walk.base, walk.lanes)
+    smaller = Walk(walk.seconds, [room, *walk.rooms[1:]], walk.base, walk.lanes, walk.loads)
 
     def seconds(kept: frozenset[int]) -> float:
         found = smaller.run(gaps, kept)

@@ -46,6 +46,16 @@ class Gap:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What passes lanes in each step whatever is decided, such as a gradient on its way home."""
+
+    start: int
+    """The boundary at which it is issued, before anything that comes back."""
+    path: tuple[tuple[int, float, int], ...]
+    """(lane, seconds, due) of each hop, in order; compute waits at boundary `due`, up to R."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Move:
     """What was decided for one gap that does not stay; boundaries of the step of its use `last`."""
 
@@ -67,11 +77,17 @@ class Walk:
     """The part of a problem that all decisions have in common."""
 
     def __init__(
-        self, seconds: Sequence[float], rooms: Sequence[float], base: Sequence[npt.NDArray[np.int64]], lanes: int
+        self,
+        seconds: Sequence[float],
+        rooms: Sequence[float],
+        base: Sequence[npt.NDArray[np.int64]],
+        lanes: int,
+        loads: Sequence[Load] = (),
     ) -> None:
         """`seconds` of regions. For each memory its room, and the bytes taken without any gap at each region, and last during
         the step.
         """
+        self.loads = loads
         self.seconds = list(seconds)
         self.count = len(self.seconds)
         self.lanes = lanes
@@ -128,7 +144,7 @@ class _Run:
         self.gone: dict[tuple[int, int], int] = {}
         self.leaving: dict[tuple[int, int], float] = {}
         self.arrivals: dict[int, float] = {}
-        self.ok = True
+        self.frees: dict[int, float] = {}
 
     def result(self) -> Walked | None:
         walk, count = self.walk, self.walk.count
@@ -138,7 +154,15 @@ class _Run:
             for period in range(PERIODS):
                 leaving_at.setdefault(boundary + period * count, []).append((period, number))
         head = 0
+        loads: dict[int, list[Load]] = {}
+        for load in walk.loads:
+            loads.setdefault(load.start % count, []).append(load)
         for boundary in range(PERIODS * count + 1):
+            now = max(now, self.frees.pop(boundary, now))
+            if boundary >= count or boundary % count:  # the step before the first one has left nothing
+                for load in loads.get(boundary % count, ()):
+                    self._pass(load, boundary, now)
+                now = max(now, self.frees.pop(boundary, now))  # due where it starts: behind the last region
             for key in [key for key, end in self.leaving.items() if end <= now]:
                 self._has_left(key, boundary)
             if boundary % count == 0:
@@ -199,6 +223,13 @@ class _Run:
             for memory, size in enumerate(sizes):
                 if size:
                     self.left[memory][first:last] -= sign * size
+
+    def _pass(self, load: Load, boundary: int, now: float) -> None:
+        """Issue what passes lanes in each step."""
+        for lane, seconds, due in load.path:
+            now = self.lane_free[lane] = max(self.lane_free[lane], now) + seconds
+            at = boundary - load.start + due
+            self.frees[at] = max(self.frees.get(at, 0.0), now)
 
     def _leave(self, key: tuple[int, int], boundary: int, now: float) -> None:
         """Begin to move out; the memory is taken until it has left, at the latest until the next use."""

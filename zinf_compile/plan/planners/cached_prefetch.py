@@ -7,7 +7,6 @@ least over the busiest link are planned first, until no other one can be faster.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +25,10 @@ from ._updates import deferred
 from .just_in_time import just_in_time
 
 NAME = "cached_prefetch"
+FAR, NEAR = (64, 16), (4, 1)
+"""Regions in which a gradient has left the device: of all of `FAR` and the most of `NEAR` that fit, a walk says which is best."""
+GAIN = 1.01
+"""What more regions must gain: until a gradient has left, its memory is not there for what stays or comes early."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Effort:
     """Choices of homes that are planned at most."""
     halvings: int = 0
     """Further rooms, each half of the one above: of many large units a small part only fits."""
+    walks: int | None = None
+    """Rungs that are walked at most, from the one with most memory on; None: all."""
     done: tuple[float, ...] = (0.0,)
     """Boundaries, in steps, until which deferred updates may still write; 0: their last due."""
 
@@ -57,7 +62,9 @@ def effort_for(problem: StepProblem) -> Effort:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 1.6, 2.0))
     if size < 500:
         return Effort(6, (0.0, 1.0), 8, 12, done=(0.0, 2.0))
-    return Effort(4, (1.0,), 8, 4, halvings=4 if size < 3000 else 0)
+    if size < 3000:
+        return Effort(4, (1.0,), 8, 4, halvings=6)
+    return Effort(4, (1.0,), 8, 3, halvings=6, walks=1)
 
 
 def cached_prefetch(problem: StepProblem) -> Plan:
@@ -86,22 +93,35 @@ def cached_prefetch(problem: StepProblem) -> Plan:
 def _plans(problem: StepProblem, homes: Homes, effort: Effort) -> Iterator[Plan]:
     """Yield plans with these homes: with all updates behind the last region, with deferred ones, and with late writes."""
     stays = ahead_by(problem, homes, {})
-    ways = list(itertools.product(_reaches(problem), range(CHUNK_BUFFERS, 0, -1)))
+    reaches = _reaches(problem)
     for late, done in ((False, 0.0), *((True, done) for done in effort.done)) if problem.pieces else ((False, 0.0),):
-        if _gaps(problem, homes, stays, _Way(problem, homes, *ways[-1], late=late, done=done)) is None:
+        if _gaps(problem, homes, stays, _Way(problem, homes, reaches[-1], 1, late=late, done=done)) is None:
             continue  # nor do the others fit, which take more memory
-        for reach, buffers in ways:
-            way = _Way(problem, homes, reach, buffers, late=late, done=done)
-            found = _gaps(problem, homes, stays, way)
-            if found is None:
-                continue
-            best = best_walk(found.walk, found.gaps, rungs=effort.rungs, reserves=effort.reserves, halvings=effort.halvings)
-            if best is None:
-                continue
-            plan = moved_by(problem, homes, best[0].moves).plan(problem, planner=NAME, **way.given)
-            if not shortage(problem, plan):
-                yield plan
+        found: list[tuple[float, Plan]] = []
+        for reach in reaches:
+            ways = (_Way(problem, homes, reach, buffers, late=late, done=done) for buffers in range(CHUNK_BUFFERS, 0, -1))
+            walked = next(filter(None, (_walked(problem, homes, stays, way, effort) for way in ways)), None)
+            if walked is not None:
+                found.append(walked)
+            if found and reach[0] not in FAR:
                 break
+        if found:
+            near = found[-1]
+            best = min(found, key=lambda row: row[0])
+            yield best[1] if best[0] * GAIN < near[0] else near[1]
+
+
+def _walked(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way, effort: Effort) -> tuple[float, Plan] | None:
+    """Return the fastest plan of a way, and its seconds by the walk; None where nothing fits."""
+    found = _gaps(problem, homes, stays, way)
+    if found is None:
+        return None
+    rungs, reserves, halvings = effort.rungs, effort.reserves, effort.halvings
+    best = best_walk(found.walk, found.gaps, rungs=rungs, reserves=reserves, halvings=halvings, most=effort.walks)
+    if best is None:
+        return None
+    plan = moved_by(problem, homes, best[0].moves).plan(problem, planner=NAME, **way.given)
+    return None if shortage(problem, plan) else (best[0].seconds, plan)
 
 
 class _Way:
@@ -122,5 +142,11 @@ def _gaps(problem: StepProblem, homes: Homes, stays: Sequence[Stay], way: _Way) 
 
 
 def _reaches(problem: StepProblem) -> list[tuple[int, int]]:
-    """Return in how many regions gradients leave device and host, longest first."""
-    return list(dict.fromkeys([(4, problem.count), (1, problem.count), (1, 1)]))
+    """Return in how many regions gradients leave device and host, longest first.
+
+    Behind a long queue of what is fetched ahead a gradient takes long, and compute waits if it is due soon; but until it is due
+    its memory is taken.
+    """
+    count = problem.count
+    far = [reach for reach in FAR if 4 * reach <= count]
+    return list(dict.fromkeys([*((reach, count) for reach in (*far, *NEAR)), (1, 1)]))
