@@ -80,9 +80,9 @@ class SavedChoices:
         """Count the memory that each choice takes, and find the choices."""
         self.fit = fit
         if self._open and fit.performed:
-            graphs, memories = fit.performed, self._open
-            self._away = away_between(*graphs, memories)
-            self._seconds = [stretch_seconds(graph, self._facts()) for graph in graphs]
+            ahead, back = fit.performed
+            self._away = away_between(ahead, back, self._open)
+            self._seconds = [stretch_seconds(graph, self._facts()) for graph in (ahead, back)]
             candidates = self._candidates()
             self.choices = savings(candidates)
             self._orders = self.choices, first_blocks_first(candidates)
@@ -144,8 +144,9 @@ class SavedChoices:
         rooms = map(least_of_stretches, self.fit.performed, self.fit.room(placements, saving.moving))
         spread_out = spread(moves, *(Stretches(*row) for row in zip(self._seconds, rooms, strict=True)))
         waits = seconds_of(spread_out, *self._seconds) - sum(map(sum, self._seconds))
-        when = {move.name: {"lag": move.lag, "lead": move.lead} for move in spread_out}
-        moving = tuple(dataclasses.replace(memory, **when.get(memory.name, {})) for memory in saving.moving)
+        when = {move.name: (move.lag, move.lead) for move in spread_out}
+        spread_over = ((memory, *when.get(memory.name, (1, 1))) for memory in saving.moving)
+        moving = tuple(dataclasses.replace(memory, lag=lag, lead=lead) for memory, lag, lead in spread_over)
         return moving, max(0.0, waits)
 
     def _links(self) -> Iterator[Link]:
