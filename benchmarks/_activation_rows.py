@@ -206,6 +206,9 @@ def longest(way: str, cap: int, *, step: int, most: int, folder: str) -> dict[st
 
 STEP_SIZE = {"layers": 8, "width": 256, "heads": 4, "vocabulary": 2048, "length": 1024}
 BATCH = 4
+_OF_A_TOKEN = 24 * STEP_SIZE["width"] + 4 * STEP_SIZE["length"]
+NEEDED_AGAIN = 1 - 8 * STEP_SIZE["width"] / _OF_A_TOKEN
+"""Part of a block's operations that make again what it saves: its last product only hands on to the next block."""
 BUCKET = "1MiB"
 """A third of a block: where stretches of compute end, beside which values move."""
 
@@ -297,15 +300,16 @@ def send_rate(pipe: Any) -> None:
 def least_seconds(case: dict[str, Any]) -> float:
     """Return seconds that no mixture of moving, and of running whole blocks again, goes below, at the rates of the case.
 
-    What has to leave goes over one link in each direction, beside compute, or is made again by forwards, which take a third of
-    the compute for all. As if a block that runs again left nothing behind, and the last one could.
+    What has to leave has left when the forward ends, which takes a third of the compute for all, and comes back beside the
+    backward; or it is made again there by forwards, less their blocks' last products. As if a block that runs again left nothing
+    behind, and the last one could.
     """
     kept = next(row["step_s"] for row in case["rows"] if row["peer"] == KEEP)
     leaves = (case["keep_cap"] - case["cap"]) / case["saved"]
 
     def taken(again: float) -> float:
-        moved = max(0.0, leaves - again) * case["saved"]
-        return max(kept * (1 + again / 3), moved / case["bytes_per_s"])
+        moving = max(0.0, leaves - again) * case["saved"] / case["bytes_per_s"]
+        return max(kept / 3, moving) + max(kept * (2 + again * NEEDED_AGAIN) / 3, moving)
 
     parts = [min(leaves, 1.0) * number / 1000 for number in range(1001)]
     return min(map(taken, parts))

@@ -13,8 +13,8 @@ plan says on tensors without values; then one step is taken on the longest, in a
 memory that is its alone. Eager PyTorch has no plan: each length is trained on.
 
 step: half of the smallest cap with which all is kept; the CPU plays a device behind two links, which move a byte in the time of
-so many floating-point operations. The bound: what has to leave over a link in one direction, beside compute that runs blocks
-again.
+so many floating-point operations. The bound: what has to leave has left when the forward ends, and comes back beside a backward
+that runs blocks again.
 
 peak: PyTorch's allocator, by its own events, and the runtime's arenas, at the smallest cap that works.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from zinf_compile.ir import ops
+from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes.analysis.step_regions import transfers_before
 from zinf_compile.passes.analysis.stretches import Stretches
@@ -24,8 +25,9 @@ def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[st
                  h = all_gather(u);  f = wait(h);  p = wait_value(s, 0);  q = wait_value(s, 1)
                  b = mm(a, f);  c = mul(b, p);  d = sin(q);  release(f);  return (c, d)
 
-    The waits are in front of the first stretch of compute that reads the memory, the last hop one stretch before, and each hop
-    another one before the next. `hops` returns the tiers from one to the device. No stretch is cut, and no collective moves.
+    The waits are in front of the first stretch of compute that reads the memory, the last hop as many stretches before as the
+    memory's `lead` says, and each hop another one before the next. `hops` returns the tiers from one to the device. No stretch is
+    cut, and no collective moves.
     """
     moving = returning(gm)
     if not moving:
@@ -37,21 +39,21 @@ def fetch_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[st
     starts = [nodes[0] for nodes in stretches.nodes]
     transfers = [transfers_before(start, {ops.all_gather, ops.wait}) for start in starts]
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    found: list[tuple[int, fx.Node, list[fx.Node], Tier]] = []
+    found: list[tuple[int, fx.Node, list[fx.Node], SavedMemory]] = []
     for memory in moving:
         values = [by_name[name] for name in memory.inputs]
         readers = [user for value in values for user in value.users]
         if readers:
             reader = min(readers, key=place.__getitem__)
             due = stretches.of(reader)
-            found.append((due, _place(reader, due, stretches, first, output), values, memory.tier))
+            found.append((due, _place(reader, due, stretches, first, output), values, memory))
     found.sort(key=lambda row: row[0])
-    for due, before, values, tier in found:
+    for due, before, values, memory in found:
         mode = fake_mode_of(values[0])
-        path = list(itertools.pairwise(hops(tier)))
+        path = list(itertools.pairwise(hops(memory.tier)))
         handle: object = values
         for ahead, (src, dst) in zip(range(len(path), 0, -1), path, strict=True):
-            number = max(0, min(due, len(starts)) - ahead)
+            number = max(0, min(due, len(starts)) - ahead - memory.lead + 1)
             name = "copied" if Tier(src).in_memory else "read"
             with graph.inserting_before(transfers[number] if starts else first):
                 handle = new_node(graph, mode, ops.swap_values_in, (handle, src, dst), {}, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -27,9 +28,9 @@ def offload_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[
                  k = all_gather(z);  q = wait(k);  c = mm(b, q);  s = wait_value(o, 0);  p = wait_value(o, 1);  release(q)
                  return (c, s, p)
 
-    The first hop starts behind the stretch of compute that reads the memory last, or writes to it; each further hop, and the
-    waits, follow a stretch later. `hops` returns the tiers from one to the device. No stretch is cut, so every choice computes
-    the same bits, and no collective moves.
+    The first hop starts behind the stretch of compute that reads the memory last, or writes to it; the next one, or the waits,
+    follow as many stretches later as the memory's `lag` says, each further hop another one. `hops` returns the tiers from one to
+    the device. No stretch is cut, so every choice computes the same bits, and no collective moves.
     """
     moving = leaving(gm)
     if not moving:
@@ -56,13 +57,13 @@ def offload_saved_values(gm: fx.GraphModule, *, hops: Callable[[Tier], Sequence[
         path = list(itertools.pairwise(hops(memory.tier)[::-1]))
         src, dst = path[0]
         handle = emit(ends[memory.name], ops.swap_values_out, values, src, dst, name="offloaded")
-        later.append((ends[memory.name] + 1, number, handle, path[1:]))
+        heapq.heappush(later, (ends[memory.name] + memory.lag, number, handle, path[1:]))
     while later:  # what is behind an earlier stretch first
-        behind, number, handle, path = later.pop(0)
+        behind, number, handle, path = heapq.heappop(later)
         if path:
             src, dst = path[0]
             handle = emit(behind, ops.swap_values_out, handle, src, dst, name="offloaded")
-            later.append((behind + 1, number, handle, path[1:]))
+            heapq.heappush(later, (behind + 1, number, handle, path[1:]))
             continue
         for index, position in enumerate(moving[number].outputs):
             name = outputs[position].name

@@ -16,6 +16,7 @@ region_facts — Operators, modules, floating-point operations and bytes of the 
 repeatable — Compute of a forward that can run a second time with the same results, and what it reads.
 run_again — What it takes that compute of a forward runs again in its backward: seconds, and what is gathered once more.
 saved_memories — Memory that a forward makes and its backward reads, which may leave the device in between.
+saved_stretches — Stretches of two graphs in which saved memory moves, and between which of them each is away.
 saved_time — How long saved memory is away from the device, and which of it is alike in equal blocks.
 saved_values — Values that travel from a forward to its backward. `step_problem` calls it.
 step_facts — What `step_problem` must know beside the graphs.

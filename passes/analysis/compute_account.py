@@ -34,6 +34,8 @@ class Stretch:
     """Its bytes."""
     own: int = 0
     """Its bytes by the account of gradients, which are taken off where it stays."""
+    start: int = 0
+    """The place of its first node."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class ComputeAccount:
     """The memory of one graph's compute, for any choice of the gradients that are kept where they are made."""
 
     stretches: Sequence[Stretch]
+    live: Sequence[int]
+    """Bytes of activations and temporaries at each node, without gradients that may stay."""
     beside: int
     """Bytes that the caller holds besides all the while."""
     saved: int
@@ -64,3 +68,14 @@ class ComputeAccount:
             saved=self.saved,
             results=self.results,
         )
+
+    def free(self, gradient_stays: Callable[[ParameterSlot], bool] = lambda slot: False) -> list[int]:
+        """Return the bytes by which each node holds less than the one that holds most."""
+        held, made = list(self.live), 0
+        for stretch, end in zip(self.stretches, [*(each.start for each in self.stretches[1:]), len(held)], strict=True):
+            if stretch.gradient is not None and gradient_stays(stretch.gradient):
+                made += stretch.made
+            for place in range(stretch.start, end):
+                held[place] += made
+        most = max(held, default=0)
+        return [most - each for each in held]

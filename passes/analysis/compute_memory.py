@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,8 +105,10 @@ class _Account:
         else:
             shown = set(shared.values())
             beside = sum(self._forward.bytes[key] for key in self._forward.kept - shown)
+        live = self._live()
         return ComputeAccount(
-            stretches=self._stretches(made),
+            stretches=self._stretches(made, live),
+            live=list(map(sum, live)),
             beside=beside,
             saved=sum(self._bytes.get(memory, 0) for memory in saved),
             results=of_results,
@@ -121,16 +123,17 @@ class _Account:
         if first != last:  # else it stays inside of a kernel, or lives as long as it would operator by operator
             self._born[memory], self._dies[memory] = first[0], last[1]
 
-    def _stretches(self, gradients: Mapping[Memory, tuple[ParameterSlot, int, int]]) -> list[Stretch]:
+    def _stretches(
+        self, gradients: Mapping[Memory, tuple[ParameterSlot, int, int]], live: Sequence[tuple[int, int]]
+    ) -> list[Stretch]:
         """Return the parts of the graph between the moments when `gradients` are made: (whose, bytes, by their own account)."""
-        live = self._live()
         order = sorted(gradients, key=lambda memory: self._born[memory])
         starts = [0, *(self._born[memory] for memory in order)]
         found = []
         for (start, end), memory in zip(itertools.pairwise([*starts, len(live)]), [None, *order], strict=True):
             kept, temporaries = max(live[start:end], key=sum, default=(0, 0))
             slot, made, own = (None, 0, 0) if memory is None else gradients[memory]
-            found.append(Stretch(kept=kept, temporaries=temporaries, gradient=slot, made=made, own=own))
+            found.append(Stretch(kept=kept, temporaries=temporaries, gradient=slot, made=made, own=own, start=start))
         return found
 
     def _live(self) -> list[tuple[int, int]]:

@@ -47,7 +47,7 @@ def test_without_a_drive_what_has_no_room_is_made_again(caplog: pytest.LogCaptur
 
 
 def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(on_drive: dict[str, Any]) -> None:
-    """A little moves beside compute. More takes longer than blocks that run again: then these do, and some of the rest moves."""
+    """A little moves beside compute. More takes longer than blocks that run again: then these do."""
     kept, moved = least({**WORDS, "activations": "keep"}), least({**on_drive, "activations": "nvme"})
     expected = keep_all()
     for cap, again in ((kept - 4 * VALUE, False), (moved + 2 * VALUE, True)):
@@ -55,7 +55,7 @@ def test_what_compute_hides_moves_and_of_the_rest_some_is_made_again(on_drive: d
         run.step()
         assert same(run, expected)
         assert (run.decided["recompute"] > 0) == again
-        assert run.decided["nvme"] > 0
+        assert again or run.decided["nvme"] > 0
         assert run.decided["keep"] > 0
         assert run.held_at_most() <= cap
 
@@ -98,16 +98,17 @@ def test_blocks_that_take_long_are_not_run_again(on_drive: dict[str, Any]) -> No
 
 
 @pytest.mark.slow
-def test_less_than_either_alone_needs(on_drive: dict[str, Any]) -> None:
-    """The smallest cap is that of blocks that run again, from inputs on the drive."""
-    both = least(on_drive, heavy=True)
-    assert both < min(least(WORDS, heavy=True), least({**on_drive, "activations": "nvme"}, heavy=True))
+def test_with_less_than_moving_all_needs(on_drive: dict[str, Any]) -> None:
+    """Then blocks run again, even if their products take long."""
+    smallest, moved = least(on_drive, heavy=True), least({**on_drive, "activations": "nvme"}, heavy=True)
+    assert smallest < moved
     expected = keep_all(heavy=True)
-    run = Run({**on_drive, "device_memory": both}, heavy=True)
-    run.step()
-    assert same(run, expected)
-    assert run.decided["recompute"] > 0 < run.decided["nvme"]
-    assert run.held_at_most() <= both
+    for cap in (smallest, (smallest + moved) // 2):
+        run = Run({**on_drive, "device_memory": cap}, heavy=True)
+        run.step()
+        assert same(run, expected)
+        assert run.decided["recompute"] > 0
+        assert run.held_at_most() <= cap
 
 
 @pytest.mark.slow
@@ -150,3 +151,10 @@ def test_what_runs_again_without_being_read_is_counted_and_goes() -> None:
     run = Run({**forced, "device_memory": cap}, heavy=True)
     run.step()
     assert 0.9 * cap < run.held_at_most() <= cap
+
+
+def test_views_that_autograd_saves_last_hold_nothing_longer(tmp_path: Path) -> None:
+    """Views that it takes when all is computed don't count as a last use: what they are views of goes, or leaves, before."""
+    kept = least({**WORDS, "activations": "keep"}, heavy=True)
+    assert least({**WORDS, "activations": "recompute"}, heavy=True) < kept // 2
+    assert least({**WORDS, "activations": "nvme", "nvme": str(tmp_path)}, heavy=True) < kept // 2

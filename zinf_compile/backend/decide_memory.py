@@ -199,7 +199,9 @@ class _Decision:
         if self._has_backward:
             now = find_memories(graphs[0].graph, graphs[1].graph, own_outputs=self._cut.own_outputs or 0)
             places = {memory.name: memory for memory in now}
-            moving = tuple(dataclasses.replace(places[each.name], tier=each.tier) for each in moving)
+            moving = tuple(
+                dataclasses.replace(places[each.name], tier=each.tier, lag=each.lag, lead=each.lead) for each in moving
+            )
             saved = [*now, *(each for each in saved if remade is not None and set(each.inputs) <= remade.dropped)]
         mark_all(graphs, moving)
         found = bytes_by_choice(saved, moving, frozenset() if remade is None else remade.dropped)

@@ -20,6 +20,7 @@ from zinf_compile.ir.steps import Reduce
 from zinf_compile.ir.tiers import Tier, Topology
 from zinf_compile.optim.step_hooks import install
 from zinf_compile.passes import Pass, graph_passes, inference_passes, joint_passes, region_passes, run_passes, verify
+from zinf_compile.passes.activations.raise_saved_views import raise_saved_views
 from zinf_compile.passes.analysis.saved_memories import find_memories
 from zinf_compile.passes.graph.node_facts import counts_all, fake_value, pass_notes
 from zinf_compile.passes.joint.clone_aliased_outputs import clone_aliased_outputs
@@ -270,10 +271,9 @@ class GraphCompiler:
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         own = self._results = kwargs["num_fwd_outputs"]
         pass_notes(joint, forward)
-        saved = find_memories(forward.graph, backward.graph, own_outputs=own)
-        plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=own)
-        memories = find_memories(forward.graph, backward.graph, own_outputs=own)
-        self._decide_memory(Cut((forward, backward), own, self._bucket, saved, self.choose_homes(memories)))
+        saved = find_memories(raise_saved_views(forward, own_outputs=own).graph, backward.graph, own_outputs=own)
+        left = plan_remade(forward, backward, self.config.activations, bucket_bytes=self._bucket, own_outputs=own)
+        self._decide_memory(Cut((forward, backward), own, self._bucket, saved, self.choose_homes(left)))
         return forward, backward
 
     def choose_homes(self, memories: Sequence[SavedMemory]) -> tuple[SavedMemory, ...]:

@@ -15,7 +15,7 @@ from torch import fx
 from zinf_compile._torch import aot_index, mutated_inputs
 from zinf_compile.ir import ops
 from zinf_compile.ir.forward_compute import Remake
-from zinf_compile.ir.saved_memory import RECOMPUTE
+from zinf_compile.ir.saved_memory import RECOMPUTE, SavedMemory
 from zinf_compile.passes import just_in_time
 from zinf_compile.passes.activations.carry_values import carry_values
 from zinf_compile.passes.analysis.region_facts import bytes_of_value
@@ -92,11 +92,14 @@ class Remakable:
             yield RemadeBlock(compute=compute, dropped=dropped)
 
 
-def plan_remade(forward: fx.GraphModule, backward: fx.GraphModule, word: str, *, bucket_bytes: int, own_outputs: int) -> None:
-    """Let all blocks run again that can; nothing where `word`, the option's, isn't that for it."""
+def plan_remade(
+    forward: fx.GraphModule, backward: fx.GraphModule, word: str, *, bucket_bytes: int, own_outputs: int
+) -> tuple[SavedMemory, ...]:
+    """Let all blocks run again that can, where `word`, the option's, is that for it; return the memory that is saved then."""
     if word == RECOMPUTE:
         remakable = Remakable(forward, backward, bucket_bytes=bucket_bytes, own_outputs=own_outputs)
         remakable.plan(forward, backward, remakable.blocks)
+    return find_memories(forward.graph, backward.graph, own_outputs=own_outputs)
 
 
 def _saved(forward: fx.GraphModule, backward: fx.GraphModule, bucket_bytes: int, own_outputs: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -12,12 +12,27 @@ from zinf_compile.ir.saved_memory import SavedMemory
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.passes import copied, just_in_time
 from zinf_compile.passes.analysis.saved_memories import find_memories
+from zinf_compile.passes.analysis.saved_stretches import away_between, least_of_stretches, stretch_seconds
 from zinf_compile.passes.analysis.saved_time import kinds_of, seconds_away
+from zinf_compile.passes.analysis.step_facts import StepFacts
 from zinf_compile.passes.graph.node_facts import mark_moving
 from zinf_compile.plan.fill_homes import Excess
+from zinf_compile.plan.problem_parts import Link
 from zinf_compile.plan.rates import Rates
 from zinf_compile.plan.recompute import Outcome
-from zinf_compile.plan.saved_homes import Candidate, Saving, beside, first_that_fits, may_leave, moving_ways, savings
+from zinf_compile.plan.saved_homes import (
+    Candidate,
+    Saving,
+    beside,
+    first_blocks_first,
+    first_that_fits,
+    hops_of,
+    least_that_fits,
+    may_leave,
+    moving_ways,
+    savings,
+)
+from zinf_compile.plan.saved_schedule import Move, Stretches, seconds_of, spread
 from zinf_compile.sharded.budget import GraphBudget
 from zinf_compile.sharded.fit import Fit
 
@@ -55,12 +70,22 @@ class SavedChoices:
         """With gathers just in time."""
         self.choices: tuple[Saving, ...] = (Saving(cut.forced),)
         """From all kept to all away."""
+        self._orders: tuple[tuple[Saving, ...], ...] = (self.choices,)
+        """The same in other orders, too."""
+        self._away: Mapping[str, tuple[int, int]] = {}
+        self._seconds: Sequence[Sequence[float]] = ()
+        """Of the stretches of both graphs, where something may leave."""
 
     def account(self, fit: Fit) -> None:
         """Count the memory that each choice takes, and find the choices."""
         self.fit = fit
-        if self._open:
-            self.choices = savings(self._candidates())
+        if self._open and fit.performed:
+            ahead, back = fit.performed
+            self._away = away_between(ahead, back, self._open)
+            self._seconds = [stretch_seconds(graph, self._facts()) for graph in (ahead, back)]
+            candidates = self._candidates()
+            self.choices = savings(candidates)
+            self._orders = self.choices, first_blocks_first(candidates)
 
     def again(self, remakable: Remakable, blocks: int, account: StepAccount) -> SavedChoices:
         """Return the same where the first blocks run again."""
@@ -68,7 +93,9 @@ class SavedChoices:
         remakable.plan(forward, backward, blocks)
         found = SavedChoices(dataclasses.replace(self._cut, graphs=(forward, backward)), self._budget, self._tiers, self._rates)
         found.account(self.fit.of(found.scheduled))
-        found.choices = beside(account.again(found.scheduled, blocks), found.choices)
+        again = account.again(found.scheduled, blocks)
+        found.choices = beside(again, found.choices)
+        found._orders = tuple(beside(again, choices) for choices in found._orders)
         return found
 
     @property
@@ -81,20 +108,60 @@ class SavedChoices:
         return self.fit.excess(placements, saving.moving)
 
     def best(self, placements: Placements) -> Saving:
-        """Return the choice that fits and of which the least leaves; where none does, the one that lacks least."""
-        return first_that_fits(self.choices, lambda saving: self.excess(placements, saving))
+        """Return the choice that fits and of which the least leaves, in the order with which compute waits least.
+
+        Where none fits, the one that lacks least. Transfers are as spread out as there is room.
+        """
+        return self._best(placements)[0]
 
     def outcome(self, placements: Placements, account: StepAccount) -> Outcome:
         """Return what the best choice leads to."""
-        saving = self.best(placements)
-        return Outcome(self.excess(placements, saving).lacking, *account.cost(saving))
+        saving, waits = self._best(placements)
+        busiest, moving = account.cost(saving)
+        return Outcome(self.excess(placements, saving).lacking, max(busiest, account.compute_seconds(saving) + waits), moving)
+
+    def _best(self, placements: Placements) -> tuple[Saving, float]:
+        """Return the best choice, and the seconds for which compute waits with it."""
+        found = []
+        for find, order in zip((first_that_fits, least_that_fits), self._orders, strict=False):
+            saving = find(order, lambda saving: self.excess(placements, saving))
+            moving, waits = self._spread_out(saving, placements)
+            found.append((self.excess(placements, saving).lacking, waits, dataclasses.replace(saving, moving=moving)))
+        _, waits, best = min(found, key=lambda row: row[:2])
+        return best, waits
+
+    def _spread_out(self, saving: Saving, placements: Placements) -> tuple[tuple[SavedMemory, ...], float]:
+        """Return what leaves, with transfers as late and early as there is room, and the seconds for which compute waits then."""
+        if not (saving.moving and self._seconds):
+            return saving.moving, 0.0
+        topology, links = self._budget.context.link.topology, list(self._links())
+        moves = []
+        for memory in saving.moving:
+            if memory.name in self._away:
+                left, due = self._away[memory.name]
+                out, back = hops_of(memory, topology, links)
+                moves.append(Move(name=memory.name, bytes=memory.bytes, left=left, due=due, out=out, back=back))
+        rooms = map(least_of_stretches, self.fit.performed, self.fit.room(placements, saving.moving))
+        spread_out = spread(moves, *(Stretches(*row) for row in zip(self._seconds, rooms, strict=True)))
+        waits = seconds_of(spread_out, *self._seconds) - sum(map(sum, self._seconds))
+        when = {move.name: (move.lag, move.lead) for move in spread_out}
+        spread_over = ((memory, *when.get(memory.name, (1, 1))) for memory in saving.moving)
+        moving = tuple(dataclasses.replace(memory, lag=lag, lead=lead) for memory, lag, lead in spread_over)
+        return moving, max(0.0, waits)
+
+    def _links(self) -> Iterator[Link]:
+        drives = [tier for tier in self._tiers if not tier.in_memory]
+        beside = [Tier.HOST] if self._budget.context.link.topology.host_apart else []
+        return self._rates.links([Tier.DEVICE, *beside, *drives], 1)
+
+    def _facts(self) -> StepFacts:
+        return StepFacts(memories=(), flops_per_second=self._rates.flops, bytes_per_second=self._rates.bytes)
 
     def _candidates(self) -> list[Candidate]:
         """Return what may leave, and is away for a while where it does."""
         budget, memories = self._budget, self._open
         topology, rates = budget.context.link.topology, self._rates
-        drives = [tier for tier in self._tiers if not tier.in_memory]
-        links = list(rates.links([Tier.DEVICE, *([Tier.HOST] if topology.host_apart else []), *drives], 1))
+        links = list(self._links())
         ahead, back = self.fit.performed
         away: Mapping[str, float] = seconds_away(
             ahead,

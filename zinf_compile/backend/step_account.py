@@ -62,6 +62,10 @@ class StepAccount:
         """Return the seconds of a step's busiest lane with a choice for saved values, and those of all links."""
         return self._seconds(self.homes, saving)
 
+    def compute_seconds(self, saving: Saving) -> float:
+        """Return the seconds that compute takes with a choice for saved values."""
+        return self.problem.compute_seconds + saving.again.seconds
+
     def _seconds(self, homes: Homes, saving: Saving) -> tuple[float, float]:
         return (together_seconds if self._open else seconds_at)(self.problem, homes, saving)
 

@@ -26,6 +26,10 @@ class SavedMemory:
     dynamic: bool = False
     """Whether that changes from call to call."""
     tier: Tier = Tier.DEVICE
+    lag: int = 1
+    """Stretches of compute behind its last use beside which its first hop away runs: until their end the device holds it."""
+    lead: int = 1
+    """Stretches of compute in front of its first use beside which its last hop back runs."""
 
 
 def bytes_in_memory(moving: Iterable[SavedMemory]) -> int:

@@ -30,6 +30,7 @@ recompute — Which saved values are dropped and made again in the backward, and
 rates — Rates by which decisions are made before anything has run: rough ones, or those of a machine's profile.
 rough_links — Links and devices at rough rates, where nobody has measured.
 saved_homes — Where the memory of saved values lives between forward and backward: a word's, or choices for a plan.
+saved_schedule — When saved memory leaves and comes back, and for how long compute waits then.
 simulate — Predicts a step that repeats: seconds on every lane, bytes on every tier at every moment.
 stretch — The problem of a deep model, made from that of a shallow one.
 table — A plan as text: who lives where, and what happens at each boundary.

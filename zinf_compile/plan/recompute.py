@@ -107,9 +107,20 @@ def _choose(
         dropped = _dropped(compute, saved, memory, chosen, held)
         worth = [block for block, values in zip(chosen, dropped, strict=True) if values]
         if len(worth) == len(chosen):
-            kept = frozenset(itertools.chain.from_iterable(_inputs(compute, block) for block in chosen))
-            return Remake(blocks=tuple(chosen), dropped=frozenset().union(*dropped), kept=kept)
+            again = [_needed(compute, block, values) for block, values in zip(chosen, dropped, strict=True)]
+            kept = frozenset(itertools.chain.from_iterable(_inputs(compute, block) for block in again))
+            return Remake(blocks=tuple(again), dropped=frozenset().union(*dropped), kept=kept)
         chosen = worth
+
+
+def _needed(compute: Sequence[Compute], block: Sequence[int], dropped: Collection[str]) -> tuple[int, ...]:
+    """Return the compute of a block without which it can't make these values: not what only hands on to the next block."""
+    wanted, found = set(dropped), list[int]()
+    for number in reversed(block):
+        if not wanted.isdisjoint(compute[number].makes):
+            found.append(number)
+            wanted |= compute[number].reads
+    return tuple(reversed(found))
 
 
 def _inputs(compute: Sequence[Compute], block: Sequence[int]) -> set[str]:

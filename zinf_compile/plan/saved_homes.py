@@ -19,6 +19,7 @@ from zinf_compile.ir.tiers import Tier, Topology
 
 from .fill_homes import Excess
 from .problem_parts import Link
+from .saved_schedule import Hop
 
 LEAST_BYTES = 64 << 10
 """Less isn't worth moving: issuing a transfer takes as long as the link needs for about as much."""
@@ -107,6 +108,15 @@ def moving_ways(memory: SavedMemory, tiers: Sequence[Tier], topology: Topology, 
     return tuple(sorted(ways, key=lambda way: way.cost))
 
 
+def hops_of(memory: SavedMemory, topology: Topology, links: Iterable[Link]) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    """Return the transfers of a memory from the device to its tier, and those back."""
+    by_ends = {(link.source, link.destination): link for link in links}
+    path = [by_ends[ends] for ends in itertools.pairwise(topology.hops(memory.tier))]
+    away = [by_ends[ends] for ends in itertools.pairwise(topology.hops(memory.tier)[::-1])]
+    out, back = (tuple((link.on_lane, link.seconds(memory.bytes)) for link in way) for way in (away, path))
+    return out, back
+
+
 def savings(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
     """Return the choices for some candidates, from nothing that leaves to all of it, what costs less before what costs more.
 
@@ -122,6 +132,11 @@ def savings(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
             ways = [each.ways[-1] for each in leaving[: end - cheapest]] + [each.ways[0] for each in leaving[end - cheapest :]]
             found.append(_sum(ways))
     return tuple(found)
+
+
+def first_blocks_first(candidates: Sequence[Candidate]) -> tuple[Saving, ...]:
+    """Return choices in which what is away longest leaves first, of any kind: links have time to catch up where most is held."""
+    return savings([dataclasses.replace(each, kind=None) for each in candidates])
 
 
 def beside(again: Again, choices: Iterable[Saving]) -> tuple[Saving, ...]:
@@ -146,6 +161,15 @@ def first_that_fits(choices: Sequence[Saving], check: Check) -> Saving:
             return each
         lacking.append(excess.lacking)
     return choices[lacking.index(min(lacking))]
+
+
+def least_that_fits(choices: Sequence[Saving], check: Check) -> Saving:
+    """Return a choice that fits while the one before it doesn't, found by halves; the last one where that doesn't fit."""
+    low, high = -1, len(choices) - 1
+    while check(choices[high]).fits and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if check(choices[middle]).fits else (middle, high)
+    return choices[high]
 
 
 def _ordered(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -112,6 +112,10 @@ class GraphCompute:
         """Return the memory of a graph with this account, with the gradients that stay where parameters live now."""
         return dataclasses.replace(account.memory(self._gradient_stays), outside=self.outside)
 
+    def free(self, account: ComputeAccount) -> list[int]:
+        """Return the bytes by which each node of that graph holds less than the one that holds most."""
+        return account.free(self._gradient_stays)
+
     def _as_performed(self, graph: fx.Graph) -> fx.Graph:
         return as_performed(graph, hops=self._topology.hops)
 

@@ -79,17 +79,38 @@ class Fit:
         """Return the bytes by which they exceed what is left."""
         budget = self._budget
         budget.plan_saved(moving, placements)
-        model, found = budget.model, Sides(0, 0)
-        measured = self._measured(moving)
-        for number, (graph, compute) in enumerate(zip(self._graphs, measured, strict=True)):
-            least = model.transient(self._needs_of(number, graph), compute).least
-            makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
-            needed = Sides(*map(max, least, budget.later)).plus(model.states if makes_none else model.added_by_steps)
-            found = Sides(*map(max, found, needed))
-        found = found.plus(model.resident).plus(model.chunk)
+        model, measured = budget.model, self._measured(moving)
+        found = Sides(*map(max, zip(*self._needed(measured), strict=True))).plus(model.resident).plus(model.chunk)
         host = found.host + budget.saved_on_host - self._room[1] if self._apart else 0
         others = budget.saved_by_others(measured[0].saved) if len(measured) > 1 else 0
         return Excess(found.device + others - self._room[0], host)
+
+    def room(self, placements: Placements, moving: Sequence[SavedMemory]) -> list[list[int]]:
+        """Return for each node of each graph as it is performed the bytes that it leaves free of what both hold at most.
+
+        What passes through the larger graph is reserved beside gradients and states, whichever of them runs.
+        """
+        self._budget.plan_saved(moving, placements)
+        measured = self._measured(moving)
+        rows = [[each.device for each in row] for row in (self._passing(measured), self._needed(measured))]
+        below = [min(max(row) - row[number] for row in rows) for number in range(len(measured))]
+        free = map(self._budget.compute.free, self._accounts_of(moving))
+        return [[more + each for each in row] for more, row in zip(below, free, strict=True)]
+
+    def _passing(self, measured: Sequence[ComputeMemory]) -> list[Sides]:
+        """Return the least that passes through each graph."""
+        model = self._budget.model
+        graphs = enumerate(zip(self._graphs, measured, strict=True))
+        return [model.transient(self._needs_of(number, graph), compute).least for number, (graph, compute) in graphs]
+
+    def _needed(self, measured: Sequence[ComputeMemory]) -> list[Sides]:
+        """Return what each graph needs beside what is held all the while."""
+        model, budget = self._budget.model, self._budget
+        found = []
+        for number, least in enumerate(self._passing(measured)):
+            makes_none = budget.compute.counts and number == 0 < len(self._graphs) - 1  # a forward, beside earlier gradients
+            found.append(Sides(*map(max, least, budget.later)).plus(model.states if makes_none else model.added_by_steps))
+        return found
 
     def at_least(self, placements: Placements, moving: Sequence[SavedMemory]) -> Excess:
         """Return a bound of that, without the transfers: never less with more of the states on the device, or on the host.

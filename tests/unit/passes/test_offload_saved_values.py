@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -75,6 +76,32 @@ def test_each_hop_has_a_stretch_of_compute_to_itself() -> None:
         traffic = measure_traffic(graph.graph, world_size=2)
         assert (traffic.written, traffic.copied_out) == ((64, 64) if way == "out" else (0, 0))
         assert (traffic.read, traffic.copied_in) == ((64, 64) if way == "in" else (0, 0))
+
+
+def stretches(first: str, last: str) -> str:
+    """Return four products that are stretches of their own, with more in the first and the last one."""
+    more = {0: first, 3: last}
+    rows = [
+        f"g{n} = all_gather({w}); f{n} = wait(g{n}); {more.get(n, '')} "
+        f"e{n} = mm({f'e{n - 1}' if n else 'x'}, f{n}); release(f{n})"
+        for n, w in enumerate("abcd")
+    ]
+    return "; ".join(rows)
+
+
+@pytest.mark.parametrize("beside", [1, 2, 3])
+def test_a_memory_is_on_its_way_beside_as_many_stretches_as_it_says(beside: int) -> None:
+    given = {"x": torch.empty(4, 4), **{name: unit(4, 4) for name in "abcd"}}
+    forward = graph_of(f"{stretches('r = relu(x);', '')}; return (e3, r)", **given)
+    backward = graph_of(f"{stretches('', 'y = sin(r);')}; return (e3, y)", r=torch.empty(4, 4), **given)
+    (found,) = find_memories(forward.graph, backward.graph, own_outputs=1)
+    mark_moving(forward, backward, (dataclasses.replace(found, tier=Tier.HOST, lag=beside, lead=beside),))
+    names = [node.name for node in verify(offload_saved_values(forward, hops=APART.hops)).graph.nodes]
+    between = names[names.index("offloaded") : names.index("r_saved")]
+    assert [name for name in between if name.startswith("e")] == ["e1", "e2", "e3"][:beside]
+    names = [node.name for node in verify(fetch_saved_values(backward, hops=APART.hops)).graph.nodes]
+    between = names[names.index("copied") : names.index("r_back")]
+    assert [name for name in between if name.startswith("e")] == ["e0", "e1", "e2"][3 - beside :]
 
 
 @pytest.mark.parametrize(("topology", "tier"), [(HERE, Tier.HOST), (HERE, Tier.DEVICE), (APART, Tier.DEVICE)])

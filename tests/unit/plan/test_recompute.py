@@ -32,6 +32,23 @@ def test_block_inputs_are_kept_and_all_else_of_each_block_but_the_last_is_made_a
     assert found.dropped == {"h0", "v0", "h1", "v1", "h2", "v2"}
 
 
+def test_compute_of_a_block_that_makes_nothing_again_runs_once() -> None:
+    """The product that hands on to the next block, and one that nothing reads."""
+    blocks = []
+    for n in range(3):
+        unit = f"layers.{n}.w"
+        blocks += [
+            Compute(unit=unit, reads=frozenset({f"x{n}"} if n else ()), makes=frozenset({f"a{n}", f"other{n}"})),
+            Compute(unit=unit, reads=frozenset({f"other{n}"}), makes=frozenset({f"unread{n}"})),
+            Compute(unit=unit, reads=frozenset({f"a{n}"}), makes=frozenset({f"b{n}"})),
+            Compute(unit=unit, reads=frozenset({f"b{n}", f"a{n}"}), makes=frozenset({f"x{n + 1}"})),
+        ]
+    found = choose_remake(blocks, {f"{kind}{n}": 3 - n for n in range(3) for kind in "xb" if kind != "x" or n}, {})
+    assert found.dropped == {"b0", "b1"}
+    assert found.blocks == ((0, 2), (4, 6)), "a0 is made again for b0"
+    assert found.kept == {"x1"}
+
+
 def test_what_is_not_repeatable_is_kept() -> None:
     found = chosen(*(block(f"layers.{number}", number, repeatable=number != 1) for number in range(4)))
     assert found.blocks == ((0,), (2,))
@@ -47,14 +64,14 @@ def test_a_value_whose_memory_is_kept_stays() -> None:
 
 
 def test_blocks_have_as_many_numbers_in_their_names_as_keep_the_fewest_values() -> None:
-    """Layers of one product each save nothing but each other's inputs; the block around them does."""
+    """Layers of one product each save nothing but each other's inputs; the block around them does, and runs but for its last."""
     names = ["0.layers.0.a.0", "0.layers.0.a.1", "0.layers.1.a.0", "0.layers.1.a.1", "0.layers.2.a.0", "0.layers.2.a.1"]
     lone = [
         Compute(unit=f"{name}.w", reads=frozenset({f"x{n}"} if n else ()), makes=frozenset({f"x{n + 1}"}))
         for n, name in enumerate(names)
     ]
     found = choose_remake(lone, {f"x{n}": 6 - n for n in range(1, 6)}, {})
-    assert found.blocks == ((0, 1), (2, 3))
+    assert found.blocks == ((0,), (2,))
     assert found.kept == {"x2"}
     assert found.dropped == {"x1", "x3"}
 
