@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
 from zinf_compile.ir.placements import KINDS
+from zinf_compile.ir.program import digest_of
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.saved_memory import RECOMPUTE
 from zinf_compile.ir.sizes import parse_bytes
@@ -222,7 +223,7 @@ class Config:
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
-            + (f" machine={self.machine_name()}" if self.machine is not None else "")
+            + (f" machine={self._machine()}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )
@@ -235,6 +236,9 @@ class Config:
     def machine_name(self) -> str | None:
         """Return the name of the machine's profile, or of its file."""
         return None if self.machine is None else os.fspath(self.machine)
+
+    def _machine(self) -> str:
+        return f"{name} of digest {digest_of([open(name).read()])}" if os.path.isfile(name := self.machine_name() or "") else name
 
     def placement(self) -> Placement:
         """Return the placement of states; on the device where the option says `"auto"`."""
