@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                      # one process: eager, Inductor, this backend
     python benchmarks/step.py --world 2            # two gloo ranks of one thread: DDP, FSDP2, DeepSpeed, this backend
+    python benchmarks/step.py --world 2 --peers "ddp,zinf inductor,zinf inductor zero2"    # parameters gathered once a step
     TMPDIR=DIR python benchmarks/step.py --peers "zinf inductor,zinf inductor nvme"    # optimizer states on DIR's drive
     python benchmarks/step.py --cold --layers 48   # the time to the first step only, each peer alone with an empty cache
     python benchmarks/step.py --json step.json     # keep the numbers
@@ -68,6 +69,8 @@ def trainer(peer: str, model: Any) -> TakeStep:
         options: dict[str, Any] = {"compute": peer.split()[1]}
         if peer.endswith(" nvme"):
             options |= {"optimizer": "nvme", "nvme": tempfile.gettempdir()}
+        if peer.endswith(" zero2"):
+            options |= {"reshard_after_forward": False}
         call = torch.compile(model, backend="zero_infinity", options=options)
     return stepping(call, adamw())  # made last: fully_shard replaces the parameters
 

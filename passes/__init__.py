@@ -38,6 +38,7 @@ from zinf_compile.passes.schedule.merge_gathers import merge_gathers
 from zinf_compile.passes.schedule.narrow_gathers import narrow_gathers
 from zinf_compile.passes.schedule.prefetch import prefetch
 from zinf_compile.passes.schedule.prefetch_swaps import prefetch_swaps
+from zinf_compile.passes.schedule.read_kept_units import read_kept_units
 from zinf_compile.passes.schedule.sink_unit_views import sink_unit_views
 from zinf_compile.passes.schedule.start_gathers import start_gathers
 from zinf_compile.passes.schedule.start_swaps import start_swaps
@@ -124,6 +125,7 @@ def region_passes(*, bucket_bytes: int) -> tuple[Pass, ...]:
         partial(align_regions, region_bytes=bucket_bytes),
         drop_saved_values,
         remake_saved_values,
+        read_kept_units,
     )
 
 

@@ -118,8 +118,16 @@ def lower(gm: fx.GraphModule, *, name: str, compile_region: RegionCompiler = run
         outputs=tuple(_with_tiles(outputs_, joined_outputs(gm))),
         leaves=tiers_of_gradients(steps, tiles_),
         sequence=collective_sequence(gm.graph),
+        kept=frozenset(register[gather] for gather in _kept_gathers(gm.graph)),
         leaving=tuple((memory.tier, 0 if memory.dynamic else memory.bytes) for memory in leaving(gm)),
     )
+
+
+def _kept_gathers(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the gathers of units that are kept for the backward in the memory that they are gathered into."""
+    for node in graph.nodes:
+        if node.target is ops.keep_for_backward and (full := node.all_input_nodes[0]).target is ops.wait:
+            yield full.all_input_nodes[0]
 
 
 def _number(tile: fx.Node) -> int:

@@ -35,7 +35,7 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
     - Compute reads gathered units, never hollow parameters.
     - A gather's handle has one user, a wait.
     - A unit is released once, and no operator reads it after its release.
-    - No output of the graph shares a gathered unit's memory.
+    - No output of the graph shares a gathered unit's memory, but for units that are kept for the backward.
     - A reduced gradient is an output of the graph, directly or through swap_outs.
     - The hops of a swap are contiguous: to the device for shards, from the device for gradients.
     - Saved values leave a forward from the device, not changed any more, and only as stand-ins; a backward reads them after the
@@ -70,7 +70,7 @@ def verify(gm: fx.GraphModule, *, complete: bool = True, limit_bytes: int | None
         elif node.target is ops.drop_value:
             _check_unchanged(node.args[0], node, place, broken)
             _check_leaves_graph(node, broken)
-        elif node.target is ops.copy_value:
+        elif node.target in (ops.copy_value, ops.keep_for_backward):
             _check_leaves_graph(node, broken)
         elif node.op == "placeholder" and is_dropped(node) and complete:
             broken += [f"{user.name} reads {node.name}, which the forward has dropped" for user in node.users]

@@ -9,7 +9,19 @@ import torch
 
 from zinf_compile.ir.formats import format_of
 from zinf_compile.ir.program import Program
-from zinf_compile.ir.steps import Gather, GatherRows, GradAlias, Reduce, ReduceBuffer, Region, Release, SwapIn, SwapOut, Wait
+from zinf_compile.ir.steps import (
+    Gather,
+    GatherRows,
+    GradAlias,
+    KeepUnit,
+    Reduce,
+    ReduceBuffer,
+    Region,
+    Release,
+    SwapIn,
+    SwapOut,
+    Wait,
+)
 from zinf_compile.ir.tiers import Tier
 from zinf_compile.ir.value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
 from zinf_compile.runtime.lanes.lanes import Done, Pending
@@ -17,11 +29,9 @@ from zinf_compile.runtime.lanes.link_meter import moving
 from zinf_compile.runtime.lanes.step_recorder import GraphRecorder
 from zinf_compile.runtime.lanes.stream_lane import StreamLane, StreamTransfer
 from zinf_compile.runtime.storage.value_space import ValueSpace
-from zinf_compile.runtime.units.gather_rows import gather_rows
 from zinf_compile.runtime.units.offloaded_gradient import OffloadedGradient
 from zinf_compile.runtime.units.swap import (
     SwapHandle,
-    bring,
     is_small,
     leaves_small,
     swap_in,
@@ -32,7 +42,8 @@ from zinf_compile.runtime.units.swap import (
 from zinf_compile.runtime.units.unit import Tile, Unit
 
 from .context import Context
-from .handles import GatherHandle, ReduceHandle, Reduction
+from .gather_steps import names_of, perform_gather, perform_gather_rows, perform_keep_unit, perform_wait
+from .handles import ReduceHandle, Reduction
 from .run import Run
 from .value_steps import (
     perform_copy,
@@ -104,15 +115,6 @@ def _result(registers: Sequence[Any], place: int | tuple[int, ...], make_gradien
     return make_gradient(value.unit, value.shard, value.reduction)
 
 
-def _cast(value: torch.Tensor, dtype: torch.dtype, context: Context) -> torch.Tensor:
-    if value.device.type == "cpu":
-        full = value.to(dtype)
-    else:
-        full = context.gather_buffer(value.numel(), dtype, value.device).as_strided(value.size(), value.stride()).copy_(value)
-    context.memory.ledger.track("gathered", full)
-    return full
-
-
 def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], unread: Sequence[int]) -> None:
     """Put a region's results into their registers, but for those that nothing reads; nothing else holds them afterwards."""
     for place, value in zip(places, values, strict=True):
@@ -120,21 +122,8 @@ def _store(registers: list[Any], places: Sequence[int], values: Sequence[Any], u
             registers[place] = value
 
 
-def _wait(step: Wait, run: Run) -> None:
-    gathered = run.registers[step.handle]
-    if gathered.pending is not None:
-        run.context.finish(gathered.pending, gathered.what)
-    run.registers[step.out] = gathered.full if gathered.dtype is None else _cast(gathered.full, gathered.dtype, run.context)
-
-
 def _release(step: Release, run: Run) -> None:
     """Do nothing: the register is freed after the step, and the ledger notices."""
-
-
-def _gather_rows(step: GatherRows, run: Run) -> None:
-    unit = run.units[step.unit]
-    assert isinstance(unit, Unit), "rows are those of the parameter"
-    run.registers[step.out] = gather_rows(unit, run.registers[step.indices], run.program.name)
 
 
 def _swap_in(step: SwapIn, run: Run) -> None:
@@ -200,68 +189,6 @@ def _take_home(grad: ReduceHandle, slot: int, run: Run) -> ReduceHandle:
     return grad
 
 
-def _gather(step: Gather, run: Run) -> None:
-    units, registers, context = run.units, run.registers, run.context
-    if context.size == 1:
-        _gather_at_hand(step, run)
-        return
-    first = registers[step.members[0][0]]
-    group = (first.unit if isinstance(first, SwapHandle) else units[step.members[0][0]]).shard_group
-    if group.size == 1:
-        _gather_at_hand(step, run)
-        return
-    arriving = [_arriving(source, run) for source, _ in step.members]
-    members = [units[source] if a is None else a.unit for (source, _), a in zip(step.members, arriving, strict=True)]
-    gathers, _ = context.collectives(group)
-    what = _gathering(step, members, run)
-    shards = [unit.shard if a is None else a.shard for unit, a in zip(members, arriving, strict=True)]
-    following = (unit.updated() if a is None else a.pending for unit, a in zip(members, arriving, strict=True))
-    before = [pending for pending in following if pending is not None]
-    context.memory.make_room(context.memory.ledger, format_of(step.dtype).bytes(sum(unit.numel for unit in members)))
-    flats = [context.gather_buffer(unit.numel, step.dtype, unit.device) for unit in members]
-    parts = [unit.split(shard, flat) for unit, shard, flat in zip(members, shards, flats, strict=True)]
-    count = (group.size - 1) * format_of(step.dtype).bytes(sum(shard.numel() for shard in shards))
-
-    def gather() -> None:
-        with moving([context.lanes.meter], "from ranks", count, what):
-            gathers.all_gather([s for own, _ in parts for s in own], [f for _, whole in parts for f in whole])
-
-    pending = context.lanes.start(context.lanes.gather, gather, after=before)
-    context.lanes.meter.moved("from ranks", count)
-    for unit, (_, out), flat in zip(members, step.members, flats, strict=True):
-        full = unit.logical(flat)
-        context.memory.ledger.track("gathered", full)
-        registers[out] = GatherHandle(full, pending, what)
-
-
-def _arriving(source: int, run: Run) -> SwapHandle | None:
-    """Return the swap of a unit that is about to be gathered, begun now if the graph has none; None where it is on the device."""
-    value = run.registers[source]
-    if isinstance(value, SwapHandle):
-        return value
-    unit = run.units[source]
-    return None if unit.backing is None else bring(unit)
-
-
-def _gather_at_hand(step: Gather, run: Run) -> None:
-    """Gather units that are not cut into shards: the shard, on the device or in flight to it, is the whole."""
-    units, registers = run.units, run.registers
-    for source, out in step.members:
-        arrived = _arriving(source, run)
-        if arrived is not None and arrived.unit.backing is not None:
-            narrower = step.dtype if step.dtype != arrived.unit.dtype else None
-            full = arrived.unit.logical(arrived.shard)
-            registers[out] = GatherHandle(full, arrived.pending, _gathering(step, [arrived.unit], run), narrower)
-        else:
-            unit = units[source] if arrived is None else arrived.unit
-            whole, updated = unit.whole_memory(), unit.updated()
-            if updated is not None or step.dtype == unit.dtype:
-                narrower = step.dtype if step.dtype != unit.dtype else None
-                registers[out] = GatherHandle(whole, updated, _gathering(step, [unit], run), narrower)
-            else:
-                registers[out] = GatherHandle(_cast(whole, step.dtype, run.context), None)
-
-
 def _reduce(step: Reduce, run: Run) -> None:
     units, registers, context = run.units, run.registers, run.context
     members = [units[slot] for _, slot, _, _ in step.members]
@@ -282,7 +209,7 @@ def _reduce(step: Reduce, run: Run) -> None:
     _, reductions = context.collectives(group)
     grads = _full_gradients(step, members, registers, context)
     held = sum(full.nbytes for full in grads)
-    what = f"reducing the gradients of {_names(members)} (group {step.group}) in {run.program.name}"
+    what = f"reducing the gradients of {names_of(members)} (group {step.group}) in {run.program.name}"
     parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def reduce() -> None:
@@ -369,28 +296,21 @@ def _own(flat: torch.Tensor, grad: torch.Tensor, *, copy: bool) -> torch.Tensor:
     return flat.clone() if copy and flat.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() else flat
 
 
-def _gathering(step: Gather, members: Sequence[Unit | Tile], run: Run) -> str:
-    return f"gathering {_names(members)} (group {step.group}) in {run.program.name}"
-
-
-def _names(units: Sequence[Unit | Tile]) -> str:
-    return units[0].name if len(units) == 1 else f"{units[0].name} .. {units[-1].name}"
-
-
 PERFORM: dict[type, Callable[[Any, Run], None]] = {
     SwapIn: _swap_in,
     SwapOut: _swap_out,
-    Gather: _gather,
-    GatherRows: _gather_rows,
+    Gather: perform_gather,
+    GatherRows: perform_gather_rows,
     SwapValuesIn: perform_swap_values_in,
     SwapValuesOut: perform_swap_values_out,
-    Wait: _wait,
+    Wait: perform_wait,
     WaitValue: perform_wait_value,
     DropValue: perform_drop,
     CopyValue: perform_copy,
     RandomState: perform_random_state,
     SetRandomState: perform_set_random_state,
     Release: _release,
+    KeepUnit: perform_keep_unit,
     ReduceBuffer: _reduce_buffer,
     Reduce: _reduce,
 }

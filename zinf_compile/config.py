@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
-from zinf_compile.ir.program import digest_of
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.saved_memory import RECOMPUTE
 from zinf_compile.ir.sizes import parse_bytes
@@ -101,6 +101,12 @@ class Config:
     CPU) or `"nvme"` (the drive of option `nvme`), until the backward; `"recompute"`: dropped, and made again in the backward,
     block by block, by the forward's own compute. `"auto"`: kept, but for those that a declared `device_memory` has no room for:
     these move, or are made again. Numbers are the same for any word."""
+
+    reshard_after_forward: bool | str = "auto"
+    """Whether full parameters are let go of between a forward and its backward, which then gathers them again. `True`: all of
+    them, as ZeRO-3 does; `False`: none, as ZeRO-2, which sends two thirds of the bytes and holds all full parameters at once.
+    `"auto"`: those stay gathered for which a declared `device_memory` has room beside everything else; without one, none. One
+    process gathers nothing. Numbers are the same for any."""
 
     update: str | None = None
     """Place of the optimizer's update: `"host"` or `"device"`. Default: the side of the optimizer's states, which then never move
@@ -218,12 +224,12 @@ class Config:
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
             f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
-            f"optimizer={self.optimizer} update={self.update} master={self.master} "
-            f"reduce_dtype={self.reduction} "
+            f"optimizer={self.optimizer} update={self.update} master={self.master} reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
-            + (f" machine={self._machine()}" if self.machine is not None else "")
+            + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
+            + (f" machine={with_digest(self.machine)}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )
@@ -236,9 +242,6 @@ class Config:
     def machine_name(self) -> str | None:
         """Return the name of the machine's profile, or of its file."""
         return None if self.machine is None else os.fspath(self.machine)
-
-    def _machine(self) -> str:
-        return f"{name} of digest {digest_of([open(name).read()])}" if os.path.isfile(name := self.machine_name() or "") else name
 
     def placement(self) -> Placement:
         """Return the placement of states; on the device where the option says `"auto"`."""
@@ -274,25 +277,19 @@ class Config:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
     def _validate(self) -> None:
-        if self.compute not in ("fx", "inductor"):
-            raise OptionError(f"option compute={self.compute!r} is not known; accepted: 'fx', 'inductor'")
+        _check_known("compute", self.compute, self.compute in ("fx", "inductor"), "'fx', 'inductor'")
         self._validate_mode()
         self._validate_tiers()
-        if self.on_refusal not in ("fx", "error"):
-            raise OptionError(f"option on_refusal={self.on_refusal!r} is not known; accepted: 'fx', 'error'")
-        if self.chunk_loss not in (None, True, False) or isinstance(self.chunk_loss, int) != isinstance(self.chunk_loss, bool):
-            raise OptionError(
-                f"option chunk_loss={self.chunk_loss!r} is not known; accepted: True, False, or None for logits above 256 MiB"
-            )
-        if not (self.planner is None or callable(self.planner) or self.planner in PLANNERS):
-            raise OptionError(
-                f"option planner={self.planner!r} is not known; accepted: {', '.join(map(repr, PLANNERS))}, or a function that "
-                "takes a StepProblem and returns a Plan"
-            )
-        if not isinstance(self.machine, str | os.PathLike | None):
-            raise OptionError(
-                f"option machine={self.machine!r} is not known; accepted: a profile's name, or the path of its file"
-            )
+        _check_known("on_refusal", self.on_refusal, self.on_refusal in ("fx", "error"), "'fx', 'error'")
+        is_choice = self.chunk_loss is None or isinstance(self.chunk_loss, bool)
+        _check_known("chunk_loss", self.chunk_loss, is_choice, "True, False, or None for logits above 256 MiB")
+        is_planner = self.planner is None or callable(self.planner) or self.planner in PLANNERS
+        planners = f"{', '.join(map(repr, PLANNERS))}, or a function that takes a StepProblem and returns a Plan"
+        _check_known("planner", self.planner, is_planner, planners)
+        is_choice = self.reshard_after_forward == AUTO or isinstance(self.reshard_after_forward, bool)
+        _check_known("reshard_after_forward", self.reshard_after_forward, is_choice, "True, False, 'auto'")
+        is_profile = isinstance(self.machine, str | os.PathLike | None)
+        _check_known("machine", self.machine, is_profile, "a profile's name, or the path of its file")
         self._validate_shape()
         self._validate_checkpoint()
         parse_dtype(self.reduce_dtype, option="reduce_dtype")
@@ -353,14 +350,12 @@ class Config:
 
     def _validate_tiers(self) -> None:
         for option in KINDS:
-            if (word := getattr(self, option)) not in (words := (AUTO, *all_tiers())):
-                raise OptionError(f"option {option}={word!r} is not known; accepted: {', '.join(map(repr, words))}")
-        if (word := self.activations) not in (words := (AUTO, "keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))):
-            raise OptionError(f"option activations={word!r} is not known; accepted: {', '.join(map(repr, words))}")
-        if self.update not in (None, "host", "device"):
-            raise OptionError(f"option update={self.update!r} is not known; accepted: 'host', 'device'")
-        if self.master not in (None, "float32"):
-            raise OptionError(f"option master={self.master!r} is not known; accepted: 'float32'")
+            word, words = getattr(self, option), (AUTO, *all_tiers())
+            _check_known(option, word, word in words, ", ".join(map(repr, words)))
+        words = (AUTO, "keep", RECOMPUTE, *filter(Tier.DEVICE.__ne__, all_tiers()))
+        _check_known("activations", self.activations, self.activations in words, ", ".join(map(repr, words)))
+        _check_known("update", self.update, self.update in (None, "host", "device"), "'host', 'device'")
+        _check_known("master", self.master, self.master in (None, "float32"), "'float32'")
         free = [option for option in KINDS if getattr(self, option) == AUTO]
         on_drives = [option for option in KINDS if option not in free and Tier(getattr(self, option)).in_folders]
         on_drives += ["activations"] if self.saved_values().in_folders else []
@@ -398,3 +393,8 @@ class Config:
                 f"mode={self.mode!r} chooses among Inductor's kernels, and compute={self.compute!r} uses none of them; omit the "
                 "mode or set compute='inductor'"
             )
+
+
+def _check_known(option: str, value: object, is_known: bool, accepted: str) -> None:
+    if not is_known:
+        raise OptionError(f"option {option}={value!r} is not known; accepted: {accepted}")

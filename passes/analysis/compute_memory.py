@@ -31,7 +31,7 @@ from zinf_compile.passes.graph.token_loop import SumOut, TokenLoop
 from .compute_account import ComputeAccount, ForwardValues, Stretch
 from .compute_graph import ATTENTIONS, CONVOLUTIONS, ComputeGraph, hint_of, tensors_of
 
-_MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state})
+_MAKING = frozenset({ops.gather_rows, ops.copy_value, ops.random_state, ops.set_random_state, ops.keep_for_backward})
 """Operators of the schedule whose results are memory of compute's."""
 
 Memory = tuple[fx.Node, int]

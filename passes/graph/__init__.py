@@ -10,4 +10,5 @@ region_structure — A key of a graph's structure: regions with equal keys compi
 remade — What is dropped in a forward and made again in its backward, as both graphs carry it.
 token_loop — The operator that computes a slice of tokens at a time: its target is the loop itself, with the slice's operators as
     a graph.
+unit_casts — Views and casts of a unit, and the data type in which it is gathered for them.
 """

@@ -29,6 +29,7 @@ _AFTER_ALL_CHECKPOINTS = sys.maxsize
 """Larger than any checkpoint's number, so that a view shared with a later checkpointed region is recomputed too."""
 _PART = "zinf_part"
 _SKIPPED = "zinf_skipped"
+_KEPT = "zinf_kept"
 _LEAVING, _RETURNING = "zinf_leaving", "zinf_returning"
 
 
@@ -90,6 +91,16 @@ def move_region_mark(node: fx.Node, to: fx.Node) -> None:
     if starts_region(node):
         unmark_region(node)
         mark_region(to)
+
+
+def mark_kept(node: fx.Node, unit: fx.Node) -> None:
+    """Mark a placeholder of a backward as the full value of the parameter at placeholder `unit`, which the forward has kept."""
+    node.meta[_KEPT] = unit.name
+
+
+def kept_units(graph: fx.Graph) -> dict[str, fx.Node]:
+    """Return the placeholders that are full values of parameters, by the names of these."""
+    return {node.meta[_KEPT]: node for node in graph.nodes if node.op == "placeholder" and _KEPT in node.meta}
 
 
 def leave_whole(gm: fx.GraphModule, slot: ParameterSlot, reason: str) -> None:
@@ -199,7 +210,7 @@ def values_behind(node: fx.Node) -> list[fx.Node]:
 def wire_type(node: fx.Node) -> torch.dtype:
     """Return the data type of a schedule operator's values: the unit's own, or the one it is cast to for the transfer."""
     source = node
-    while source.target in (ops.wait, ops.release, ops.swap_out):
+    while source.target in (ops.wait, ops.release, ops.swap_out, ops.keep_for_backward):
         source = source.args[0]  # type: ignore[assignment]
     dtype = source.kwargs.get("dtype")
     return dtype if isinstance(dtype, torch.dtype) else slot_behind(node).dtype

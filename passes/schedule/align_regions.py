@@ -10,7 +10,7 @@ from zinf_compile.passes.graph.alias import is_view
 from zinf_compile.passes.graph.node_facts import mark_region, slot_behind, wire_bytes
 
 _AT_START = frozenset({ops.all_gather, ops.wait})
-_AT_END = frozenset({ops.release, ops.reduce_scatter})
+_AT_END = frozenset({ops.release, ops.reduce_scatter, ops.keep_for_backward})
 _NO_COMPUTE = frozenset({ops.random_state, ops.copy_value})
 
 

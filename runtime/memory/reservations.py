@@ -36,6 +36,8 @@ class Reservation:
     """Of these, results of the call before that the caller may still hold."""
     rounding: int = 0
     """Of these, what the allocator may add to gathers."""
+    saved_outside: int = 0
+    """Of `passing`, what other graphs had saved when it was compiled."""
     chunks: Sides = _NONE
     """Bytes of these buffers for all chunks that are in memory at once."""
     passing_host: int = 0
@@ -65,6 +67,8 @@ class Reservations:
         """Bytes by which the transfers of a graph run ahead, as decided when all ranks compiled it, by what identifies it."""
         self.remade: dict[Hashable, int] = {}
         """Blocks of a forward that run again in its backward, as decided when all ranks compiled it, by what identifies it."""
+        self.kept: dict[Hashable, tuple[int, ...]] = {}
+        """The units that stay gathered from a forward to its backward, of those that could, likewise."""
         self._made: weakref.WeakSet[Reservation] = weakref.WeakSet()
 
     def declare(self, *, device: int | None, host: int | None) -> None:
@@ -93,6 +97,11 @@ class Reservations:
     def passing(self) -> int:
         """The largest of all graphs, as one runs at a time."""
         return max((reservation.passing for reservation in self._made), default=0)
+
+    @property
+    def passing_alone(self) -> int:
+        """The same without what others of them save meanwhile."""
+        return max((reservation.passing - reservation.saved_outside for reservation in self._made), default=0)
 
     @property
     def passing_backward(self) -> int:

@@ -39,6 +39,8 @@ REFUSED: list[tuple[dict[Any, Any], str]] = [
     ({"grads": None}, "grads=None is not known; accepted: 'auto', 'device', 'host', 'nvme'"),
     ({"params": "nvme"}, "params='nvme' needs a drive: add nvme='/path"),
     ({"grads": "nvme", "optimizer": "nvme"}, "grads='nvme' needs a drive: add nvme='/path"),
+    ({"reshard_after_forward": "no"}, "reshard_after_forward='no' is not known; accepted: True, False, 'auto'"),
+    ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not known; accepted: True, False, 'auto'"),
     ({"update": "gpu"}, "update='gpu' is not known; accepted: 'host', 'device'"),
     ({"master": "float16"}, "master='float16' is not known; accepted: 'float32'"),
     ({"device_memory": "lots"}, "device_memory='lots' is not a size; accepted: a positive number of bytes or text such as"),

@@ -23,7 +23,7 @@ def _name(value: object) -> str:
 
 def test_readme_and_pages_show_schedules() -> None:
     assert [dump.page for dump in SHOWN].count(README) == 2  # a graph before and after
-    assert {dump.page.stem for dump in SHOWN} == {"README", "activations", "schedules", "tiers", "tiles"}
+    assert {dump.page.stem for dump in SHOWN} == {"README", "activations", "ranks", "schedules", "tiers", "tiles"}
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ WITHIN: dict[str, tuple[tuple[str, ...], ...]] = {
         ("transfer",),
         ("units",),
         ("handles", "run"),
-        ("value_steps",),
+        ("gather_steps", "value_steps"),
         ("executor",),
     ),
     "passes": (

@@ -15,6 +15,7 @@ fork_pool — Runs jobs in forked worker processes, for their effects on disk, s
 graph_compiler — The torch.compile backend: capture, passes, lowering, and the callable that runs the program.
 home_planner — Decides the homes of the parameters of one captured graph, once its forward and backward are known, from the
     caps.
+keep_units — Decides which full units stay gathered from a forward to its backward.
 kept_graphs — Graphs kept as they were before their plan, and programs that can be replaced.
 measured_costs — Costs of regions, links and updates from records of steps.
 placement_of_inputs — Placement of a graph whose parameters are partitioned already: theirs, in the place of the options'

@@ -37,6 +37,7 @@ from zinf_compile.sharded.fit import Fit
 from zinf_compile.sharded.short_ranks import largest_of_ranks
 
 from .home_planner import HomePlanner
+from .keep_units import keep_units
 from .remake import Remakable
 from .saved_choices import Cut, SavedChoices, mark_all
 from .step_account import StepAccount
@@ -79,6 +80,8 @@ class _Decision:
         self._tiers = saved_tiers(config, self._context.link.topology)
         self._rates = Rates.of(budget.context.device.type, config.machine_name())
         self._remakable: Remakable | None = None
+        self._config = config
+        self._kept = ""
         self._found: list[SavedChoices] = []
         """First without blocks that run again, then the shares that are weighed."""
 
@@ -87,7 +90,8 @@ class _Decision:
         is_open = bool(self._tiers and may_leave(self._cut.saved))
         if homes is None and not is_open and not self._may_remake:
             budget.plan_saved(self._cut.forced)
-            return self._decided(self._cut.forced)
+            self._keep_units(self._spare)
+            return self._decided(self._cut.forced)  # words say the rest
         trial = budget if homes is not None or is_open else copy.copy(budget)  # it checks as it always does if nothing leaves
         base = SavedChoices(self._cut, trial, self._tiers, self._rates)
         with outside_tracing():
@@ -105,7 +109,29 @@ class _Decision:
         if self._remakable is not None:
             forward, backward = self._cut.graphs
             self._remakable.plan(forward, backward, share.blocks)
+        self._keep_units(lambda: -over.device)
         return self._told(self._decided(best.moving), over, is_tight=bool(best.moving or share.blocks))
+
+    def _keep_units(self, spare: Callable[[], int]) -> None:
+        """Let full units stay gathered for the backward in what is left on the device."""
+        cut = self._cut
+        self._kept = keep_units(
+            cut.graphs,
+            cut.own_outputs or 0,
+            self._config,
+            self._budget,
+            bucket_bytes=cut.bucket_bytes,
+            spare=spare,
+            together=self._together,
+        )
+
+    def _spare(self) -> int:
+        """Return the bytes that the device's cap leaves where words have decided about everything."""
+        trial = copy.copy(self._budget)
+        trial.decide_for_all(trial.unseen, strict=False)
+        base = SavedChoices(self._cut, trial, (), self._rates)
+        base.account(self._fit(trial, base.scheduled))
+        return -base.excess(self._placements, base.choices[0]).device
 
     def _fit(self, budget: GraphBudget, scheduled: Sequence[fx.Graph]) -> Fit:
         homes, results = self._homes, self._cut.own_outputs if self._has_backward else None
@@ -188,10 +214,10 @@ class _Decision:
         caps = ((Tier.DEVICE, budget.device_cap, over.device), (Tier.HOST, budget.caps.host, over.host))
         used = [(tier, cap + more, cap) for tier, cap, more in caps if tier in self._context.link.topology.sides]
         if homes is not None:
-            decision.told = partial(homes.told, used, tell_saved(decision.saved))
-        elif is_tight:
-            decision.told = partial(tell_saved, decision.saved, used=used)
-        if not budget.measuring and (homes is not None or is_tight):
+            decision.told = partial(homes.told, used, "     ".join(filter(None, [tell_saved(decision.saved), self._kept])))
+        elif is_tight or self._kept:
+            decision.told = partial(tell_saved, decision.saved, used=used, kept=self._kept)
+        if not budget.measuring and (homes is not None or is_tight or self._kept):
             self._context.plans.append(decision.told)
         return decision
 

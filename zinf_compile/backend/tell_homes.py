@@ -43,14 +43,16 @@ def tell_homes(
     return f"{head}\n  {'     '.join(filter(None, [shares_line(problem, homes), saved]))}"
 
 
-def tell_saved(found: Mapping[str, int], *, used: Sequence[tuple[Tier, int, int]] = ()) -> str:
+def tell_saved(found: Mapping[str, int], *, used: Sequence[tuple[Tier, int, int]] = (), kept: str = "") -> str:
     """Return the share of saved values by what becomes of them, given their bytes; empty where nothing is saved.
 
-    `used`: memories of (tier, bytes, cap), for a line of their own in front where nothing else was decided.
+    `used`: memories of (tier, bytes, cap), for a line of their own in front where nothing else was decided. `kept`: what was
+    decided for gathered units.
     """
     total = sum(found.values())
     shares = ", ".join(f"{word} {count / total:.0%}" for word, count in found.items() if count)
     text = f"activations  {shares}" if shares else ""
+    text = "     ".join(filter(None, [text, kept]))
     return f"plan for activations of {_size(total)}: {', '.join(_memories(used))}\n  {text}" if used else text
 
 

@@ -6,6 +6,7 @@
 | `zinf::all_gather(unit, group, dtype=)`   | shards of all ranks -> full unit; starts the transfer, returns a handle    |
 | `zinf::wait(handle)`                      | the full unit, usable after this node                                      |
 | `zinf::release(full)`                     | this graph needs the full unit no longer                                   |
+| `zinf::keep_for_backward(full)`           | the full unit as a value that the forward saves: its backward reads that   |
 | `zinf::gather_rows(unit, indices, src)`   | the rows of the unit at these indices, from shards of all ranks            |
 | `zinf::reduce_scatter(grad, unit, group)` | full gradient -> averaged shard; starts it, returns a gradient handle      |
 | `zinf::swap_out(grad, src, dst)`          | moves a reduced gradient's shard by one hop; starts it, as a handle        |
@@ -37,6 +38,9 @@ input, and has the value itself from its own `wait_value`.
 A saved value that is dropped is made again: the backward runs the forward's own regions a second time, in front of the one that
 reads it. A region that draws random numbers finds the generator's state as it was in the forward, and leaves it as it found it.
 
+A unit that is kept for the backward is one of the values that a forward saves, under the name of `keep_for_backward`'s result:
+its memory stays where the gather put it, the backward gathers nothing, and `release` lets go of the forward's own name of it.
+
 A gather is a transfer between ranks, a swap one of a rank's own shard: with N ranks 1/N of the unit. With parameters on a drive,
 two hops from the device, the middle of a forward is, with one group of layers in each stage:
 
@@ -58,7 +62,7 @@ from zinf_compile.ir.tiers import Tier
 
 from .op_spec import COPY_IN, COPY_OUT, GATHER, LONE_GROUP, READ, REDUCE, WRITE, OpSpec, Volume, define
 from .random_states import ACCELERATOR_STATE_BYTES, STATE_BYTES, set_state_of, state_of
-from .steps import Gather, GatherRows, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
+from .steps import Gather, GatherRows, KeepUnit, Reduce, ReduceBuffer, Release, SwapIn, SwapOut, Wait
 from .tiling import tile_stride
 from .value_steps import CopyValue, DropValue, RandomState, SetRandomState, SwapValuesIn, SwapValuesOut, WaitValue
 
@@ -89,6 +93,10 @@ def _wait(handle: torch.Tensor) -> torch.Tensor:
 
 def _release(full: torch.Tensor) -> None:
     return None
+
+
+def _keep_for_backward(full: torch.Tensor) -> torch.Tensor:
+    return _in_own_memory(full)
 
 
 def _reduce_scatter(
@@ -267,6 +275,9 @@ set_random_state = define(
     )
 )
 wait = define(OpSpec(name="wait", schema="(Tensor handle) -> Tensor", kernel=_wait, step=Wait.of))
+keep_for_backward = define(
+    OpSpec(name="keep_for_backward", schema="(Tensor full) -> Tensor", kernel=_keep_for_backward, step=KeepUnit.of)
+)
 release = define(OpSpec(name="release", schema="(Tensor full) -> ()", kernel=_release, step=Release.of))
 reduce_buffer = define(
     OpSpec(name="reduce_buffer", schema="(Tensor unit) -> Tensor", kernel=_reduce_buffer, step=ReduceBuffer.of, compute=True)

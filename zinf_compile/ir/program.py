@@ -123,6 +123,8 @@ class Program:
     """Input register of a parameter -> the tier to which its gradient leaves; those that stay on the device are left out."""
     sequence: tuple[str, ...]
     """The collectives in order, one line each: what all ranks must agree on."""
+    kept: frozenset[int] = frozenset()
+    """Registers of gathers whose unit is kept for the backward."""
     leaving: tuple[tuple[str, int], ...] = ()
     """Tier and bytes of each saved memory that leaves the device; 0 bytes where these change from call to call."""
 

@@ -211,6 +211,28 @@ class Release:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class KeepUnit:
+    """Save a full unit for the backward, in the memory that it was gathered into."""
+
+    full: int
+    out: int
+
+    @classmethod
+    def of(cls, issued: Sequence[Issued]) -> KeepUnit:
+        """Make one step of one unit."""
+        (only,) = issued
+        return cls(only.args["full"], only.out)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.full,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Reduce:
     """Start reduce-scattering gradients, all in one transfer."""
 

@@ -110,7 +110,7 @@ class GraphBudget:
             config,
             context.device,
             context.link.topology,
-            outside=outside_bytes(config, context, inputs) + self._rounding(self.placements).total,
+            outside=outside_bytes(config, context, inputs).more(self._rounding(self.placements).total),
             gradient_stays=self._gradient_stays,
         )
         known = [inputs[slot.index] for slot in slots]
@@ -253,6 +253,7 @@ class GraphBudget:
             compute=transient.compute.peak,
             results=transient.compute.results,
             rounding=self._rounding(self.placements).gathers,
+            saved_outside=self.compute.saved_outside,
             chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
             passing_host=taken.host,
             staging=staging or None,
@@ -289,12 +290,8 @@ class GraphBudget:
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
         stay, reserved = least - chunk - most - self.promised.device, _reserved(self.promised.device)
         computing = transient.compute
-        named = (
-            f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
-            f"{computing.temporaries:,} temporaries of compute, "
-            if computing.peak
-            else ""
-        )
+        saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
+        named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
         outside = f"{computing.outside:,} are tensors outside of this graph and rounding, " if computing.outside else ""
         self._needs.note(
             Need(

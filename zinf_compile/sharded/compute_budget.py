@@ -31,6 +31,19 @@ from .short_ranks import Lack
 from .shortage import gradient_bytes
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outside:
+    """Bytes of the device that nothing of a graph holds, as found when it is compiled."""
+
+    bytes: int
+    saved: int
+    """Of these, what other graphs had saved then, or returned: each call counts that anew."""
+
+    def more(self, count: int) -> Outside:
+        """Return the same with more bytes."""
+        return dataclasses.replace(self, bytes=self.bytes + count)
+
+
 class GraphCompute:
     """Measures the graphs of one captured graph in the order in which they are compiled: forward, then backward.
 
@@ -43,13 +56,13 @@ class GraphCompute:
         device: torch.device,
         topology: Topology,
         *,
-        outside: int,
+        outside: Outside,
         gradient_stays: Callable[[ParameterSlot], bool],
     ) -> None:
         self.counts = config.device_memory is not None
         self._by_operator = config.compute == "fx"
         self._device, self._topology = device, topology
-        self.outside = outside
+        self.outside, self.saved_outside = outside.bytes, outside.saved
         self._gradient_stays = gradient_stays
         self._is_backward = False
         self._results: int | None = None
@@ -135,21 +148,21 @@ def rounding_bytes(
     return Rounding(held * DEVICE_ROUNDING, gathers * DEVICE_ROUNDING)
 
 
-def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> int:
+def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> Outside:
     """Return the bytes of an accelerator's memory that are the user's own, beside `inputs` of a graph.
 
     On the CPU nothing tells whose memory is whose: there it is what other graphs have saved.
     """
     if config.device_memory is None:
-        return 0
+        return Outside(0, 0)
     found = _outside(context, inputs)
-    if found:
+    if found.bytes:
         gc.collect()  # what nobody uses any more
         found = _outside(context, inputs)
     return found
 
 
-def _outside(context: Context, inputs: Sequence[Any]) -> int:
+def _outside(context: Context, inputs: Sequence[Any]) -> Outside:
     memory, device = context.memory, context.device
     with no_torch_function():
         storages = {
@@ -157,8 +170,8 @@ def _outside(context: Context, inputs: Sequence[Any]) -> int:
         }
     live = memory.activations.held(given=frozenset(storages))
     if device.type == "cpu":
-        return live
-    return max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values()))
+        return Outside(live, live)
+    return Outside(max(live, allocated_bytes(device) - memory.ledger.held() - sum(storages.values())), live)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +179,15 @@ class Call:
     """What a call of a forward, or of a graph without a backward, needs beside what is held when it begins, in bytes."""
 
     passing: int
-    """The most that it or its backward holds at once."""
+    """The most that it or its backward holds at once, without what is outside of it."""
     saved: int
     """What it leaves to its backward, and its results."""
     results: int
     """Results of the call before that `passing` includes."""
+    saved_outside: int
+    """What other graphs had saved when this one was compiled, which reservations include."""
     outside: int
-    """Of `passing`, what others held when the graph was compiled, and the allocator's rounding."""
+    """Beside `passing`: what others than graphs held when it was compiled, and the allocator's rounding."""
 
 
 def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None:
@@ -180,10 +195,11 @@ def call_of(compute: GraphCompute, claims: Sequence[Reservation]) -> Call | None
     if not compute.counts or not claims:
         return None
     return Call(
-        passing=max(claim.passing for claim in claims),
+        passing=max(claim.passing for claim in claims) - compute.outside,
         saved=compute.saved,
         results=max(claim.results for claim in claims),
-        outside=compute.outside,
+        saved_outside=compute.saved_outside,
+        outside=compute.outside - compute.saved_outside,
     )
 
 
@@ -208,18 +224,19 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
         mine = memory.ledger.held() + live + sum(_sizes(args, context.device))
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
     memory.taken = beside + user
-    more = max(beside + call.passing, call.saved + claims.passing if beside else 0) + user
+    more = max(beside + call.passing + call.outside, call.saved + claims.passing_alone if beside else 0) + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients
-    beside = more - call.passing
+    beside = more - call.passing - call.outside
     return Lack(
         needed=held + more,
         cap=cap,
-        works=claims.works(Tier.DEVICE, held + beside),
+        works=claims.works(Tier.DEVICE, held + beside - call.saved_outside),
         text=f"this call needs {held + more:,} bytes on {context.device}: {held:,} for what is held and for gradients, "
         f"{beside - user:,} are activations and results of earlier calls whose backward is still to come, or that are kept, "
-        f"{user + call.outside:,} are taken by others, {call.passing - call.outside:,} are needed at once. Run their "
-        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive",
+        f"{user + call.outside:,} are taken by others, {call.passing:,} are needed at once. Run their "
+        "backwards first, keep fewer results, or use smaller batches; activations='nvme' moves all that is saved to a drive"
+        + (", reshard_after_forward=True keeps no parameter gathered for its backward" if any(claims.kept.values()) else ""),
     )
 
 
