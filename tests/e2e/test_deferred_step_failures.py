@@ -140,7 +140,7 @@ sys.path[:0] = {[str(SUPPORT), str(Path(__file__).parent)]!r}
 import torch, zinf_compile
 model = None
 atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
-from test_deferred_step import TiedWords, adamw, compiled, delay, options_for, plain_step, tokens
+from deferred_steps import TiedWords, adamw, compiled, delay, options_for, plain_step, tokens
 model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}, piece=128))
 optimizer = adamw(model.parameters())
 for number in range(3):
