@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from zinf_compile.ir.checkpoint_folder import CheckpointFolder
 from zinf_compile.ir.compute_shape import ComputeShape
+from zinf_compile.ir.file_digest import with_digest
 from zinf_compile.ir.placements import KINDS
 from zinf_compile.ir.reduce_types import parse_dtype
 from zinf_compile.ir.saved_memory import RECOMPUTE
@@ -223,13 +224,12 @@ class Config:
         return (
             f"compute={self.compute} mode={self.mode} bucket={self.bucket_bytes} "
             f"chunk_loss={self.chunk_loss} params={self.params} grads={self.grads} "
-            f"optimizer={self.optimizer} update={self.update} master={self.master} "
-            f"reduce_dtype={self.reduction} "
+            f"optimizer={self.optimizer} update={self.update} master={self.master} reduce_dtype={self.reduction} "
             f"tile={self.tile_bytes} device_memory={self.device_memory} host_memory={self.host_memory} timeout_s={self.timeout_s}"
             + (f" checkpoint={self.checkpoint_folder()}" if self.checkpoint is not None else "")
             + (f" activations={self.activations}" if self.activations != AUTO else "")
             + (f" reshard_after_forward={self.reshard_after_forward}" if self.reshard_after_forward != AUTO else "")
-            + (f" machine={self.machine_name()}" if self.machine is not None else "")
+            + (f" machine={with_digest(self.machine)}" if self.machine is not None else "")
             + (f" planner={self.planner_name()}" if self.planner is not None else "")
             + (f" compute_shape={sorted(self._pinned().items())}" if self.compute_shape else "")
         )

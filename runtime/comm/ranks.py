@@ -69,6 +69,8 @@ class Ranks:
         """Whether there are other ranks to speak with."""
         self._waiting = waiting
         self._signatures: set[str] = set()
+        self._options = [""]
+        """Those of the last compilation; one list for all `Ranks` that are made of these."""
         self._process = os.getpid()
         self._members: list[int] = []
         self._control: dist.ProcessGroup | None = None
@@ -143,6 +145,7 @@ class Ranks:
 
     def admit(self, signature: str) -> None:
         """Check, the first time these options are used, that all ranks use them."""
+        self._options[0] = f"options {signature}"
         if signature not in self._signatures:
             self.agree([f"options {signature}"], what="starting", mismatch=OptionError)
             self._signatures.add(signature)
@@ -171,7 +174,7 @@ class Ranks:
         everyone = self._gather(torch.tensor([mine, bits]), f"{what} ({lines[0]})" if lines else what, within_s)
         digests, values = zip(*(pair.tolist() for pair in everyone), strict=True)
         if any(other != mine for other in digests):
-            text = json.dumps([what, *lines, *details()]).encode()
+            text = json.dumps([what, self._options[0], *lines, *details()]).encode()
             comparing = f"{what} (comparing ranks)"
             sizes = torch.cat(self._gather(torch.tensor([len(text)]), comparing, within_s)).tolist()
             padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8)
@@ -337,14 +340,16 @@ class Ranks:
 
 
 def _first_difference(described: list[list[str]]) -> str:
-    first, *expected = described[0]
-    for rank, (what, *lines) in enumerate(described):
+    first, of_first, *expected = described[0]
+    for rank, (what, options, *lines) in enumerate(described):
         for here, there in itertools.zip_longest(lines, expected, fillvalue="nothing more"):
             if here != there:
                 text = (
                     f"the ranks are not doing the same thing; first difference: rank 0, {first}, has {there!r}; rank {rank}, "
                     f"{what}, has {here!r}. Every rank must use the same options and run the same graphs in the same order."
                 )
+                if of_first != options and (there, here) != (of_first, options):  # known to one rank, new to another
+                    text = f"{text} Rank 0 has {of_first!r}; rank {rank} has {options!r}."
                 if differ_in_steps(here, there):
                     text = f"{text} {ADVICE}"
                 if ENDING in (first, what) and first != what:

@@ -64,9 +64,12 @@ class DeviceArena:
     """Lends memory of a device, which comes back by itself when the last tensor on it is dropped.
 
     Every loan has a place in an address space without end, the first that is large enough. The arena covers as much of that as
-    was needed so far, once this no longer grows, and no more than `limit` allows; what lies beyond is memory of PyTorch's
+    was needed so far, once this no longer grows and where `limit` allows all of it; what lies beyond is memory of PyTorch's
     allocator, as long as it is lent. So the same loans in the same order, as in each step, are in the arena, and it has no more
     fragments than its first step had. It is allocated anew, larger or smaller, where nothing is lent.
+
+    Where `limit` is less than was needed there is no arena. A part of one would lie idle beside the loans that it has no place
+    for: both together may be far more than is lent.
 
     `account` is told of each change of the bytes that the arena has beside what is lent. Any thread may call, and drop tensors.
     """
@@ -115,6 +118,13 @@ class DeviceArena:
             self._take_back()
             return self._size + sum(lease.size for lease in list(self._leases.values()) if lease.fresh)
 
+    def trim(self) -> None:
+        """Give the arena back to PyTorch's allocator if it is larger than is allowed by now, where nothing is lent."""
+        with self._lock:
+            self._take_back()
+            if not self._lent and self._allowed() < self._size:
+                self._resize(0)
+
     def clear(self) -> None:
         """Give the arena back to PyTorch's allocator, now or when the last loan comes back, and forget how much was needed."""
         self._let_go = True
@@ -125,7 +135,7 @@ class DeviceArena:
         stream = torch.accelerator.current_stream(self._device)
         self._take_back()
         if not self._lent:
-            self._fit()
+            self._fit(length)
         found = self._ranges.take(length)
         assert found is not None, "it has no end"
         start, events = found
@@ -178,14 +188,19 @@ class DeviceArena:
             if not self._returned:
                 return
 
-    def _fit(self) -> None:
-        """Make the arena as large as is needed, and allowed; nothing is lent."""
-        limit = self.limit()
-        allowed = self._needed if limit is None else min(self._needed, limit // GRANULE * GRANULE)
+    def _fit(self, length: int) -> None:
+        """Make the arena as large as is needed, and allowed, before a range is lent; nothing else is."""
+        allowed = self._allowed(beside=length)
         grows = self._size < allowed < self._refused and self._needed == self._needed_before
         if grows or allowed < self._size:
             self._resize(allowed)
         self._needed_before = self._needed
+
+    def _allowed(self, *, beside: int = 0) -> int:
+        """Return how large the arena may be, where it has no place for a loan of `beside` bytes beside that as well."""
+        limit = self.limit()
+        held = self._needed + (beside if beside > self._needed else 0)
+        return self._needed if limit is None or held <= limit else 0
 
     def _resize(self, size: int) -> None:
         if self._arena is not None:

@@ -52,6 +52,9 @@ class Memory:
         """What graphs have saved for their backwards, or returned, and is still there."""
         self.saved: weakref.WeakKeyDictionary[object, Mapping[str, int]] = weakref.WeakKeyDictionary()
         """Of each graph that may run, the bytes that a forward saves, by what becomes of them."""
+        self.taken = 0
+        """Bytes of the device beside the runtime's account and what was planned, as the last check of a call saw them: tensors of
+        the user's, and what earlier calls have left there."""
         self._steps, self._trains = 0, False
         if isinstance(gather_memory, DeviceArena):
             gather_memory.account, gather_memory.limit = self.ledger.arena, self._arena_limit
@@ -107,12 +110,17 @@ class Memory:
             with self._waiting():
                 self.pending_gradients.wait()
 
+    def trim_arena(self) -> None:
+        """Keep no more for gathers than the cap leaves now, before a graph runs."""
+        if isinstance(self.gather_memory, DeviceArena) and self.reservations.device_cap is not None:
+            self.gather_memory.trim()
+
     def _arena_limit(self) -> int | None:
         """Return how large an arena for gathers may be that stays, also while nothing is gathered; nothing is lent of it now.
 
         Where nothing is trained, no more than was planned for gathers alone. In the first step none: what it lends in its first
         backwards would lie beside what it has for forwards. Then what the cap leaves beside the most that was held for other
-        things meanwhile.
+        things meanwhile, or was planned to be: states come with the first step, and second gradients with any.
         """
         claims = self.reservations
         if claims.device_cap is None:
@@ -120,8 +128,8 @@ class Memory:
         gathers = max(0, claims.passing - claims.reduced - claims.compute)
         if not self._steps:
             return 0 if self._trains else gathers
-        beside = max(self.ledger.beside_gathers(), self.ledger.total()[0] + claims.reduced) + claims.compute
-        return max(0, claims.device_cap - beside)
+        held = max(self.ledger.beside_gathers(), max(self.ledger.total()[0], claims.beside) + claims.reduced)
+        return max(0, claims.device_cap - held - claims.compute + claims.rounding - self.taken)
 
     def end_step(self) -> None:
         """Note that a step of an optimizer is over."""

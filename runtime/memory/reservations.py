@@ -34,6 +34,8 @@ class Reservation:
     """Bytes of `passing` that are compute's: activations and temporaries."""
     results: int = 0
     """Of these, results of the call before that the caller may still hold."""
+    rounding: int = 0
+    """Of these, what the allocator may add to gathers."""
     saved_outside: int = 0
     """Of `passing`, what other graphs had saved when it was compiled."""
     chunks: Sides = _NONE
@@ -110,6 +112,16 @@ class Reservations:
     def compute(self) -> int:
         """The most activations and temporaries of any of them."""
         return max((reservation.compute for reservation in self._made), default=0)
+
+    @property
+    def rounding(self) -> int:
+        """What the allocator may add to gathers in all of them."""
+        return min((reservation.rounding for reservation in self._made if reservation.compute), default=0)
+
+    @property
+    def beside(self) -> int:
+        """The most of the device that any of them has planned for all that isn't transient: states and gradients to come too."""
+        return max((made.works.device - made.least.device for made in self._made), default=0)
 
     @property
     def passing_host(self) -> int:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deferred_steps import Compile, both, check, compare, deferring, delay, is_late, step_on
 from marks import more
-from models import CASES, TiedWords, loss_of, tokens
-from optimizers import OPTIMIZERS, assert_same_states
-from paths import SUPPORT
-from programs import run_program
-from tiers import Placement, compiled, context_of, let_steps_end, options_for
+from models import CASES, loss_of, tokens
+from optimizers import OPTIMIZERS
+from tiers import context_of, let_steps_end
 from torch import nn
 from torch.optim import Optimizer
-from training import accumulating_step, adamw, assert_same, plain_step
+from training import accumulating_step, assert_same, plain_step
 from twin_models import Twins
 
 import zinf_compile
 from zinf_compile._torch import compile_lock
-from zinf_compile.errors import PartitionedParameterError, StepFailedError
-from zinf_compile.optim.record import OptimizerRecord, State, record_of
-from zinf_compile.runtime.device.simulated import SimulatedDevice, simulating
+from zinf_compile.errors import PartitionedParameterError
 from zinf_compile.runtime.units.pending_updates import Updates
 
 pytestmark = [
@@ -39,67 +32,12 @@ pytestmark = [
     pytest.mark.keeps_graphs,
 ]
 
-Compile = Callable[[nn.Module], nn.Module]
-Sides = list[tuple[nn.Module, Optimizer]]
-
-
-DRIVE = ("nvme", "nvme", "nvme"), False
-PLACES: dict[str, tuple[Placement, bool]] = {
-    "drive": DRIVE,
-    "drive apart": (("nvme", "nvme", "nvme"), True),
-    "memory apart": (("device", "device", "host"), True),
-    "host apart": (("host", "host", "host"), True),
-}
-"""Tiers, and whether beside a device with memory of its own."""
-
 
 @pytest.fixture(scope="module", params=["drive", "memory apart", "host apart", more("drive apart")])
 def on_drive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return what compiles a model so that its steps are deferred."""
-    placement, apart = PLACES[request.param]
-    options = options_for(placement, tmp_path_factory.mktemp("drive"), piece=128)
-    with simulating(SimulatedDevice()) if apart else contextlib.nullcontext():
-        torch.compiler.reset()
-        yield lambda model: compiled(model, options)
-
-
-def both(on_drive: Compile, make: Callable[..., Optimizer] = adamw, *, steps: int = 2) -> Sides:
-    """Return an eager model and its twin on the drive, each with its optimizer; the last of some steps is a late one."""
-    sides = Twins(TiedWords, on_drive, make).sides
-    for number in range(steps):
-        step_on(sides, number)
-    return sides
-
-
-def step_on(sides: Sides, number: int) -> None:
-    """Take one step with each and compare the losses, nothing else: that would wait for the update."""
-    losses = [plain_step(model, optimizer, tokens(number)).detach() for model, optimizer in sides]
-    assert_same(f"loss of step {number}", *losses)
-
-
-def check(sides: Sides) -> None:
-    """Take one step more, then compare."""
-    step_on(sides, 99)
-    compare(sides)
-
-
-def compare(sides: Sides) -> None:
-    """Compare parameters and states."""
-    (eager, first), (ours, second) = sides
-    whole = zinf_compile.full_state_dict(ours)
-    for name, value in eager.state_dict().items():
-        assert_same(name, value, whole[name])
-    assert_same_states(first, second)
-
-
-def is_late(optimizer: Optimizer) -> bool:
-    """Say whether the last step left something to be done."""
-    return record_of(optimizer).deferred is not None
-
-
-def delay(model: nn.Module) -> None:
-    """Let what is left of the next step begin a little later."""
-    context_of(model).lanes.update.submit(lambda: time.sleep(0.05))
+    with deferring(request.param, tmp_path_factory.mktemp("drive")) as compile_it:
+        yield compile_it
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -386,81 +324,6 @@ def test_an_optimizer_may_go_while_its_step_is_left(on_drive: Compile) -> None:
     assert [ref() for ref in gone] == [None, None]
 
 
-def break_step(optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], object] = let_steps_end) -> None:
-    """Take a step that fails after its first chunk, beside whatever comes next."""
-
-    mark_incomplete = OptimizerRecord.mark_incomplete
-
-    def fail(record: OptimizerRecord, *arguments: Any) -> None:
-        if record.state is State.DEFERRED:
-            raise OSError("no such drive")
-        mark_incomplete(record, *arguments)
-
-    zinf_compile.synchronize()
-    with monkeypatch.context() as patch:
-        patch.setattr(OptimizerRecord, "mark_incomplete", fail)
-        optimizer.step()
-        meanwhile()
-        let_steps_end()
-
-
-@pytest.mark.parametrize("told", ["forward", "step", "save", "states", "synchronize"])
-def test_a_step_that_fails_later_tells_who_needs_it(told: str, on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = both(on_drive, steps=3)
-    (eager, first), (ours, second) = sides
-    break_step(second, monkeypatch)
-    asks: dict[str, Callable[[], Any]] = {
-        "forward": lambda: ours(*tokens(3)),
-        "step": second.step,
-        "save": lambda: zinf_compile.full_state_dict(ours),
-        "states": second.state_dict,
-        "synchronize": zinf_compile.synchronize,
-    }
-    middle = "ended in the middle, at chunk 1: some parameters and states are updated.*Load a checkpoint"
-    with pytest.raises(StepFailedError, match=f"{middle}.*Cause: no such drive"):
-        asks[told]()
-    with pytest.raises(StepFailedError, match=middle):
-        second.step()
-    zinf_compile.load_full_state_dict(ours, eager.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    check(sides)
-
-
-def test_who_replaces_everything_need_not_be_told(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = both(on_drive, steps=3)
-    (eager, first), (ours, second) = sides
-    break_step(second, monkeypatch)
-    zinf_compile.load_full_state_dict(ours, eager.state_dict())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    check(sides)
-
-
-def test_values_loaded_while_the_step_fails_are_whole(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading waits for the step, which fails then: what was loaded is not marked incomplete by that."""
-    sides = both(on_drive, steps=3)
-    (eager, first), (ours, second) = sides
-    zinf_compile.synchronize()
-    begin = threading.Event()
-    context_of(ours).lanes.update.submit(lambda: begin.wait(60))
-
-    def load() -> None:
-        threading.Timer(0.5, begin.set).start()
-        zinf_compile.load_full_state_dict(ours, eager.state_dict())
-
-    break_step(second, monkeypatch, load)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    check(sides)
-
-
-def test_who_replaces_the_states_alone_is_told_by_the_next_read(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = both(on_drive, steps=3)
-    (_, first), (ours, second) = sides
-    break_step(second, monkeypatch)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    with pytest.raises(StepFailedError, match="ended in the middle"):
-        ours(*tokens(3))
-
-
 def test_nothing_is_updated_while_dynamo_compiles(on_drive: Compile) -> None:
     """Optimizers that aren't fused go by `torch.compiler.is_compiling()`, which is true in all threads then."""
 
@@ -487,60 +350,9 @@ def test_nothing_is_updated_while_dynamo_compiles(on_drive: Compile) -> None:
     check(sides)
 
 
-def test_a_forked_child_is_told(on_drive: Compile) -> None:
-    sides = both(on_drive)
-    zinf_compile.synchronize()
-    delay(sides[1][0])
-    for _, optimizer in sides:
-        optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads, from Python 3.12 on
-        child = os.fork()
-    if not child:
-        try:
-            sides[1][1].state_dict()
-        except StepFailedError as error:
-            os._exit(0 if "forked" in str(error) else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    check(sides)
-
-
-def test_a_handler_at_exit_may_save_what_a_step_left(tmp_path: Path) -> None:
-    program = f"""
-import atexit, sys
-sys.path[:0] = {[str(SUPPORT), str(Path(__file__).parent)]!r}
-import torch, zinf_compile
-model = None
-atexit.register(lambda: print(sum(t.numel() for t in zinf_compile.full_state_dict(model).values())))
-from test_deferred_step import TiedWords, adamw, compiled, delay, options_for, plain_step, tokens
-model = compiled(TiedWords(), options_for(("nvme",) * 3, {str(tmp_path)!r}, piece=128))
-optimizer = adamw(model.parameters())
-for number in range(3):
-    zinf_compile.synchronize()
-    if number == 2:
-        delay(model)
-    plain_step(model, optimizer, tokens(number))
-"""
-    run = run_program(program)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(sum(value.numel() for value in TiedWords().state_dict().values()))
-    assert "Error" not in run.stderr
-
-
 def test_gradients_are_let_go_of_as_they_are_applied(on_drive: Compile) -> None:
     """One place for each gradient is enough for a loop that doesn't accumulate."""
     sides = both(on_drive, steps=6)
     check(sides)
     rooms = {p._zinf_unit.gradient_pool[0] for p in sides[1][0].parameters() if p._zinf_unit.gradient_pool}  # type: ignore[union-attr,attr-defined]
     assert all(len({id(shards) for free in room._free for shards in free}) <= 1 for room in rooms)
-
-
-def test_a_failure_that_nobody_asks_for_keeps_nothing_alive(on_drive: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = both(on_drive, steps=3)
-    break_step(sides[1][1], monkeypatch)
-    gone = [weakref.ref(sides[1][1]), weakref.ref(next(sides[1][0].parameters()))]
-    sides.clear()
-    torch.compiler.reset()
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]

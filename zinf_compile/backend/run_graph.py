@@ -35,6 +35,7 @@ def runner(
             context.memory.begin_graph(makes_gradients=makes_gradients)
             now, (space, lack_of_space) = live.program, saved.reserve()
             units = live.binder.bind(args, lacks_space=lack_of_space)
+            context.memory.trim_arena()  # the check has seen what others have taken
             given = storages_of(args) if counts else None
             results = execute(now, units, context, args, ShardedGradient, space=space)
             if given is not None:

@@ -24,6 +24,8 @@ gradient_reductions — Largest element, sum and other numbers of whole gradient
 gradient_scaling — What `GradScaler` does to partitioned gradients: unscaling them, and whether all are finite.
 gradient_types — The type that a gradient shows, its parameter's, beside the one in which its shard is kept, and how
     arithmetic keeps both.
+graph_needs — What the forward and the backward of one captured graph need within the caps, and the refusal that names a
+    cap for both.
 hollow_calls — Calls on parameters whose own memory is hollow: one handling for partitioned parameters and for
     materializing ones.
 homes_ahead — Homes of parameters that are partitioned before any graph is known.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
 
-from zinf_compile.config import Config, tile_range
-from zinf_compile.errors import BudgetError
+from zinf_compile.config import Config
 from zinf_compile.ir.placements import Placements
 from zinf_compile.ir.program import ParameterSlot
 from zinf_compile.ir.saved_memory import SavedMemory, bytes_in_memory
@@ -35,10 +35,11 @@ from zinf_compile.runtime.units.unit import Unit
 
 from .caps import Caps, find_caps, held_bytes
 from .compute_budget import Call, GraphCompute, call_of, outside_bytes, rounding_bytes
+from .graph_needs import GraphNeeds
 from .parameter import ShardedParameter, unit_of
 from .promised import bytes_beside, not_held_yet, transient_of_unseen, unseen_parameters
-from .short_ranks import SIDES, Lack, any_rank_short, is_any_short, largest_of_ranks, least_of_ranks, worst_of_ranks
-from .shortage import Need, advice, find_smallest, refusal, refusal_elsewhere
+from .short_ranks import least_of_ranks
+from .shortage import Need, advice
 
 _unplanned: weakref.WeakSet[Unit] = process_wide(weakref.WeakSet())
 """Units that were made before any graph: nothing has planned for their gradients and updates yet."""
@@ -91,12 +92,12 @@ class GraphBudget:
         self._strict = False
         self.later = self.promised = Sides(0, 0)
         """Transient memory of parameters that no graph has seen yet; what other graphs don't hold yet."""
-        self._needs: list[Need] = []
         self._claims: list[Reservation] = []
         """The graph's reservations; they count for as long as this object lives, which is as long as the compiled graph."""
         self._checked = False
         self.measuring = measuring
         self._together = together and context.size > 1
+        self._needs = GraphNeeds(context, together=self._together)
         self.signature, self._tile = config.signature(), config.tile_bytes
         self.context, self._bucket = context, config.shape().bucket_of(slots)
         self._slots, self._size, self._topology = slots, shard_group_of(units.values(), context).size, context.link.topology
@@ -104,11 +105,12 @@ class GraphBudget:
         self.saved_on_host, self._saves_on_drives = 0, False
         """Of values that a forward saves for its backward: bytes in host memory, and whether any are on drives."""
         self.place(placements or Placements(config.placement(), {index: unit.placement for index, unit in units.items()}))
+        self._rounding = functools.partial(rounding_bytes, config, slots, topology=context.link.topology, size=self._size)
         self.compute = GraphCompute(
             config,
             context.device,
-            topology := context.link.topology,
-            outside=outside_bytes(config, context, inputs).more(rounding_bytes(config, slots, self.placements, topology)),
+            context.link.topology,
+            outside=outside_bytes(config, context, inputs).more(self._rounding(self.placements).total),
             gradient_stays=self._gradient_stays,
         )
         known = [inputs[slot.index] for slot in slots]
@@ -250,6 +252,7 @@ class GraphBudget:
             backward=not self.compute.is_forward,
             compute=transient.compute.peak,
             results=transient.compute.results,
+            rounding=self._rounding(self.placements).gathers,
             saved_outside=self.compute.saved_outside,
             chunks=Sides(self.model.chunk.device * plan.chunk_buffers, self.model.chunk.host * plan.chunk_buffers),
             passing_host=taken.host,
@@ -285,15 +288,16 @@ class GraphBudget:
         here = model.resident.device + chunk + most + self.promised.device
         least = here + self._held(context.memory.ledger, here, cap)
         gathered, reduced = transient.gathered + transient.rows, transient.reduced + transient.converted
+        stay, reserved = least - chunk - most - self.promised.device, _reserved(self.promised.device)
         computing = transient.compute
         saved = f"{computing.activations:,} are activations (values saved for the backward, inputs and results), "
         named = saved + f"{computing.temporaries:,} temporaries of compute, " if computing.peak else ""
         outside = f"{computing.outside:,} are tensors outside of this graph and rounding, " if computing.outside else ""
-        self._note(
+        self._needs.note(
             Need(
                 side=Tier.DEVICE,
-                text=f"the model needs {least:,} bytes on {context.device} of each rank: {least - chunk - most:,} stay there "
-                f"(parameters and gradients whose tier that is), {gathered:,} are gathered at once (with "
+                text=f"the model needs {least:,} bytes on {context.device} of each rank: {stay:,} stay there "
+                f"(parameters and gradients whose tier that is), {reserved}{gathered:,} are gathered at once (with "
                 f"{transient.largest or 'nothing'}), {reduced:,} are full gradients in flight, {named}{outside}"
                 f"{chunk:,} one chunk of the optimizer's step, {most - gathered - reduced - computing.peak:,} for gradients read "
                 "back and blocks in flight to a drive",
@@ -305,7 +309,8 @@ class GraphBudget:
                 source=self.caps.device_source if cap == self.caps.device else self.caps.host_source,
                 advice=advice(self.placements.nearest(self._slots), topology=topology, side=Tier.DEVICE, several=gathered > 0),
                 strict=self._strict,
-            )
+            ),
+            at_once=self._checked,
         )
         others = self.saved_by_others(self.compute.saved)
         return _Side(cap, max(0, cap - least - added - others), least + added - second)
@@ -318,11 +323,12 @@ class GraphBudget:
         most = max(transient.least.host, self.later.host)
         here = model.resident.host + chunk + most + self.promised.host + self.saved_on_host
         least = here + self._held(context.memory.host_ledger, here, cap)
-        fixed = least - chunk - most - self.saved_on_host
-        self._note(
+        fixed = least - chunk - most - self.saved_on_host - self.promised.host
+        self._needs.note(
             Need(
                 side=Tier.HOST,
                 text=f"the model needs {least:,} bytes of host memory for each rank: {fixed:,} of parameters and gradients, "
+                f"{_reserved(self.promised.host)}"
                 f"{most:,} in flight from drives and to them, {chunk:,} for one chunk of the optimizer's step"
                 + (f", {self.saved_on_host:,} of activations" if self.saved_on_host else ""),
                 fixed=least - most,
@@ -333,7 +339,8 @@ class GraphBudget:
                 source=self.caps.host_source,
                 advice=advice(self.placements.nearest(self._slots), topology=context.link.topology, side=Tier.HOST),
                 strict=self._strict,
-            )
+            ),
+            at_once=self._checked,
         )
         return _Side(cap, max(0, cap - least - added), least + added)
 
@@ -343,40 +350,14 @@ class GraphBudget:
         `measure` returns the budget of the same graphs for another `device_memory`, where their tiles would follow from that.
         """
         self._checked = True
-        lacks = {side: self._lack(side) for side in SIDES}
-        if any_rank_short(self.context, lacks, what="planning within the caps") if self._together else is_any_short(lacks):
+        lacks = self._needs.lacks()
+        if self._needs.is_short(lacks):
             self._claims.clear()  # the error's traceback keeps this object alive, and the graph won't run
-            error = self._refusal(lacks, measure)
+            error = self._needs.refusal(self, self.caps, lacks, measure)
             self.context.memory.reservations.caps = self._caps_before
             raise error
         for unit in self._units.values():
             _unplanned.discard(unit)
-
-    def _refusal(self, lacks: Mapping[Tier, Lack], measure: Callable[[int], GraphBudget] | None) -> BudgetError:
-        """Return the error that names a cap with which the graphs work, on all ranks where these refuse together."""
-
-        def of_all(number: int) -> int:
-            return largest_of_ranks(self.context, number, what="the smallest cap") if self._together else number
-
-        worst = worst_of_ranks(self.context, lacks) if self._together else {}
-        smallest = {side: of_all(self.works(side)) for side in SIDES}
-        if measure is not None and "device_memory" in self.caps.options(self.context.link.topology):
-            known: dict[int, GraphBudget] = {}
-
-            def needed(cap: int) -> int:
-                own = not self._together and tile_range(cap) == tile_range(self.caps.device)  # with the tiles of these graphs
-                known[cap] = self if own else measure(cap)
-                return of_all(known[cap].works(Tier.DEVICE))
-
-            floor = of_all(max((need.fixed + need.added_by_steps for need in self._needs if need.side == Tier.DEVICE), default=0))
-            smallest[Tier.DEVICE] = find_smallest(needed, floor=floor, edges=tile_range)
-            smallest[Tier.HOST] = of_all(known[max(known)].works(Tier.HOST))
-        return refusal(self._needs, smallest) or refusal_elsewhere(self._needs, smallest, worst)
-
-    def _lack(self, side: Tier) -> Lack:
-        here = [need for need in self._needs if need.side == side]
-        cap = here[0].cap if here else None
-        return Lack(max((need.needed for need in here), default=0), cap, self.works(side))
 
     def call(self) -> Call | None:
         """Return what each call of these graphs is checked for; None where activations don't count."""
@@ -384,14 +365,12 @@ class GraphBudget:
 
     def works(self, side: Tier) -> int:
         """Return the least bytes of "device" or "host" memory with which the graphs seen so far work."""
-        return max((need.works for need in self._needs if need.side == side), default=0)
+        return self._needs.works(side)
 
     def _held(self, ledger: Ledger, more: int, cap: int) -> int:
         cap = sys.maxsize if self.measuring else cap  # what nobody uses went before
         return held_bytes(ledger, more, cap, self.context.memory)
 
-    def _note(self, need: Need) -> None:
-        self._needs.append(need)
-        error = refusal([need], {need.side: need.works}) if self._checked else None
-        if error is not None:
-            raise error
+
+def _reserved(count: int) -> str:
+    return f"{count:,} are reserved for what other graphs compiled in this process take later, " if count else ""

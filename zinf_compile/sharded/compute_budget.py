@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -123,15 +123,33 @@ class GraphCompute:
         return ComputeGraph(graph, self._device, by_operator=self._by_operator)
 
 
-def rounding_bytes(config: Config, slots: Sequence[ParameterSlot], placements: Placements, topology: Topology) -> int:
-    """Return what an accelerator's allocator may add to shards, first and second gradients, and states."""
+class Rounding(NamedTuple):
+    """What an accelerator's allocator may add to what is asked for, in bytes."""
+
+    held: int
+    """To shards, first and second gradients, and states; to full gradients in flight."""
+    gathers: int
+    """To shards that are loaded, and to gathered units."""
+
+    @property
+    def total(self) -> int:
+        """To all of it."""
+        return self.held + self.gathers
+
+
+def rounding_bytes(
+    config: Config, slots: Sequence[ParameterSlot], placements: Placements, *, topology: Topology, size: int
+) -> Rounding:
+    """Return what the allocator of an accelerator may add for these parameters on each of `size` ranks."""
     if config.device_memory is None or not topology.host_apart:
-        return 0
-    found = 0
+        return Rounding(0, 0)
+    held = gathers = 0
     for own in map(placements.of, slots):
         kinds = ((own.params, 1), (own.grads, 2), (own.optimizer, 2 + (own.master is not None)))
-        found += sum(count for tier, count in kinds if topology.side(tier) == Tier.DEVICE)
-    return found * DEVICE_ROUNDING
+        held += sum(count for tier, count in kinds if topology.side(tier) == Tier.DEVICE)
+        held += (size > 1) + topology.is_offloaded(own.grads)
+        gathers += (size > 1) + topology.is_offloaded(own.params)
+    return Rounding(held * DEVICE_ROUNDING, gathers * DEVICE_ROUNDING)
 
 
 def outside_bytes(config: Config, context: Context, inputs: Sequence[Any]) -> Outside:
@@ -209,6 +227,7 @@ def _lack_now(context: Context, call: Call, units: Iterable[Unit | Tile], args: 
     if context.device.type != "cpu":
         mine = memory.ledger.held() + live + sum(_sizes(args, context.device))
         user = max(0, allocated_bytes(context.device) - mine - call.outside)
+    memory.taken = beside + user
     more = max(beside + call.passing + call.outside, call.saved + claims.passing_alone if beside else 0) + user
     gradients = gradient_bytes(context, _without_gradients(units))[Tier.DEVICE]
     held = held_bytes(memory.ledger, more + gradients, cap, memory) + gradients

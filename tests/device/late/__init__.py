@@ -15,6 +15,7 @@ each device that it knows then.
     library.py        the compiled functions
     torch_module.py   torch.late, what torch.get_device_module finds
     controls.py       what tests set and read: delays, held streams, counters, logs, the account of memory
+    memory_watch.py   who has device memory when most of it is held
     checks.py         waiting for events that were never recorded, on PyTorch's own Event and Stream
     dynamo.py         torch.compile's view of the device
     gaps.py           what PyTorch gets wrong for devices outside of it

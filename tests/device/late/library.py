@@ -15,6 +15,7 @@ PATH = build()
 torch.ops.load_library(PATH)
 C = ctypes.CDLL(str(PATH))
 CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+WATCHER = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_int64)
 
 _TEXT, _NUMBER, _SIZE, _ADDRESS, _FLAG, _REAL = (
     ctypes.c_char_p,
@@ -39,6 +40,7 @@ for _name, _result, *_arguments in (
     ("late_register_host", _FLAG, _ADDRESS, _SIZE),
     ("late_unregister_host", _FLAG, _ADDRESS),
     ("late_set_fault_output", None, ctypes.c_int),
+    ("late_watch_memory", None, WATCHER),
     ("late_reset_peak", None),
     ("late_count", None, _TEXT),
     ("late_defect", None, _TEXT, _TEXT),

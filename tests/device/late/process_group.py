@@ -9,7 +9,8 @@ registers itself with PyTorch where `late.process_group` is imported. Tensors of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +64,8 @@ class LateWork(dist.Work):
 class LateGroup(dist.ProcessGroup):
     """One process group: a stream, one gloo group for what runs on it, another one for tensors of the host."""
 
+    takes_host = True
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._device_gloo = dist.ProcessGroupGloo(dist.PrefixStore("late device", store), rank, size, timeout)
@@ -88,6 +91,8 @@ class LateGroup(dist.ProcessGroup):
         """
         written, read = _flat(into), _flat(of)
         if not any(tensor.device.type == "late" for tensor in [*written, *read]):
+            if not self.takes_host:
+                raise ValueError(f"{name}: No backend type associated with device type cpu")
             return call(self._host_gloo, into, of)
         for tensor in [*written, *read]:
             if tensor.device.type != "late" or not tensor.is_contiguous():
@@ -220,6 +225,16 @@ class LateGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._host_gloo.barrier(opts or c10d.BarrierOptions())
+
+
+@contextmanager
+def host_refused() -> Iterator[None]:
+    """Let groups of the device refuse tensors of the host, as NCCL's do."""
+    LateGroup.takes_host = False
+    try:
+        yield
+    finally:
+        LateGroup.takes_host = True
 
 
 def _flat(tensors: Sequence[Any]) -> list[torch.Tensor]:

@@ -73,6 +73,7 @@ int64_t late_events() { return device().events; }
 bool late_register_host(uintptr_t address, size_t bytes) { return device().pinned.enroll(address, bytes); }
 bool late_unregister_host(uintptr_t address) { return device().pinned.withdraw(address); }
 void late_set_fault_output(int file) { device().memory.set_fault_output(file); }
+void late_watch_memory(late::Memory::Watcher watcher) { device().memory.watch(watcher); }
 void late_reset_peak() { device().memory.reset_peak(); }
 void late_count(const char* name) { device().counters.add(name); }
 void late_defect(const char* kind, const char* detail) { device().counters.defect(kind, detail); }

@@ -153,6 +153,8 @@ void* Memory::allocate(size_t bytes, size_t stream) {
   account_.peak_allocated = std::max(account_.peak_allocated, account_.allocated);
   account_.peak_blocks = std::max(account_.peak_blocks, ++account_.blocks);
   ++account_.allocations;
+  lock.unlock();
+  if (const Watcher told = watcher_) told(begin, static_cast<int64_t>(whole));
   return reinterpret_cast<void*>(begin);
 }
 
@@ -173,7 +175,7 @@ void Memory::give(Free& free, uintptr_t begin, size_t bytes) {
 }
 
 void Memory::free(void* address) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const auto found = blocks_.find(reinterpret_cast<uintptr_t>(address));
   if (found == blocks_.end()) return;
   const uintptr_t begin = found->first;
@@ -186,6 +188,8 @@ void Memory::free(void* address) {
   for (const size_t other : block.used_by) streams_.wait(block.stream, streams_.record(other));
   poison(begin, block.bytes, block.stream, "freeing memory");
   give(free_[block.stream], begin, block.bytes);
+  lock.unlock();
+  if (const Watcher told = watcher_) told(begin, -static_cast<int64_t>(block.bytes));
 }
 
 void Memory::used_by(void* address, size_t stream) {

@@ -5,6 +5,7 @@
 // Any thread may allocate and free. Owned by Device.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -44,6 +45,8 @@ class Memory {
   void reset_accumulated();
   size_t capacity() const { return capacity_; }
   void set_capacity(size_t bytes);
+  using Watcher = void (*)(uint64_t address, int64_t bytes);
+  void watch(Watcher watcher) { watcher_ = watcher; }  // told of each block, in whole granules; negative when it is freed; or null
   static void set_fault_output(int file);  // where a fault's message goes; standard error before
 
  private:
@@ -62,6 +65,7 @@ class Memory {
   uintptr_t base_ = 0;
   uintptr_t alias_base_ = 0;
   int file_ = -1;
+  std::atomic<Watcher> watcher_ = nullptr;
   std::mutex mutex_;  // of all below
   size_t capacity_;
   uintptr_t top_;     // never used beyond

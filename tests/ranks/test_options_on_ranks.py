@@ -1,0 +1,31 @@
+"""Options that ranks give unlike each other: an error on all of them names the difference, long before a rank waits in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_options import other_caps, other_machines
+from ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+SOON_S = 50.0
+"""Less than timeout_s."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_device_memory_of_each_rank_is_named_on_all(ranks: int) -> None:
+    for first, later in run_ranks(other_caps, ranks):
+        for kind, text, seconds in (first, later):
+            assert kind in ("OptionError", "RankMismatchError"), text
+            assert "device_memory=64MiB" in text, text
+            assert "device_memory=65MiB" in text, text
+            assert seconds < SOON_S
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_machine_of_the_same_name_and_other_rates_is_named_on_all(ranks: int, tmp_path: Path) -> None:
+    for kind, text, seconds in run_ranks(other_machines, ranks, str(tmp_path)):
+        assert kind == "OptionError", text
+        assert "machine=machine.json of digest" in text, text
+        assert seconds < SOON_S

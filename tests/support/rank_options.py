@@ -1,0 +1,68 @@
+"""Options that ranks give unlike each other: what each rank is told, and how soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compute_models import MODELS
+
+import zinf_compile
+from zinf_compile.errors import ZinfError
+from zinf_compile.plan.profile import find_profile, shipped
+
+WORKS = "64MiB"
+
+
+def start(options: dict[str, Any]) -> None:
+    """Take a step of a new model."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = MODELS["wide"][0]()
+    call = torch.compile(model, backend="zero_infinity", options={"compute": "fx", "timeout_s": 60, **options})
+    call(*MODELS["wide"][1]()).backward()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def told(options: dict[str, Any]) -> tuple[str, str, float]:
+    """Return the class of the error that options end with, its text, and the seconds until then."""
+    began = time.monotonic()
+    with pytest.raises(ZinfError) as caught:
+        start(options)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - began
+
+
+def other_caps(rank: int, size: int) -> list[tuple[str, str, float]]:
+    """Give each rank a `device_memory` of its own: from the start, and once all have trained with the same one."""
+    zinf_compile.reset()
+    own = {"device_memory": f"{64 + rank}MiB"}
+    found = [told(own)]
+    zinf_compile.reset()
+    start({"device_memory": WORKS})
+    found.append(told({"device_memory": WORKS} if rank == 0 else own))
+    zinf_compile.reset()
+    start({"device_memory": WORKS})
+    return found
+
+
+def other_machines(rank: int, size: int, folder: str) -> tuple[str, str, float]:
+    """Give each rank a file of the same name, with another rate on the last one."""
+    mine = Path(folder) / str(rank)
+    mine.mkdir()
+    text = find_profile(shipped()[0]).to_json()
+    if rank == size - 1:
+        text, count = re.subn(r'("device_memory_bytes": )(\d+)', r"\g<1>12345678", text)
+        assert count == 1
+    before = os.getcwd()
+    os.chdir(mine)
+    try:
+        Path("machine.json").write_text(text)
+        zinf_compile.reset()
+        return told({"machine": "machine.json", "device_memory": WORKS})
+    finally:
+        os.chdir(before)
