@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from drawn_page import Page
 
 from zinf_compile.cli.main import main
-from zinf_compile.plan.plan import Plan
+from zinf_compile.plan.plan import Plan, Shared
+from zinf_compile.plan.planners import PLANNERS
+from zinf_compile.plan.planners.just_in_time import just_in_time
 from zinf_compile.plan.profile import find_profile
 
 COMMAND = ["plan", "mlp", "--machine", "h100", "--world", "2", "--nvme", "4x"]
@@ -65,6 +68,15 @@ def test_text_and_formulas(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_planned_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_illegal_plan_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a planner with a defect: it gathers nothing."""
+    monkeypatch.setitem(PLANNERS, "just_in_time", lambda problem: dataclasses.replace(just_in_time(problem), shared=Shared()))
+    assert main([*COMMAND, "--device-memory", "1GiB", "--planner", "just_in_time"]) == 2
+    printed = capsys.readouterr()
+    assert "is illegal" in printed.err
+    assert "tokens/s" not in printed.out
 
 
 def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from zinf_compile.plan.problem_parts import KEEP
 from zinf_compile.plan.profile import Profile, find_profile, shipped
 from zinf_compile.plan.simulate import Timeline, simulate
 from zinf_compile.plan.table import homes_table, summary_line
+from zinf_compile.plan.verify import check
 
 from .measure_machine import measure_machine
 from .models import TARGETS
@@ -116,6 +117,7 @@ class Planned:
             self.least = least_budgets(problem, just_in_time)
         self.planner_seconds = time.monotonic() - began
         if self.plan is not None:
+            check(problem, self.plan)
             self.timeline = simulate(problem, self.plan)
             self.bound = lower_bound(problem)
             self.path = critical_path(problem, self.plan)
