@@ -203,6 +203,7 @@ class BackgroundSave:
                 commit(lambda: self._given_up)
         except BaseException as error:
             self._error = error
+            self._pieces.stop()  # nobody waits for room any more
         finally:
             self._close()
 
