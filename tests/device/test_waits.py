@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 import zinf_compile
-from zinf_compile.runtime import executor
+from zinf_compile.runtime import gather_steps
 from zinf_compile.runtime.lanes.stream_lane import StreamTransfer
 
 MANY_CHUNKS = "many chunks, updated on the device"
@@ -126,7 +126,7 @@ def test_lookups_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return counts
 
-    monkeypatch.setattr(executor, "gather_rows", counted(executor.gather_rows))
+    monkeypatch.setattr(gather_steps, "gather_rows", counted(gather_steps.gather_rows))
     options = {"compute": "fx", **PLACEMENTS["parameters on the host"], "tile": 4096}
     found = []
     for layers in (4, 16):
